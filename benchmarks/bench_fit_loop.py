@@ -1,0 +1,195 @@
+"""What does a training step cost under the Trainer, against a bare loop over the same model, data and optimizer?
+
+python benchmarks/bench_fit_loop.py [--quick] [--device cpu|cuda] [--json FILE]
+
+Subjects are interleaved in one process; a step is the median epoch's time over its steps, forward, backward, optimizer
+and data loading included, validation left out.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import DigitsDataModule, MoEClassifier
+
+BATCH_SIZE = 64
+
+
+class EpochTimer(L.Callback):
+    """Seconds that each epoch takes; the first one, which warms up, is left out."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _synchronize(pl_module.device)
+        if trainer.current_epoch > 0:
+            self.seconds.append(time.perf_counter() - self.start)
+
+
+class LogEveryStep(MoEClassifier):
+    """The plain way to write the same training step: torchmetrics and ``self.log`` for every figure at every step."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, target = batch
+        logits, balance_loss, expert_counts = self(x)
+        loss = F.cross_entropy(logits, target)
+        self.train_accuracy(logits, target)
+        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/balance_loss", balance_loss)
+        load = expert_counts / expert_counts.sum()
+        self.log_dict({f"train/expert_load_{e}": share for e, share in enumerate(load)}, on_step=False, on_epoch=True)
+        return loss + self.balance_weight * balance_loss
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _digits() -> DigitsDataModule:
+    data = DigitsDataModule(BATCH_SIZE)
+    data.setup()
+    return data
+
+
+def bare_loop(loader: DataLoader, epochs: int, device: torch.device) -> tuple[list[float], MoEClassifier]:
+    """Seconds of each epoch but the first, and the trained model."""
+    torch.manual_seed(0)
+    model = MoEClassifier(64, 10).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seconds = []
+    for _ in range(epochs):
+        start = time.perf_counter()
+        for x, target in loader:
+            logits, balance_loss, _ = model(x.to(device, non_blocking=True))
+            loss = F.cross_entropy(logits, target.to(device, non_blocking=True)) + model.balance_weight * balance_loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:], model
+
+
+def fitted(
+    module: type[MoEClassifier], epochs: int, device: torch.device, callbacks: list[L.Callback] | None = None, **kwargs
+) -> tuple[list[float], MoEClassifier]:
+    """The same from a Trainer with arguments ``kwargs``."""
+    torch.manual_seed(0)
+    model, timer = module(64, 10), EpochTimer()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    if kwargs.get("barebones"):
+        quiet, kwargs = {}, {"barebones": True}
+    trainer = L.Trainer(
+        accelerator=device.type,
+        devices=1,
+        max_epochs=epochs,
+        limit_val_batches=0,
+        callbacks=[timer, *(callbacks or [])],
+        **{**quiet, "enable_model_summary": False, **kwargs},
+    )
+    trainer.fit(model, train_dataloaders=_digits().train_dataloader())
+    return timer.seconds, model
+
+
+def whole_run(epochs: int, device: torch.device) -> tuple[list[float], MoEClassifier]:
+    """What configs/moe_digits.yaml asks of the Trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        return fitted(
+            MoEClassifier,
+            epochs,
+            device,
+            callbacks=[ModelCheckpoint(monitor="train/accuracy", mode="max"), RichProgressBar()],
+            logger=[CSVLogger(folder), TensorBoardLogger(folder)],
+            enable_checkpointing=True,
+            enable_progress_bar=True,
+        )
+
+
+def row_by_row(epochs: int, device: torch.device) -> tuple[list[float], MoEClassifier]:
+    """The bare loop over a TensorDataset, whose rows the DataLoader collates one by one."""
+    rows = TensorDataset(*_digits().train_rows.tensors)
+    return bare_loop(DataLoader(rows, batch_size=BATCH_SIZE, shuffle=True), epochs, device)
+
+
+def subjects(device: torch.device) -> dict[str, Callable[[int], tuple[list[float], MoEClassifier]]]:
+    loader = _digits().train_dataloader()
+    return {
+        "bare loop": lambda epochs: bare_loop(loader, epochs, device),
+        "bare loop, rows collated one by one": lambda epochs: row_by_row(epochs, device),
+        "Trainer, barebones": lambda epochs: fitted(MoEClassifier, epochs, device, barebones=True),
+        "Trainer, our logging": lambda epochs: fitted(MoEClassifier, epochs, device, logger=[]),
+        "Trainer, log every figure every step": lambda epochs: fitted(LogEveryStep, epochs, device),
+        "Trainer, as in configs/moe_digits.yaml": lambda epochs: whole_run(epochs, device),
+    }
+
+
+def check_equal_weights(device: torch.device) -> None:
+    """A loop that trains another model has no speed."""
+    _, ours = fitted(MoEClassifier, 2, device)
+    _, bare = bare_loop(_digits().train_dataloader(), 2, device)
+    for (name, actual), (_, expected) in zip(ours.to(device).state_dict().items(), bare.state_dict().items(), strict=True):
+        torch.testing.assert_close(actual, expected, msg=lambda message, name=name: f"{name}: {message}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds in place of five")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    warnings.filterwarnings("ignore", module="lightning")
+    check_equal_weights(device)
+
+    steps = -(-len(_digits().train_rows) // BATCH_SIZE)
+    seconds: dict[str, list[float]] = {}
+    for _ in range(2 if arguments.quick else 5):
+        for name, subject in subjects(device).items():
+            epochs, _ = subject(4)
+            seconds.setdefault(name, []).extend(epochs)
+    microseconds = {name: statistics.median(epochs) / steps * 1e6 for name, epochs in seconds.items()}
+    baseline = microseconds["bare loop"]
+    print(f"\nMoEClassifier on digits, batch {BATCH_SIZE}; torch {torch.__version__}, lightning {L.__version__}, ", end="")
+    print(f"{device.type}, {torch.get_num_threads()} threads\n")
+    print("| subject | us per step | ratio to the bare loop | added us |\n| --- | ---: | ---: | ---: |")
+    for name, value in microseconds.items():
+        print(f"| {name} | {value:.0f} | {value / baseline:.2f} | {value - baseline:+.0f} |")
+    if arguments.json:
+        rows = [
+            {
+                "case": "fit_loop",
+                "subject": name,
+                "metric": "step",
+                "value": value,
+                "unit": "us",
+                "baseline": "bare loop",
+                "ratio": value / baseline,
+            }
+            for name, value in microseconds.items()
+        ]
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Plug-ins for PyTorch Lightning: layers, modules, callbacks and data that make a run faster, bigger or smaller.
+
+Importing the package loads nothing else, torch included; each public name is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+    from lightning_accel.data import DigitsDataModule as DigitsDataModule
+    from lightning_accel.data import TabularDataModule as TabularDataModule
+    from lightning_accel.models import MoEClassifier as MoEClassifier
+    from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
+    from lightning_accel.nn import TopKGate as TopKGate
+
+__version__ = "0.1.0"
+
+_PACKAGE_OF = {
+    "DigitsDataModule": "data",
+    "MixtureOfExperts": "nn",
+    "MoEClassifier": "models",
+    "PredictionWriter": "callbacks",
+    "TabularDataModule": "data",
+    "TopKGate": "nn",
+}
+
+__all__ = [
+    "DigitsDataModule",
+    "MixtureOfExperts",
+    "MoEClassifier",
+    "PredictionWriter",
+    "TabularDataModule",
+    "TopKGate",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PACKAGE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGE_OF})

@@ -1,0 +1,52 @@
+"""``python -m lightning_accel``; what needs no torch is answered before torch is imported."""
+
+import sys
+from collections.abc import Sequence
+
+from lightning_accel import __version__
+
+_HELP = f"""\
+usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict}} [options]
+
+lightning_accel {__version__}: train and run PyTorch Lightning modules from a config, ours or your own.
+
+subcommands:
+  fit          train, validating as it goes
+  validate     one pass over the validation data
+  test         one pass over the test data
+  predict      write predictions to predictions.csv in the run folder
+
+most used options, after the subcommand:
+  --config FILE              YAML config; repeat it to override one file with the next
+  --model CLASS              a class of lightning_accel by its name, or yours by its path: my_file.MyModule
+  --model.OPTION VALUE       a constructor argument of it; likewise --data CLASS, --data.OPTION VALUE
+  --optimizer CLASS, --lr_scheduler CLASS
+                             in place of the module's own
+  --trainer.OPTION VALUE     an argument of lightning.Trainer
+  --ckpt_path FILE|best      checkpoint to resume or to run; best: that of the newest run under the config's log folder
+  --seed_everything NUMBER   seed of every random generator
+  --print_config             print the whole config that would run, with all defaults, and stop
+
+  lightning-accel fit --help                      every option
+  lightning-accel fit --model.help MoEClassifier  the options of one class
+
+  --debug      show the traceback of an error
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments``, by default the program's own, and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments == ["--version"]:
+        print(f"lightning_accel {__version__}")
+        return 0
+    if arguments in ([], ["-h"], ["--help"]):
+        print(_HELP, end="")
+        return 0 if arguments else 2
+    from lightning_accel.cli import run
+
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Rows of tensors that fit in memory, fetched a batch at a time."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+class TensorRows(Dataset[tuple[Tensor, ...]]):
+    """Tensors of equal length, indexed together along dimension 0.
+
+    A DataLoader fetches a whole batch with one index per tensor; collating row by row costs many times as much
+    (``benchmarks/bench_fit_loop.py`` measures it).
+
+    Raises:
+        ValueError: if the lengths differ.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        if len({len(tensor) for tensor in tensors}) != 1:
+            raise ValueError(f"tensors must have equal lengths; got {[len(tensor) for tensor in tensors]}")
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        chosen = torch.tensor(indices)
+        return tuple(tensor[chosen] for tensor in self.tensors)
+
+
+def row_loader(
+    rows: TensorRows, datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
+) -> DataLoader[Any]:
+    """Batches of ``rows`` as tuples of tensors, memory pinned where ``datamodule`` is used by a trainer on CUDA."""
+    if num_workers == 0:  # indexing takes microseconds, so Lightning's advice to add workers would slow the run down
+        warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
+    return DataLoader(
+        rows,  # type: ignore[arg-type]  # the loader's batches are tuples of tensors, as its rows are
+        batch_size=batch_size,
+        shuffle=shuffle,
+        num_workers=num_workers,
+        collate_fn=_already_a_batch,
+        pin_memory=datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator),
+        persistent_workers=num_workers > 0,
+    )
+
+
+def _already_a_batch(batch: Sequence[Tensor]) -> Sequence[Tensor]:
+    return batch

@@ -1,0 +1,5 @@
+"""LightningModules: layers joined with a loss, metrics, an optimizer and logging."""
+
+from lightning_accel.models.moe import MoEClassifier
+
+__all__ = ["MoEClassifier"]

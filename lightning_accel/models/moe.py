@@ -1,0 +1,210 @@
+"""Mixture-of-experts classifier. Shapes: B rows, D features, C classes, E experts."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.aggregation import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_accel.nn.moe import MixtureOfExperts
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+
+
+class ClassifierOutput(NamedTuple):
+    """Scores of the classes, and what the gate did to get them."""
+
+    logits: Tensor  # (B, C)
+    balance_loss: Tensor  # () float32, 1 when every expert gets an equal share
+    expert_counts: Tensor  # (E,) int64, slots that each expert filled
+
+
+class MoEClassifier(L.LightningModule):
+    """Classify rows: an encoder, a residual mixture of experts in which each row visits ``k`` of them, a head.
+
+    Batches are pairs of rows, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
+    ``balance_weight`` times the gate's balance loss. Logged: ``train/loss`` (cross entropy) and
+    ``train/balance_loss``; at the end of each training epoch ``train/accuracy`` and ``train/expert_load_0`` ...,
+    the share of the slots that each expert filled in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
+
+    Args:
+        num_features: values per row once flattened; by default the datamodule's attribute of that name.
+        num_classes: C; by default the datamodule's attribute of that name.
+        dim: width of the encoder's output and of the mixture.
+        num_experts: E.
+        k: experts that each row visits.
+        expert_dim: hidden width of each expert.
+        dropout: share of the mixture's output that is dropped in training.
+        balance_weight: what the balance loss counts for.
+        encoder: maps rows (B, ...) to (B, ``dim``), and makes ``num_features`` unneeded; by default flatten, linear
+            layer, GELU.
+        class_names: C names that predictions carry; by default the datamodule's, if it has any.
+        optimizer: called with the parameters.
+        lr_scheduler: called with the optimizer.
+        lr_interval: when the scheduler steps.
+
+    Raises:
+        ValueError: if ``k`` is not in [1, ``num_experts``]; before a run starts, if sizes are neither given nor
+            offered by the datamodule, or contradict it.
+
+    >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, expert_dim=8)
+    >>> model(torch.randn(5, 6)).logits.shape
+    torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        num_features: int | None = None,
+        num_classes: int | None = None,
+        *,
+        dim: int = 128,
+        num_experts: int = 8,
+        k: int = 2,
+        expert_dim: int = 256,
+        dropout: float = 0.0,
+        balance_weight: float = 0.01,
+        encoder: nn.Module | None = None,
+        class_names: Sequence[str] | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_interval: Literal["epoch", "step"] = "epoch",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["encoder", "optimizer", "lr_scheduler"])
+        self.num_features = num_features
+        self.num_classes = num_classes
+        self.class_names = class_names
+        self.balance_weight = balance_weight
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+        self.lr_interval = lr_interval
+        self.dim = dim
+        self.encoder = encoder
+        self.norm = nn.LayerNorm(dim)
+        self.mixture = MixtureOfExperts(dim, expert_dim, num_experts, k)
+        self.dropout = nn.Dropout(dropout)
+        self.head: nn.Module | None = None
+        self.expert_load = _ExpertLoad(num_experts)
+        if num_classes is not None and (encoder is not None or num_features is not None):
+            self.configure_model()
+
+    def setup(self, stage: str) -> None:
+        """Take from the datamodule what was not given; refuse what contradicts it."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the Trainer, undeclared
+        for name in ("num_classes", "class_names") if self.hparams.get("encoder") else _OFFERED:
+            offered, given = getattr(datamodule, name, None), getattr(self, name)
+            if given is None:
+                setattr(self, name, offered)
+                self.hparams[name] = offered
+            elif offered is not None and offered != given:
+                raise ValueError(
+                    f"MoEClassifier has {name}={given}, but {type(datamodule).__name__} has {name}={offered}. "
+                    f"Leave {name} out to take the datamodule's."
+                )
+
+    def configure_model(self) -> None:
+        """Build the layers whose sizes may come from the datamodule, once."""
+        if self.head is not None:
+            return
+        if self.num_classes is None or (self.encoder is None and self.num_features is None):
+            raise ValueError(
+                f"MoEClassifier needs num_features and num_classes; got num_features={self.num_features}, "
+                f"num_classes={self.num_classes}. Pass them, or train with a datamodule that has attributes so named."
+            )
+        if self.encoder is None:
+            assert self.num_features is not None
+            self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(self.num_features, self.dim), nn.GELU())
+        self.head = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.num_classes))
+        accuracy = MulticlassAccuracy(self.num_classes, average="micro")
+        self.train_accuracy = accuracy
+        stages = {stage: {"loss": MeanMetric(), "accuracy": accuracy.clone()} for stage in ("val", "test")}
+        self.metrics = nn.ModuleDict({stage: nn.ModuleDict(metrics) for stage, metrics in stages.items()})
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        scheduler = self.make_lr_scheduler(optimizer)
+        config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            config["monitor"] = scheduler.monitor
+        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value,typeddict-item]
+
+    def forward(self, x: Tensor) -> ClassifierOutput:
+        """Score rows ``x`` (B, ...)."""
+        assert self.encoder is not None and self.head is not None
+        features = self.encoder(x)  # (B, D)
+        mixed, balance_loss, expert_counts = self.mixture(self.norm(features))
+        return ClassifierOutput(self.head(features + self.dropout(mixed)), balance_loss, expert_counts)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, target = batch
+        logits, balance_loss, expert_counts = self(x)
+        loss = F.cross_entropy(logits, target)
+        self.train_accuracy.update(logits, target)
+        self.expert_load.update(expert_counts)
+        if self._is_logging_step():
+            self.log_dict({"train/loss": loss, "train/balance_loss": balance_loss}, prog_bar=True)
+        return loss + self.balance_weight * balance_loss
+
+    def _is_logging_step(self) -> bool:
+        # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record
+        every = self.trainer.log_every_n_steps
+        return every > 0 and (self.global_step + 1) % every == 0
+
+    def on_train_epoch_end(self) -> None:
+        load = self.expert_load.compute().tolist()
+        self.log_dict({f"train/expert_load_{expert}": share for expert, share in enumerate(load)})
+        self.log("train/accuracy", self.train_accuracy.compute())
+        self.expert_load.reset()
+        self.train_accuracy.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Any]:
+        """Name the likeliest class of each row, (B,), and give its probability, (B,) in [0, 1].
+
+        ``class`` is a list of names where the model knows them, else an int64 tensor.
+        """
+        x = batch if isinstance(batch, Tensor) else batch[0]
+        probability, label = self(x).logits.softmax(dim=-1).max(dim=-1)
+        names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
+        return {"class": label if names is None else names, "probability": probability}
+
+    def _evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
+        x, target = batch
+        logits = self(x).logits
+        metrics = self.metrics[stage]
+        metrics["loss"].update(F.cross_entropy(logits, target), weight=len(target))
+        metrics["accuracy"].update(logits, target)
+        self.log_dict({f"{stage}/{name}": metric for name, metric in metrics.items()}, prog_bar=True)
+
+
+_OFFERED = ("num_features", "num_classes", "class_names")
+
+
+class _ExpertLoad(Metric):
+    """Share of the slots that each expert filled, (E,), over all batches and processes."""
+
+    counts: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, expert_counts: Tensor) -> None:
+        self.counts += expert_counts
+
+    def compute(self) -> Tensor:
+        return self.counts / self.counts.sum().clamp(min=1)
