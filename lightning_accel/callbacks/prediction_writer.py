@@ -9,6 +9,7 @@ import lightning as L
 import pandas as pd
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 
@@ -47,6 +48,7 @@ class PredictionWriter(BasePredictionWriter):
         table = tables[0] if len(tables) == 1 else pd.concat(tables, keys=range(len(tables)), names=["loader"])
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(path)
+        rank_zero_info(f"wrote {len(table)} predictions to {path}")
 
 
 def make_table(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> pd.DataFrame:

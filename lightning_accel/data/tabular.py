@@ -1,6 +1,7 @@
 """Tables of the user's own, for classification. Shapes: B rows, D features."""
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -155,8 +156,11 @@ def read_table(path: Path, separator: str = ",", missing: Sequence[str] = ()) ->
     """
     try:
         if ".csv" in path.suffixes:
-            # low_memory guesses types chunk by chunk, so a column's type would depend on where its text stands
-            table = pd.read_csv(path, sep=separator, na_values=list(missing), low_memory=False)
+            with warnings.catch_warnings():
+                # Rows longer than the header: pandas would take their first fields for an index, or drop the last
+                warnings.simplefilter("error", pd.errors.ParserWarning)
+                # low_memory guesses types chunk by chunk, so a column's type would depend on where its text stands
+                table = pd.read_csv(path, sep=separator, na_values=list(missing), index_col=False, low_memory=False)
         elif path.suffix == ".parquet":
             table = pd.read_parquet(path)
             table = table.replace(list(missing), None) if missing else table
@@ -164,7 +168,7 @@ def read_table(path: Path, separator: str = ",", missing: Sequence[str] = ()) ->
             raise ValueError(f"need a .csv or .parquet file; got {path}")
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
-    except (pd.errors.ParserError, UnicodeDecodeError, OSError) as error:
+    except (pd.errors.ParserError, pd.errors.ParserWarning, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {error}") from error
     if table.empty:
         raise ValueError(f"{path} has a header but no rows")
@@ -254,8 +258,8 @@ def _as_numbers(column: pd.Series, path: Path) -> pd.Series:
     wrong = (numbers.isna() & column.notna()) | np.isinf(numbers)
     if wrong.any():
         raise ValueError(
-            f"column {column.name!r} of {path} must hold finite numbers; got {column.iloc[_first_row(wrong) - 1]!r} in "
-            f"row {_first_row(wrong)}. Mend the value, or list it under missing"
+            f"column {column.name!r} of {path} must hold finite numbers; got {str(column[wrong].iloc[0])!r} in row "
+            f"{_first_row(wrong)}. Mend the value, or list it under missing"
         )
     return numbers
 

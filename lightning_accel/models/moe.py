@@ -35,17 +35,17 @@ class MoEClassifier(L.LightningModule):
     the share of the slots that each expert filled in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
-        num_features: values per row once flattened; by default the datamodule's attribute of that name.
-        num_classes: C; by default the datamodule's attribute of that name.
+        num_features: values in a row once flattened; by default the datamodule's attribute of that name.
+        num_classes: classes to tell apart; by default the datamodule's attribute of that name.
         dim: width of the encoder's output and of the mixture.
-        num_experts: E.
+        num_experts: experts in the mixture.
         k: experts that each row visits.
         expert_dim: hidden width of each expert.
         dropout: share of the mixture's output that is dropped in training.
         balance_weight: what the balance loss counts for.
         encoder: maps rows (B, ...) to (B, ``dim``), and makes ``num_features`` unneeded; by default flatten, linear
             layer, GELU.
-        class_names: C names that predictions carry; by default the datamodule's, if it has any.
+        class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer.
         lr_interval: when the scheduler steps.
@@ -151,7 +151,8 @@ class MoEClassifier(L.LightningModule):
         self.train_accuracy.update(logits, target)
         self.expert_load.update(expert_counts)
         if self._is_logging_step():
-            self.log_dict({"train/loss": loss, "train/balance_loss": balance_loss}, prog_bar=True)
+            self.log("train/loss", loss, prog_bar=True)
+            self.log("train/balance_loss", balance_loss)
         return loss + self.balance_weight * balance_loss
 
     def _is_logging_step(self) -> bool:
@@ -160,6 +161,8 @@ class MoEClassifier(L.LightningModule):
         return every > 0 and (self.global_step + 1) % every == 0
 
     def on_train_epoch_end(self) -> None:
+        if not self.expert_load.update_called:  # by a subclass's own training_step
+            return
         load = self.expert_load.compute().tolist()
         self.log_dict({f"train/expert_load_{expert}": share for expert, share in enumerate(load)})
         self.log("train/accuracy", self.train_accuracy.compute())
@@ -188,7 +191,8 @@ class MoEClassifier(L.LightningModule):
         metrics = self.metrics[stage]
         metrics["loss"].update(F.cross_entropy(logits, target), weight=len(target))
         metrics["accuracy"].update(logits, target)
-        self.log_dict({f"{stage}/{name}": metric for name, metric in metrics.items()}, prog_bar=True)
+        self.log(f"{stage}/loss", metrics["loss"])
+        self.log(f"{stage}/accuracy", metrics["accuracy"], prog_bar=True)
 
 
 _OFFERED = ("num_features", "num_classes", "class_names")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 class Routing(NamedTuple):
     """Which experts each token visits, and how much each of them counts."""
 
-    weights: Tensor  # (N, K) float32
+    weights: Tensor  # (N, K) float32, float64 for float64 tokens
     experts: Tensor  # (N, K) int64 in [0, E)
     expert_counts: Tensor  # (E,) int64, slots that each expert fills; they sum to N * K
-    balance_loss: Tensor  # () float32, 1 when every expert gets an equal share
+    balance_loss: Tensor  # () dtype of weights, 1 when every expert gets an equal share
 
 
 class TopKGate(nn.Module):
@@ -51,9 +51,10 @@ class TopKGate(nn.Module):
         The balance loss is that of Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 without its factor
         alpha, over K slots a token in place of one; it is 0 for no tokens.
         """
-        # Float32 even under AMP: bf16 keeps 8 significant bits, so close scores would tie.
+        # Float32 at least, even under AMP: bf16 keeps 8 significant bits, so close scores would tie.
+        dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            probs = F.linear(x.float(), self.weight.float()).softmax(dim=-1)  # (N, E)
+            probs = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(dim=-1)  # (N, E)
             weights, experts = probs.topk(self.k, dim=-1)  # (N, K)
             expert_counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
             tokens = max(1, len(x))

@@ -14,7 +14,7 @@ class MixtureOutput(NamedTuple):
     """What a mixture of experts made of its tokens, and what its gate did."""
 
     features: Tensor  # (..., D), shape and dtype of the input
-    balance_loss: Tensor  # () float32, 1 when every expert gets an equal share
+    balance_loss: Tensor  # () float32 or float64, 1 when every expert gets an equal share
     expert_counts: Tensor  # (E,) int64, slots that each expert filled
 
 

@@ -1,0 +1,5 @@
+"""The command line: LightningCLI with short errors, a run folder that keeps every config, and checkpoints by name."""
+
+from lightning_accel.cli.command import AccelCLI, run
+
+__all__ = ["AccelCLI", "run"]

@@ -1,0 +1,200 @@
+"""``lightning-accel {fit,validate,test,predict}``."""
+
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentError
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerTypeTuple,
+    ReduceLROnPlateau,
+    instantiate_class,
+)
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim import Optimizer
+
+# Class names resolve without their path once their package is imported.
+import lightning_accel.data
+import lightning_accel.models
+from lightning_accel.callbacks import PredictionWriter
+from lightning_accel.cli.checkpoints import Checkpoint, find_best_checkpoint
+from lightning_accel.cli.errors import UsageError, explain, require_config_files, where_raised, without_listings
+from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
+
+
+class AccelCLI(LightningCLI):
+    """LightningCLI for any model and data class, with these differences.
+
+    The optimizer of ``--optimizer`` is built in ``configure_optimizers``, when the strategy has laid the parameters
+    out, not before; ``--lr_interval step`` steps the scheduler every step. The model may be left out where
+    ``--ckpt_path`` names a checkpoint that knows it; where both are given they must fit, and the config wins over the
+    checkpoint's hyperparameters. ``--ckpt_path best`` is the best checkpoint of the newest run under the config's log
+    folder. ``predict`` writes ``predictions.csv``. Each subcommand saves its config under a name of its own.
+
+    Args:
+        args: command line, by default the program's own.
+        callbacks: added to those of the config.
+
+    Raises:
+        argparse.ArgumentError: if the command line or a config does not fit the signatures it names.
+        UsageError: if it does, but cannot work.
+    """
+
+    def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()) -> None:
+        strict = {"prog": "lightning-accel", "allow_abbrev": False, "exit_on_error": False}
+        super().__init__(
+            save_config_callback=ConfigSaver,
+            trainer_defaults={"callbacks": list(callbacks)},
+            seed_everything_default=0,
+            parser_kwargs={**strict, **{name: dict(strict) for name in self.subcommands()}},
+            auto_configure_optimizers=False,
+            args=args,
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_optimizer_args((Optimizer,))
+        parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        parser.add_argument(
+            "--lr_interval", type=Literal["epoch", "step"], default="epoch", help="When --lr_scheduler steps."
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Read the checkpoint that is named; take the model from it if the config has none.
+
+        In place of LightningCLI's, which lets the checkpoint's hyperparameters overrule the command line silently.
+        """
+        subcommand = self.config.subcommand
+        config = self.config[subcommand]
+        self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only")) if config.ckpt_path else None
+        if config.model is not None:
+            return
+        model = None if self.checkpoint is None else self.checkpoint.model_config()
+        if model is None:
+            raise UsageError(
+                f"{subcommand} needs a model: --model MoEClassifier, --model my_file.MyModule, or a model: in a config"
+                + (f"; {config.ckpt_path} does not say which model it holds" if config.ckpt_path else "")
+            )
+        self.config = self.parser.parse_object({subcommand: {"model": model}}, self.config)
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        if config.lr_scheduler is not None and config.optimizer is None:
+            raise UsageError("--lr_scheduler needs --optimizer, whose learning rate it changes; add the optimizer")
+
+    def after_instantiate_classes(self) -> None:
+        require_writable(self.trainer)
+        share_run_folder(self.trainer)
+        self._use_optimizer_of_config()
+        config = self.config_init[self.subcommand]
+        if config.ckpt_path == "best" and self.subcommand != "fit":
+            config.ckpt_path = find_best_checkpoint(self.trainer)
+            self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
+        if self.checkpoint is not None:
+            self.checkpoint.require_fits(self.model)
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        writers = [callback for callback in trainer.callbacks if isinstance(callback, BasePredictionWriter)]
+        if self.subcommand == "predict" and not writers:
+            trainer.callbacks.append(PredictionWriter())
+        return trainer
+
+    def _use_optimizer_of_config(self) -> None:
+        config = self.config_init[self.subcommand]
+        if config.optimizer is None:
+            return
+
+        def configure_optimizers(module: L.LightningModule) -> OptimizerLRScheduler:
+            optimizer = instantiate_class(module.parameters(), config.optimizer)
+            if config.lr_scheduler is None:
+                return optimizer
+            scheduler = instantiate_class(optimizer, config.lr_scheduler)
+            monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": config.lr_interval, **monitor},  # type: ignore[typeddict-item]
+            }
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+    def after_fit(self) -> None:
+        keeper = self.trainer.checkpoint_callback
+        best = getattr(keeper, "best_model_path", "")
+        if best and self.trainer.is_global_zero:
+            score = getattr(keeper, "best_model_score", None)
+            print(f"best checkpoint: {best}" + ("" if score is None else f" ({keeper.monitor} {float(score):.4g})"))
+
+
+class _Progress(L.Callback):
+    """Whether the user's data and model have begun to run."""
+
+    started = False
+
+    def _start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.started = True
+
+    on_sanity_check_start = _start
+    on_train_start = _start
+    on_validation_start = _start
+    on_test_start = _start
+    on_predict_start = _start
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; an error before the first batch is one message on stderr and a status other than 0.
+
+    An error in mid-run is left to Python: its traceback is what the author of a module needs. ``--debug`` leaves all.
+    """
+    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # as under python -m: the user's own modules are found beside the config
+    _silence_what_users_cannot_mend()
+    progress = _Progress()
+    command = [argument for argument in arguments if argument != "--debug"]
+    if len(command) < len(arguments):
+        AccelCLI(command, [progress])
+        return 0
+    try:
+        require_config_files(command)
+        AccelCLI(command, [progress])
+    except ArgumentError as error:
+        return _fail(explain(error.message), status=2)
+    except UsageError as error:
+        return _fail(str(error), status=2)
+    except Exception as error:
+        if progress.started:
+            raise
+        return _fail(f"{without_listings(str(error))}\n({where_raised(error)}; --debug shows the traceback)", status=1)
+    return 0
+
+
+def _silence_what_users_cannot_mend() -> None:
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)  # Lightning's own call
+    # validate, test and predict restore the callbacks of fit, in a run folder of their own
+    warnings.filterwarnings("ignore", message="The dirpath has changed from", category=UserWarning)
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"lightning-accel: error: {message}", file=sys.stderr)
+    return status

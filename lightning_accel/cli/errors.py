@@ -1,0 +1,201 @@
+"""Errors of a command line, each in one message that names the nearest right word."""
+
+import difflib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import lightning as L
+import yaml
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
+_CLASSES_OF = {
+    "data": L.LightningDataModule,
+    "lr_scheduler": LRScheduler,
+    "model": L.LightningModule,
+    "optimizer": Optimizer,
+    "trainer.callbacks": L.Callback,
+    "trainer.logger": Logger,
+    "trainer.profiler": Profiler,
+    "trainer.strategy": Strategy,
+}
+
+
+class UsageError(Exception):
+    """A command that cannot work; the message says what was needed, what was found and what to do."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """A question that offers the candidate nearest to ``word``, or nothing.
+
+    >>> nearest("max_epoch", ["max_epochs", "min_steps"])
+    "; did you mean 'max_epochs'?"
+    """
+    found = difflib.get_close_matches(word, list(candidates), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def require_config_files(arguments: Sequence[str]) -> None:
+    """Read every ``--config`` once, since the parser's own errors name neither file nor line.
+
+    Raises:
+        UsageError: if one is not there or is not a YAML mapping.
+    """
+    for position, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option not in ("--config", "-c"):
+            continue
+        if not equals:
+            value = arguments[position + 1] if position + 1 < len(arguments) else ""
+        _require_config_file(Path(value))
+
+
+def _require_config_file(path: Path) -> None:
+    if not path.is_file():
+        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
+        raise UsageError(f"no config file {path}{nearest(str(path), map(str, beside))}")
+    try:
+        with path.open() as file:
+            content = yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"config {path} is not YAML: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise UsageError(f"config {path} must be a mapping such as 'trainer: {{max_epochs: 5}}'; it holds {content!r:.60}")
+
+
+def explain(message: str) -> str:
+    """Say what a message of the argument parser is about.
+
+    What is recognised is put in one line with the nearest right name; any other message stays, less its listings.
+    """
+    where = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    classes = re.findall(r"Problem with given class_path '([^']+)'", message)
+    if found := re.search(r"[Uu]nrecognized arguments: (.+)", message):
+        options = [word.split("=")[0].lstrip("-") for word in found[1].split() if word.startswith("-")]
+        return "; ".join(_unknown_option(option) for option in options) or f"unexpected {found[1]}"
+    if found := re.search(r"does not accept (?:option|nested key) '([^']+)'", message):
+        return _unknown_option(found[1])
+    if found := re.search(r"invalid choice: '([^']+)' \(choose from (.+)\)", message):
+        choices = re.findall(r"\w+", found[2])
+        return f"no subcommand {found[1]!r}{nearest(found[1], choices)}\nThere are: {', '.join(choices)}"
+    if found := re.search(r"(?:Option|Key) '([^']+)' is not (?:accepted|expected)(?:.+class_path='([^']+)')?", message):
+        return _unknown_parameter(where, found[2] or classes[-1], found[1])
+    if found := re.search(r"No module named '([^']+)'", message):
+        files = [path.stem for path in Path.cwd().glob("*.py")]
+        return f"{where}: no module {found[1]!r}{nearest(found[1], files)}\nYour own are looked for in {Path.cwd()}"
+    if found := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
+        return f"{where}: module {found[1]} has no {found[2]!r}{nearest(found[2], dir(sys.modules.get(found[1])))}"
+    if found := re.search(r"does not correspond to a subclass of (\S+)", message):
+        return f"{where}: expected a {found[1]}, got {_given_value(message)}"
+    if classes and (found := re.search(r'arguments are required: (\S+)|Key "(\S+)" is required', message)):
+        return f"{where}.{found[1] or found[2]} is missing: {classes[-1]} needs it"
+    looked_up = re.search(r"Expected a dot import path string: (\S+)", message)
+    if (kinds := _expected_types(message)) and not (looked_up and kinds == "list"):
+        words = re.findall(r"'([^']+)'", kinds)
+        value = _given_value(message)
+        return f"{where}: expected {kinds}; got {value}{nearest(value, words)}"
+    if looked_up:
+        name = looked_up[1]
+        return f"{where}: no class {name!r}{_nearest_class(where, name)}\nName your own as in my_file.MyClass"
+    return without_listings(message)
+
+
+def _given_value(message: str) -> str:
+    found = re.search(r"(?:Given|Got) value: (.+?)(?:\. Got value: .+)?$", message, re.MULTILINE)
+    return "" if found is None else found[1]
+
+
+def _expected_types(message: str) -> str:
+    """The types that one value was held against, joined by 'or'; nothing where a class was looked for."""
+    found = re.findall(r"Expected an? (.+?)(?:\. Got value: .+)?$", message, re.MULTILINE)
+    types = [name for name in found if not re.search(r"NoneType|path but|dot import path", name)]
+    return " or ".join(dict.fromkeys(_plain_type(name) for name in types))
+
+
+def _plain_type(name: str) -> str:
+    """A type as a user writes it.
+
+    >>> _plain_type("<class 'int'>"), _plain_type("typing.Literal['min', 'max']")
+    ('int', "'min' or 'max'")
+    """
+    if found := re.fullmatch(r"<class '(.+)'>", name):
+        return found[1]
+    if found := re.fullmatch(r"typing\.Literal\[(.+)\]", name):
+        return found[1].replace(", ", " or ")
+    return name
+
+
+def without_listings(message: str) -> str:
+    """What is left of a parser's ``message`` without types that were tried and values spelt out in full."""
+    noise = ("Given value", "Does not validate", "Subtypes:", "Errors:", "Expected a <class 'NoneType'>")
+    lines = [line.strip(" -") for line in message.splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith(noise))
+
+
+def _unknown_option(option: str) -> str:
+    """Name the first part of a dotted ``option`` that does not exist, and what was perhaps meant."""
+    known = _known_options()
+    if option in known:
+        return f"option {option!r} comes after the subcommand: lightning-accel fit --{option} ..."
+    parts = option.split(".")
+    wrong = next(
+        (prefix for n in range(1, len(parts) + 1) if (prefix := ".".join(parts[:n])) not in known), option
+    )
+    parent = wrong.rpartition(".")[0]
+    siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    elsewhere = [name for name in known if name.rpartition(".")[2] == parts[-1]]
+    hint = nearest(wrong, siblings) or (f"; did you mean {elsewhere[0]!r}?" if elsewhere else "")
+    return f"no option {wrong!r}{hint}"
+
+
+def _known_options() -> set[str]:
+    methods = [getattr(L.Trainer, name) for name in ("fit", "validate", "test", "predict")]
+    of_methods = {name for method in methods for name in inspect.signature(method).parameters}
+    of_trainer = {f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters}
+    return _TOP_LEVEL | {"trainer"} | of_trainer | (of_methods - {"self", "datamodule"})
+
+
+def _unknown_parameter(where: str, class_path: str, name: str) -> str:
+    module, _, class_name = class_path.rpartition(".")
+    options = _parameters(getattr(import_module(module), class_name))
+    return f"{where}: {class_path} has no option {name!r}{nearest(name, options)}\nIt has: {', '.join(options)}"
+
+
+def _parameters(cls: type) -> list[str]:
+    """Names that the constructor takes, those passed on to base classes included."""
+    names: dict[str, None] = {}
+    for base in cls.__mro__[:-1]:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return list(names)
+
+
+def _nearest_class(where: str, name: str) -> str:
+    base = next((cls for key, cls in _CLASSES_OF.items() if where.endswith(key)), None)
+    return "" if base is None else nearest(name, {cls.__name__ for cls in _subclasses(base)})
+
+
+def _subclasses(cls: type) -> set[type]:
+    return {found for child in cls.__subclasses__() for found in {child, *_subclasses(child)}}
+
+
+def where_raised(error: Exception) -> str:
+    """The error's type, and the innermost line of the user's own that raised it."""
+    ours = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]
+    place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{place}"

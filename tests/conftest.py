@@ -1,0 +1,45 @@
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_accel.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("gpu")
+    if marker and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
+        pytest.skip(f"needs {needed} CUDA devices")
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@dataclass
+class Finished:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(run_folder, capsys) -> Callable[..., Finished]:
+    """Runs a command line in this process, in an empty folder."""
+
+    def run(*arguments: object) -> Finished:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        return Finished(status, *capsys.readouterr())
+
+    return run

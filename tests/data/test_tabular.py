@@ -1,0 +1,189 @@
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lightning_accel.data import TabularDataModule
+
+
+@pytest.fixture
+def table():
+    """Sixty rows of three classes, with a numeric column that misses values, one of text, a key and a flag."""
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(
+        {
+            "key": [f"row{i}" for i in range(60)],
+            "length": np.where(rng.random(60) < 0.2, np.nan, rng.normal(50, 9, 60)),
+            "width": rng.integers(1, 90, 60),
+            "colour": rng.choice(["red", "green", None], 60),
+            "wet": rng.random(60) < 0.5,
+            "kind": ["oak"] * 30 + ["ash"] * 18 + ["elm"] * 12,
+        }
+    )
+
+
+@pytest.fixture
+def make(table, tmp_path):
+    def make(frame=table, name="trees.csv", **options):
+        path = tmp_path / name
+        if isinstance(frame, str):
+            path.write_text(frame)
+        elif path.suffix == ".parquet":
+            frame.to_parquet(path)
+        else:
+            frame.to_csv(path, index=False)
+        data = TabularDataModule(path, **{"target": "kind", "ignore": ["key"], **options})
+        data.setup()
+        return data
+
+    return make
+
+
+def test_features_match_a_computation_by_hand(make, table):
+    data = make()
+    assert data.class_names == ["ash", "elm", "oak"]
+    assert data.feature_names == [
+        "length", "width", "wet", "missingindicator_length", "colour_<missing>", "colour_green", "colour_red",
+    ]  # fmt: skip
+    assert data.num_features == 7
+    assert data.num_classes == 3
+
+    # rows are found again by their width, length and class
+    def numbers_of(rows):
+        return [tuple(row.tolist()) for row in rows.tensors[0]]
+
+    labels = torch.cat([rows.tensors[1] for rows in (data.train_rows, data.val_rows, data.test_rows)])
+    assert torch.bincount(labels).tolist() == [18, 12, 30]
+    train = np.array(numbers_of(data.train_rows))
+    np.testing.assert_allclose(train[:, :4].mean(axis=0), 0, atol=1e-6)
+    np.testing.assert_allclose(train[:, :4].std(axis=0), 1, atol=1e-5)
+    np.testing.assert_array_equal(train[:, 4:].sum(axis=1), 1)
+
+    widths = table["width"].to_numpy(dtype=float)
+    every = np.concatenate([np.array(numbers_of(rows)) for rows in (data.train_rows, data.val_rows, data.test_rows)])
+    slope, shift = np.polyfit(np.sort(every[:, 1]), np.sort(widths), 1)  # one affine map takes all splits back
+    np.testing.assert_allclose(np.sort(every[:, 1]) * slope + shift, np.sort(widths), atol=1e-3)
+
+
+def test_only_training_rows_move_the_normalisation(make, table):
+    """A value changed in a row of validation or test changes that one number, in a training row every row."""
+    before = make()
+    changes = []
+    for i in range(60):
+        after = make(table.assign(width=table["width"].where(table.index != i, 10_000)))
+        changes.append(
+            tuple(
+                int((getattr(after, part).tensors[0] != getattr(before, part).tensors[0]).sum())
+                for part in ("train_rows", "val_rows", "test_rows")
+            )
+        )
+    assert changes.count((0, 1, 0)) == 9
+    assert changes.count((0, 0, 1)) == 9
+    assert changes.count((42, 9, 9)) == 42
+
+
+def test_splits_are_disjoint_complete_and_repeatable(make, table):
+    unique = table.assign(width=np.arange(60.0), length=1.0, colour="red")
+    data, again, other = make(unique), make(unique), make(unique, split_seed=1)
+    parts = [rows.tensors[0][:, 1] for rows in (data.train_rows, data.val_rows, data.test_rows)]
+    assert [len(part) for part in parts] == [42, 9, 9]
+    assert len(torch.cat(parts).unique()) == 60
+    assert again.train_rows.tensors[0].equal(data.train_rows.tensors[0])
+    assert not other.train_rows.tensors[0].equal(data.train_rows.tensors[0])
+    assert torch.bincount(data.test_rows.tensors[1]).tolist() == [3, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["trees.csv.gz", "trees.parquet"])
+def test_other_formats_give_the_same_rows(make, name):
+    torch.testing.assert_close(make(name=name).train_rows.tensors, make().train_rows.tensors)
+
+
+def test_parquet_categories_and_whole_number_classes(make, table):
+    frame = table.assign(colour=table["colour"].astype("category"), kind=np.repeat([10, 9, 2], 20))
+    data = make(frame, name="trees.parquet")
+    assert data.class_names == ["2", "9", "10"]
+    assert "colour_red" in data.feature_names
+
+
+def test_numbers_as_categories_keep_their_names_beside_missing_values(make, table):
+    data = make(table.assign(width=[1, 2, np.nan] * 20), categorical=["width"])
+    assert {name for name in data.feature_names if name.startswith("width")} == {"width_1", "width_2", "width_<missing>"}
+
+
+def test_rows_to_predict_need_no_target_and_may_hold_what_training_lacked(make, table, tmp_path):
+    new = table.drop(columns=["kind", "key"]).head(3).assign(colour=["blue", "red", None], width=[1.0, np.nan, 3.0])
+    new.to_csv(tmp_path / "new.csv", index=False)
+    data = make(predict_path=tmp_path / "new.csv")
+    ((batch,),) = data.predict_dataloader()
+    assert batch.shape == (3, 7)
+    assert batch[:, 4:].tolist() == [[0, 0, 0], [0, 0, 1], [1, 0, 0]]
+    assert batch.isfinite().all()
+
+
+def test_without_a_file_to_predict_the_test_rows_are(make):
+    data = make()
+    ((batch,),) = data.predict_dataloader()
+    assert batch.equal(data.test_rows.tensors[0])
+
+
+def test_own_marks_of_missing_values(make, table):
+    data = make(table.assign(width=["-"] + ["4"] * 29 + ["5"] * 30), missing=["-"])
+    assert "missingindicator_width" in data.feature_names or data.feature_names[1] == "width"
+    assert make(table.assign(width=[-1] + [4] * 29 + [5] * 30), name="t.parquet").feature_names[1] == "width"
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ("", {}, r"trees.csv is empty; a header and rows were needed"),
+        ("kind,width\n", {}, r"trees.csv has a header but no rows"),
+        ("kind,width\noak,1\n", {"target": "kin"}, r"no column 'kin'; did you mean 'kind'\? Its columns: kind, width"),
+        ("kind;width\noak;1\n", {}, r"one column only: set separator"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n", {}, r"'width' of .* holds 'wide' in row 19 among numbers"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,inf\n", {}, r"'width' of .* finite numbers; got 'inf' in row 19"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n", {}, r"'kind' of .* lacks 1 of 19 values, the first in row 19"),
+        ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 3, {"test_share": 0.1}, r"too few rows to split as asked"),
+        ("kind,width\noak,1,2,3\noak,1\n", {}, r"cannot be read as csv"),
+        ("kind,id\n" + "".join(f"oak,a{i}\nash,b{i}\n" for i in range(15)), {}, r"30 different texts in 30 rows"),
+    ],
+)
+def test_bad_files_are_refused(make, content, options, said):
+    with pytest.raises(ValueError, match=rf"(?s){said}"):
+        make(content, **{"ignore": [], **options})
+
+
+def test_dates_are_refused(make, table):
+    with pytest.raises(ValueError, match="column 'wet' of .* holds dates"):
+        make(table.assign(wet=pd.Timestamp("2026-01-01")), name="trees.parquet")
+
+
+def test_text_that_is_not_utf8_is_refused(make, tmp_path):
+    (tmp_path / "trees.csv").write_bytes(b"kind,width\n\xe9,1\n")
+    with pytest.raises(ValueError, match=r"cannot be read as csv: 'utf-8' codec"):
+        TabularDataModule(tmp_path / "trees.csv", "kind").setup()
+
+
+def test_missing_column_of_rows_to_predict(make, table, tmp_path):
+    table.drop(columns="wet").to_csv(tmp_path / "new.csv")
+    with pytest.raises(ValueError, match=r"new.csv has no column 'wet'"):
+        make(predict_path=tmp_path / "new.csv")
+
+
+def test_missing_file_names_the_nearest(table, tmp_path):
+    table.to_csv(tmp_path / "trees.csv")
+    with pytest.raises(FileNotFoundError, match=r"no file .*tree.csv; did you mean .*trees.csv\?"):
+        TabularDataModule(tmp_path / "tree.csv", "kind")
+
+
+def test_other_formats_are_refused(tmp_path):
+    (tmp_path / "trees.xlsx").touch()
+    with pytest.raises(ValueError, match=r"need a .csv or .parquet file; got .*trees.xlsx"):
+        TabularDataModule(tmp_path / "trees.xlsx", "kind").setup()
+
+
+@pytest.mark.parametrize("shares", [(0, 0.1), (0.5, 0.5)])
+def test_shares_that_leave_nothing_are_refused(tmp_path, shares):
+    with pytest.raises(ValueError, match="leave rows to train on"):
+        TabularDataModule(tmp_path, "kind", val_share=shares[0], test_share=shares[1])

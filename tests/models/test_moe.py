@@ -1,0 +1,169 @@
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_accel import DigitsDataModule, MoEClassifier
+from tests.ranks import run_ranks
+
+
+def quiet_trainer(**kwargs) -> L.Trainer:
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return L.Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(off, False), **kwargs})
+
+
+def rows(num_rows=24, num_features=6, num_classes=3) -> TensorDataset:
+    x = torch.randn(num_rows, num_features, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :num_classes].argmax(dim=1))
+
+
+@pytest.fixture
+def small():
+    return MoEClassifier(6, 3, dim=8, num_experts=4, expert_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
+
+
+def test_overfits_one_batch(small):
+    data = DataLoader(rows(), batch_size=24)
+    trainer = quiet_trainer(max_epochs=60, limit_val_batches=0)
+    trainer.fit(small, data)
+    assert trainer.test(small, data, verbose=False)[0]["test/accuracy"] == 1
+
+
+def test_training_loss_adds_the_weighted_balance_loss(small):
+    x, target = rows().tensors
+    small.balance_weight = 0.5
+    trainer = quiet_trainer()
+    small.trainer = trainer
+    logits, balance_loss, _ = small(x)
+    expected = F.cross_entropy(logits, target) + 0.5 * balance_loss
+    torch.testing.assert_close(small.training_step((x, target), 0), expected)
+
+
+def test_every_figure_is_logged(small, tmp_path):
+    loader = DataLoader(rows(), batch_size=7)
+    trainer = quiet_trainer(max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=2)
+    trainer.fit(small, loader, loader)
+    logged = {name for name in trainer.logged_metrics if not name.endswith(("_step", "_epoch"))}
+    load = {f"train/expert_load_{i}" for i in range(4)}
+    assert logged == load | {
+        "train/loss", "train/balance_loss", "train/accuracy", "val/loss", "val/accuracy",
+    }  # fmt: skip
+    assert sum(float(trainer.logged_metrics[name]) for name in load) == pytest.approx(1)
+
+
+def test_validation_figures_are_means_over_rows_not_batches(small):
+    data = rows(10)  # batches of 4, 4 and 2
+    x, target = data.tensors
+    small.eval()
+    result = quiet_trainer().validate(small, DataLoader(data, batch_size=4), verbose=False)[0]
+    with torch.no_grad():
+        logits = small(x).logits
+    assert result["val/loss"] == pytest.approx(float(F.cross_entropy(logits, target)), rel=1e-5)
+    assert result["val/accuracy"] == pytest.approx(float((logits.argmax(dim=1) == target).float().mean()))
+
+
+def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run_folder):
+    model = MoEClassifier(dim=8, expert_dim=8)
+    keeper = ModelCheckpoint(dirpath="kept")
+    trainer = quiet_trainer(enable_checkpointing=True, callbacks=[keeper], limit_train_batches=2, limit_val_batches=1)
+    data = DigitsDataModule()
+    trainer.fit(model, data)
+    assert model(torch.randn(2, 64)).logits.shape == (2, 10)
+
+    torch.load(keeper.best_model_path, weights_only=True)
+    loaded = MoEClassifier.load_from_checkpoint(keeper.best_model_path, weights_only=True)
+    images, _ = next(iter(data.test_dataloader()))
+    torch.testing.assert_close(loaded.eval()(images).logits, model.eval()(images).logits, rtol=0, atol=0)
+    assert set(loaded.predict_step((images,), 0)["class"]) <= set("0123456789")
+
+
+def test_missing_sizes_are_refused_before_training():
+    with pytest.raises(ValueError, match="needs num_features and num_classes; got num_features=None, num_classes=3"):
+        quiet_trainer(limit_val_batches=0).fit(MoEClassifier(num_classes=3), DataLoader(rows()))
+
+
+def test_sizes_that_contradict_the_datamodule_are_refused():
+    with pytest.raises(ValueError, match="num_classes=3, but DigitsDataModule has num_classes=10"):
+        quiet_trainer().fit(MoEClassifier(64, 3), DigitsDataModule())
+
+
+def test_own_encoder_takes_the_place_of_num_features():
+    encoder = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 8))
+    model = MoEClassifier(encoder=encoder, dim=8, expert_dim=8)
+    quiet_trainer(limit_train_batches=2, limit_val_batches=1).fit(model, DigitsDataModule())
+    assert model(torch.randn(2, 1, 8, 8)).logits.shape == (2, 10)
+
+
+@pytest.mark.parametrize(("interval", "steps"), [("step", 4), ("epoch", 2)])
+def test_scheduler_steps_as_asked(interval, steps):
+    halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    model = MoEClassifier(6, 3, dim=8, expert_dim=8, optimizer=sgd, lr_scheduler=halve, lr_interval=interval)
+    trainer = quiet_trainer(max_epochs=2, limit_val_batches=0)
+    trainer.fit(model, DataLoader(rows(), batch_size=12))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**steps
+
+
+class SmoothedMoE(MoEClassifier):
+    def training_step(self, batch, batch_idx):
+        x, target = batch
+        logits, balance_loss, _ = self(x)
+        return F.cross_entropy(logits, target, label_smoothing=0.1) + 0.1 * balance_loss
+
+
+def test_subclass_with_its_own_training_step_trains():
+    model = SmoothedMoE(6, 3, dim=8, num_experts=4, expert_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
+    data = DataLoader(rows(), batch_size=24)
+    trainer = quiet_trainer(max_epochs=60)
+    trainer.fit(model, data, data)
+    assert trainer.callback_metrics["val/accuracy"] == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(small, precision):
+    data = DataLoader(rows(), batch_size=12)
+    trainer = quiet_trainer(precision=precision, max_epochs=30)
+    trainer.fit(small, data, data)
+    assert trainer.callback_metrics["val/accuracy"] > 0.6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_trains_on_cuda(small, precision):
+    data = DataLoader(rows(), batch_size=12)
+    trainer = quiet_trainer(accelerator="gpu", precision=precision, max_epochs=30)
+    trainer.fit(small, data, data)
+    assert trainer.callback_metrics["val/accuracy"] > 0.6
+
+
+def trained(world_size: int, batch_size: int, rank: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and figures after two epochs of SGD; no balance loss, since each rank has its own shares of experts."""
+    torch.manual_seed(3)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    model = MoEClassifier(6, 3, dim=8, num_experts=9, expert_dim=8, balance_weight=0.0, optimizer=sgd)
+    data = rows(12)
+    sampler = None if world_size == 1 else DistributedSampler(data, world_size, rank, shuffle=False)
+    trainer = quiet_trainer(
+        devices=world_size, strategy="ddp" if world_size > 1 else "auto", max_epochs=2, limit_val_batches=0
+    )
+    trainer.fit(model, DataLoader(data, batch_size, sampler=sampler))
+    figures = {name: value for name, value in trainer.callback_metrics.items() if "load" in name or "accuracy" in name}
+    return {name: value.clone() for name, value in model.state_dict().items()}, figures
+
+
+def check_trained(rank):
+    return trained(world_size=2, batch_size=2, rank=rank)
+
+
+def test_two_ranks_train_the_model_of_one_process():
+    """Nine experts and four rows a step: experts that no row of a rank visits do not stop DDP."""
+    expected = trained(world_size=1, batch_size=4)
+    assert len(expected[1]) == 10
+    for actual in run_ranks(check_trained):
+        torch.testing.assert_close(actual, expected)

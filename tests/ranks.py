@@ -1,0 +1,124 @@
+"""Real processes in one gloo group, started once per world size and reused by every test.
+
+``run_ranks(check, ...)`` calls a module-level ``check(rank, ...)`` in each of them and returns what each returned, in
+order of rank. A Trainer inside with ``strategy="ddp", devices=world_size`` finds itself launched as by torchrun.
+"""
+
+import atexit
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_pools: dict[int, "_Pool"] = {}
+
+
+def run_ranks(check: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60) -> list[Any]:
+    """Run ``check(rank, *args)`` in ``world_size`` processes.
+
+    Raises:
+        AssertionError: with the traceback of each rank that failed, or naming those that did not answer in time. The
+            processes are then killed; the next call starts new ones.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = _Pool(world_size)
+    failures, results = pool.run(check, args, timeout_s)
+    if failures:
+        _pools.pop(world_size).kill()
+        raise AssertionError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+    return [results[rank] for rank in range(world_size)]
+
+
+class _Pool:
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, theirs))
+            process.start()
+            theirs.close()  # so that the death of the process ends the pipe
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, check: Callable[..., Any], args: tuple, timeout_s: float) -> tuple[dict[int, str], dict[int, Any]]:
+        failures: dict[int, str] = {}
+        results: dict[int, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self.pipes:
+                pipe.send((check, args, f"{folder}/store", timeout_s))
+            waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
+            deadline = time.monotonic() + timeout_s
+            while waiting:
+                ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+                if not ready:
+                    return failures | {rank: f"no answer in {timeout_s} s" for rank in waiting.values()}, results
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    try:
+                        succeeded, answer = pipe.recv()
+                    except EOFError:
+                        succeeded, answer = False, f"the process died, exit code {self._exit_code(rank)}"
+                    (results if succeeded else failures)[rank] = answer
+                if failures:  # the others may wait for the one that failed
+                    deadline = min(deadline, time.monotonic() + 2)
+        return failures, results
+
+    def _exit_code(self, rank: int) -> int | None:
+        self.processes[rank].join(timeout=5)
+        return self.processes[rank].exitcode
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@atexit.register
+def _kill_all() -> None:
+    for pool in _pools.values():
+        pool.kill()
+
+
+def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    os.environ |= {  # what torchrun sets and Lightning reads
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # nobody connects: the group meets in a file
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            check, args, store, timeout_s = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            torch.manual_seed(0)
+            answer = True, check(rank, *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+        if not answer[0]:
+            return
+        dist.destroy_process_group()

@@ -1,0 +1,57 @@
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+
+
+def check_sum(rank, start):
+    total = torch.tensor(start + rank)
+    dist.all_reduce(total)
+    return os.getpid(), int(total)
+
+
+def check_fails_on_rank_1(rank):
+    if rank == 1:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def check_dies_on_rank_0(rank):
+    if rank == 0:
+        os._exit(3)
+
+
+def check_hangs_on_rank_0(rank):
+    if rank == 0:
+        time.sleep(60)
+
+
+def test_ranks_talk_and_processes_are_reused():
+    first, second = run_ranks(check_sum, 1), run_ranks(check_sum, 10)
+    assert [total for _, total in first + second] == [3, 3, 21, 21]
+    assert [pid for pid, _ in first] == [pid for pid, _ in second]
+    assert len({os.getpid(), *(pid for pid, _ in first)}) == 3
+
+
+def test_world_size_is_free():
+    assert [total for _, total in run_ranks(check_sum, 0, world_size=3)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [(check_fails_on_rank_1, r"rank 1: .*planted"), (check_dies_on_rank_0, r"rank 0: the process died, exit code 3")],
+)
+def test_failure_is_reported_and_the_next_call_works(check, said):
+    with pytest.raises(AssertionError, match=f"(?s){said}"):
+        run_ranks(check)
+    assert [total for _, total in run_ranks(check_sum, 1)] == [3, 3]
+
+
+def test_hanging_rank_is_named():
+    run_ranks(check_sum, 1)  # the time limit is not for starting the processes
+    with pytest.raises(AssertionError, match="rank 0: no answer in 2 s"):
+        run_ranks(check_hangs_on_rank_0, timeout_s=2)
