@@ -2,6 +2,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of its import, which capsys would close
 import pytest
 import torch
 
@@ -31,15 +32,18 @@ class Finished:
     status: int
     out: str
     err: str
+    log: str
 
 
 @pytest.fixture
-def command(run_folder, capsys) -> Callable[..., Finished]:
+def command(run_folder, capsys, caplog) -> Callable[..., Finished]:
     """Runs a command line in this process, in an empty folder."""
 
     def run(*arguments: object) -> Finished:
         capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        return Finished(status, *capsys.readouterr())
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            status = main([str(argument) for argument in arguments])
+        return Finished(status, *capsys.readouterr(), caplog.text)
 
     return run

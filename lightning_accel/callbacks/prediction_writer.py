@@ -43,12 +43,12 @@ class PredictionWriter(BasePredictionWriter):
         path = Path(trainer.log_dir) / self.filename
         loaders = [predictions] if len(batch_indices) == 1 else predictions
         tables = [_gather(make_table(batches, rows)) for batches, rows in zip(loaders, batch_indices, strict=True)]
-        if not trainer.is_global_zero:
-            return
-        table = tables[0] if len(tables) == 1 else pd.concat(tables, keys=range(len(tables)), names=["loader"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(path)
-        rank_zero_info(f"wrote {len(table)} predictions to {path}")
+        if trainer.is_global_zero:
+            table = tables[0] if len(tables) == 1 else pd.concat(tables, keys=range(len(tables)), names=["loader"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.to_csv(path)
+            rank_zero_info(f"wrote {len(table)} predictions to {path}")
+        trainer.strategy.barrier()  # the file is whole when predict returns, on every process
 
 
 def make_table(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> pd.DataFrame:

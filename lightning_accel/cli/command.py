@@ -19,6 +19,7 @@ from lightning.pytorch.cli import (
     ReduceLROnPlateau,
     instantiate_class,
 )
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 
@@ -27,7 +28,7 @@ import lightning_accel.data
 import lightning_accel.models
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_best_checkpoint
-from lightning_accel.cli.errors import UsageError, explain, require_config_files, where_raised, without_listings
+from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
 from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
 
 
@@ -106,6 +107,7 @@ class AccelCLI(LightningCLI):
         if config.ckpt_path == "best" and self.subcommand != "fit":
             config.ckpt_path = find_best_checkpoint(self.trainer)
             self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
+            rank_zero_info(f"best checkpoint of the newest run: {config.ckpt_path}")
         if self.checkpoint is not None:
             self.checkpoint.require_fits(self.model)
 
@@ -137,9 +139,10 @@ class AccelCLI(LightningCLI):
     def after_fit(self) -> None:
         keeper = self.trainer.checkpoint_callback
         best = getattr(keeper, "best_model_path", "")
-        if best and self.trainer.is_global_zero:
+        if best:
             score = getattr(keeper, "best_model_score", None)
-            print(f"best checkpoint: {best}" + ("" if score is None else f" ({keeper.monitor} {float(score):.4g})"))
+            figure = "" if score is None else f" ({keeper.monitor} {float(score):.4g})"
+            rank_zero_info(f"best checkpoint: {best}{figure}")
 
 
 class _Progress(L.Callback):
@@ -173,6 +176,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         require_config_files(command)
         AccelCLI(command, [progress])
+    except SystemExit as stop:  # --help and --print_config have printed what was asked for
+        return int(stop.code or 0)
     except ArgumentError as error:
         return _fail(explain(error.message), status=2)
     except UsageError as error:
@@ -180,7 +185,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if progress.started:
             raise
-        return _fail(f"{without_listings(str(error))}\n({where_raised(error)}; --debug shows the traceback)", status=1)
+        cause = original(error)
+        return _fail(f"{cause}\n({where_raised(cause)}; --debug shows the traceback)", status=1)
     return 0
 
 
@@ -192,7 +198,7 @@ def _silence_what_users_cannot_mend() -> None:
 
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage()
+    return "💡 Tip" not in record.getMessage()
 
 
 def _fail(message: str, status: int) -> int:

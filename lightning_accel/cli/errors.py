@@ -192,7 +192,15 @@ def _subclasses(cls: type) -> set[type]:
     return {found for child in cls.__subclasses__() for found in {child, *_subclasses(child)}}
 
 
-def where_raised(error: Exception) -> str:
+def original(error: BaseException) -> BaseException:
+    """The error that a constructor raised, out of those that the parser wraps it in."""
+    wrappers = ("Does not validate against any", "Problem with given class_path")
+    while error.__cause__ is not None and str(error).startswith(wrappers):
+        error = error.__cause__
+    return error
+
+
+def where_raised(error: BaseException) -> str:
     """The error's type, and the innermost line of the user's own that raised it."""
     ours = str(Path(__file__).parents[1])
     frames = traceback.extract_tb(error.__traceback__)

@@ -99,7 +99,7 @@ class MoEClassifier(L.LightningModule):
         """Take from the datamodule what was not given; refuse what contradicts it."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the Trainer, undeclared
         for name in ("num_classes", "class_names") if self.hparams.get("encoder") else _OFFERED:
-            offered, given = getattr(datamodule, name, None), getattr(self, name)
+            offered, given = _as_list(getattr(datamodule, name, None)), _as_list(getattr(self, name))
             if given is None:
                 setattr(self, name, offered)
                 self.hparams[name] = offered
@@ -196,6 +196,10 @@ class MoEClassifier(L.LightningModule):
 
 
 _OFFERED = ("num_features", "num_classes", "class_names")
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 class _ExpertLoad(Metric):

@@ -1,0 +1,92 @@
+import lightning as L
+import pandas as pd
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_accel.callbacks import PredictionWriter
+from tests.ranks import run_ranks
+
+
+class Stranger(L.LightningModule):
+    """A module that knows nothing of us; ``answer`` makes its predictions from the rows."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.answer(batch[0] if isinstance(batch, list) else batch)
+
+
+def predict(answer, loaders, folder, **kwargs):
+    off = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=folder, callbacks=[PredictionWriter()], **off, **kwargs)
+    trainer.predict(Stranger(answer), loaders)
+    return pd.read_csv(folder / "predictions.csv")
+
+
+def loader(num_rows=7, **kwargs):
+    return DataLoader(TensorDataset(torch.arange(num_rows)), **{"batch_size": 3, **kwargs})
+
+
+def both(x):
+    return {"double": 2 * x, "name": [f"n{i}" for i in x.tolist()], "score": torch.stack([x, -x], dim=1) / 2}
+
+
+def test_dicts_become_columns_in_the_order_of_the_rows(tmp_path):
+    table = predict(both, loader(), tmp_path)
+    assert list(table.columns) == ["row", "double", "name", "score_0", "score_1"]
+    assert table["row"].tolist() == list(range(7))
+    assert table["double"].tolist() == list(range(0, 14, 2))
+    assert table["name"].tolist() == [f"n{i}" for i in range(7)]
+    assert table["score_1"].tolist() == [-i / 2 for i in range(7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int32])
+def test_plain_tensors_of_any_dtype(tmp_path, dtype):
+    table = predict(lambda x: x.to(dtype), loader(), tmp_path)
+    assert table["prediction"].astype(float).tolist() == torch.arange(7).to(dtype).float().tolist()
+
+
+def test_several_loaders(tmp_path):
+    table = predict(lambda x: x, [loader(2), loader(4)], tmp_path)
+    assert table["loader"].tolist() == [0, 0, 1, 1, 1, 1]
+    assert table["row"].tolist() == table["prediction"].tolist() == [0, 1, 0, 1, 2, 3]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5))
+
+
+def test_stream_is_numbered_as_it_came(tmp_path):
+    with pytest.warns(UserWarning, match="Couldn't infer the batch indices"):
+        table = predict(lambda x: 10 * x, DataLoader(Stream(), batch_size=2), tmp_path)
+    assert table["row"].tolist() == list(range(5))
+    assert table["prediction"].tolist() == [0, 10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda x: x.view(1, 1, -1), r"returned Tensor of shape \(1, 1, 3\) for 'prediction'"),
+        (lambda x: {"a": 3}, r"returned int for 'a'"),
+    ],
+)
+def test_what_does_not_fit_a_table_is_refused(tmp_path, answer, said):
+    with pytest.raises(TypeError, match=said):
+        predict(answer, loader(), tmp_path)
+    assert not (tmp_path / "predictions.csv").exists()
+
+
+def check_predict(rank, folder):
+    predict(both, loader(), folder, devices=2, strategy="ddp")
+
+
+def test_ranks_write_each_row_once(tmp_path):
+    """Seven rows on two ranks: the sampler repeats one."""
+    run_ranks(check_predict, tmp_path)
+    table = pd.read_csv(tmp_path / "predictions.csv")
+    assert table["row"].tolist() == list(range(7))
+    assert table["double"].tolist() == list(range(0, 14, 2))

@@ -1,0 +1,216 @@
+"""What a user can get wrong: one message that names the cause and the way out, no traceback, nothing trained."""
+
+import re
+import sys
+import traceback
+import zipfile
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_accel import MoEClassifier
+
+OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
+OWN = ["fit", *OFF, "--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData"]
+TABLE = ["fit", *OFF, "--model=MoEClassifier", "--data=TabularDataModule"]
+
+
+def config(text):
+    """Arguments of a run whose config file holds ``text``."""
+    return ("fit", *OFF, "--config=wrong.yaml"), text
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        # names
+        (["fot"], r"no subcommand 'fot'; did you mean 'fit'\?"),
+        (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
+        ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),
+        ([*OURS, "--max_epochs=3"], r"no option 'max_epochs'; did you mean 'trainer.max_epochs'\?"),
+        ([*OURS, "--model.num_expert=3"], r"has no option 'num_expert'; did you mean 'num_experts'\?\nIt has: num_"),
+        ([*OWN, "--model.widht=3"], r"own_module.OwnModule has no option 'widht'; did you mean 'width'\?"),
+        (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
+        (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
+        (["fit", *OFF, "--model=own_modul.OwnModule"], r"no module 'own_modul'; did you mean 'own_module'\?"),
+        (["fit", *OFF, "--model=torch.nn.Linear"], r"model: expected a LightningModule, got torch.nn.Linear"),
+        ([*OURS, "--optimizer=AdmW"], r"optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
+        ([*OURS, "--optimizer=AdamW", "--optimizer.lrr=1"], r"torch.optim.AdamW has no option 'lrr'"),
+        ([*OURS, "--model.optimizer=AdmW"], r"model.optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
+        ([*OURS, "--model.optimizer.lrr=1"], r"model.optimizer: torch.optim.AdamW has no option 'lrr'"),
+        ([*OURS, "--trainer.callbacks=EarlyStoping"], r"trainer.callbacks: no class 'EarlyStoping'; did you mean"),
+        # values
+        ([*OURS, "--model.dim=wide"], r"model.dim: expected int; got wide"),
+        ([*OURS, "--optimizer=SGD", "--optimizer.lr=fast"], r"optimizer.lr: expected float; got fast"),
+        ([*OURS, "--trainer.max_epochs=many"], r"trainer.max_epochs: expected int; got many"),
+        ([*OURS, "--lr_interval=steps"], r"lr_interval: expected 'epoch' or 'step'; got steps; did you mean 'step'\?"),
+        ([*OURS, "--model.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
+        ([*OURS, "--trainer.strategy=dpp"], r"invalid strategy name: `strategy='dpp'`"),
+        # what is missing, or contradicts
+        (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
+        (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing: own_module.OwnModule needs it"),
+        ([*OURS, "--model.num_features=63"], r"num_features=63, but DigitsDataModule has num_features=64"),
+        ([*OURS, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"], r"--lr_scheduler needs --optimizer"),
+        (["fit", *OFF, "--model=own_module.Broken", "--model.width=3"], r"no_such_attribute"),
+        # files
+        ([*OURS, "--config=absent.yaml"], r"no config file absent.yaml; did you mean 'present.yaml'\?"),
+        (config("model: [a: b\n  c"), r"config wrong.yaml is not YAML: .*line 1"),
+        (config("just words"), r"config wrong.yaml must be a mapping .*'just words'"),
+        (config("modle: {class_path: MoEClassifier}"), r"no option 'modle'; did you mean 'model'\?"),
+        (config("model: {class_path: MoEClassifier}\ntrainer: {max_epoch: 3}"), r"did you mean 'trainer.max_epochs'\?"),
+        (
+            config("model: {class_path: MoEClassifier, init_args: {num_expert: 3}}"),
+            r"has no option 'num_expert'; did you mean 'num_experts'\?",
+        ),
+        (config("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: x}}]}"), r"did you mean 'monitor'"),
+        ([*OURS, "--trainer.default_root_dir=own_module.py/logs"], r"cannot write to the log folder own_module.py/logs"),
+        ([*TABLE, "--data.path=absent.csv", "--data.target=y"], r"no file absent.csv; did you mean present.csv\?"),
+        ([*TABLE, "--data.path=present.csv", "--data.target=z"], r"present.csv has no column 'z'.*Its columns: x, y"),
+        ([*OURS, "--ckpt_path=absent.ckpt"], r"no checkpoint absent.ckpt; did you mean 'present.ckpt'\?"),
+        (["test", *OURS[1:], "--ckpt_path=best"], r"--ckpt_path best: no checkpoint under .*lightning_logs; run fit"),
+    ],
+)
+def test_wrong_input(command, run_folder, arguments, said):
+    for name in ("present.yaml", "present.ckpt"):
+        (run_folder / name).touch()
+    (run_folder / "present.csv").write_text("x,y\n1,a\n")
+    if isinstance(arguments, tuple):
+        arguments, text = arguments
+        (run_folder / "wrong.yaml").write_text(text)
+    before = sorted(run_folder.rglob("*.*"))
+    result = command(*arguments)
+    assert result.status in (1, 2)
+    message = result.err[result.err.index("lightning-accel: error: ") :]
+    assert re.search(said, message, re.DOTALL), message
+    assert "Traceback" not in result.err
+    left = [path for path in sorted(run_folder.rglob("*.*")) if path not in before and "__pycache__" not in path.parts]
+    if result.status == 1:  # the Trainer opens its loggers before anybody's setup runs
+        left = [path for path in left if path.parts[-3] != "lightning_logs" or path.suffix == ".ckpt"]
+    assert not left
+
+
+@pytest.fixture
+def checkpoints(command, run_folder):
+    """A whole checkpoint of a run with three experts."""
+    small = ["--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--trainer.log_every_n_steps=1"]
+    keep = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {dirpath: kept, filename: whole}}"
+    assert command(*OURS, *small, keep, "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1", "--trainer.logger=false").status == 0
+    return run_folder / "kept/whole.ckpt"
+
+
+def cut_short(path, run_folder):
+    (run_folder / "cut.ckpt").write_bytes(path.read_bytes()[:-1000])
+    return "cut.ckpt"
+
+
+def renamed_text(path, run_folder):
+    (run_folder / "text.ckpt").write_text("not a checkpoint")
+    return "text.ckpt"
+
+
+def emptied(path, run_folder):
+    (run_folder / "empty.ckpt").touch()
+    return "empty.ckpt"
+
+
+def weights_alone(path, run_folder):
+    torch.save(torch.load(path, weights_only=True)["state_dict"], run_folder / "weights.ckpt")
+    return "weights.ckpt"
+
+
+def with_an_object(path, run_folder):
+    torch.save({**torch.load(path, weights_only=True), "object": zipfile.ZipFile}, run_folder / "object.ckpt")
+    return "object.ckpt"
+
+
+def whole(path, run_folder):
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "said"),
+    [
+        (cut_short, OURS, r"cut.ckpt is not a whole checkpoint \([\d,]+ bytes\): it was cut short"),
+        (renamed_text, OURS, r"text.ckpt is not a whole checkpoint \(16 bytes\)"),
+        (emptied, OURS, r"empty.ckpt is not a whole checkpoint \(0 bytes\)"),
+        (weights_alone, OURS, r"weights.ckpt is not a checkpoint of a Trainer: it holds no state_dict"),
+        (with_an_object, OURS, r"object.ckpt holds objects other than tensors and plain values \(.*ZipFile"),
+        (whole, OURS, r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model"),
+        (whole, OURS, r"mixture.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"),
+        (whole, OWN, r"another model than OwnModule .*class_path: .*the checkpoint has no layer.bias.*and \d+ more"),
+    ],
+)
+@pytest.mark.parametrize("subcommand", ["fit", "test"])
+@pytest.mark.usefixtures("own")
+def test_wrong_checkpoint(command, run_folder, checkpoints, subcommand, make, model, said):
+    path = make(checkpoints, run_folder)
+    result = command(subcommand, *model[1:], f"--ckpt_path={path}")
+    assert result.status == 2
+    assert re.search(said, result.err, re.DOTALL), result.err
+    assert "Traceback" not in result.err
+    assert not (run_folder / "lightning_logs").exists()
+
+
+def test_checkpoint_with_objects_is_read_on_request(command, run_folder, checkpoints):
+    path = with_an_object(checkpoints, run_folder)
+    arguments = ["test", *OFF, "--data=DigitsDataModule", f"--ckpt_path={path}"]
+    assert command(*arguments, "--weights_only=false").status == 0
+
+
+def test_missing_layers_are_refused_even_where_later_ones_are_built(command, run_folder, checkpoints):
+    state = torch.load(checkpoints, weights_only=True)
+    del state["state_dict"]["norm.weight"]
+    torch.save(state, run_folder / "less.ckpt")
+    result = command("test", *OURS[1:], "--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--ckpt_path=less.ckpt")
+    assert "the checkpoint has no norm.weight" in result.err
+
+
+@pytest.mark.usefixtures("own")
+def test_debug_shows_the_traceback(command):
+    with pytest.raises(ValueError, match="no_such_attribute") as caught:
+        command("fit", *OFF, "--model=own_module.Broken", "--model.width=3", "--debug")
+    assert "self.layer.no_such_attribute.use()" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.usefixtures("own")
+def test_error_of_own_code_says_where_it_was_raised(command, run_folder):
+    result = command("fit", *OFF, "--model=own_module.Broken", "--model.width=3")
+    assert re.search(rf"\(AttributeError.*{run_folder}/own_module.py, line \d+; --debug shows the traceback\)", result.err)
+
+
+@pytest.mark.usefixtures("own")
+def test_error_in_mid_run_keeps_its_traceback(command):
+    arguments = ["fit", *OFF, "--model=own_module.BreaksLater", "--model.width=3", "--data=own_module.OwnData"]
+    with pytest.raises(RuntimeError, match="planted in mid-run"):
+        command(*arguments, "--trainer.logger=false", "--trainer.enable_checkpointing=false")
+
+
+@pytest.mark.skipif(sys.platform == "win32" or not hasattr(__import__("os"), "geteuid"), reason="needs POSIX modes")
+def test_folder_without_write_permission(command, run_folder):
+    import os
+
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    (run_folder / "locked").mkdir(mode=0o500)
+    result = command(*OURS, "--trainer.default_root_dir=locked")
+    assert re.search(r"cannot write to the log folder .*locked: Permission denied", result.err)
+
+
+def test_module_that_mends_old_checkpoints_is_left_to_do_so(checkpoints):
+    from lightning_accel.cli.checkpoints import Checkpoint
+    from lightning_accel.cli.errors import UsageError
+
+    class Mending(MoEClassifier):
+        def on_load_checkpoint(self, checkpoint):
+            pass
+
+    checkpoint = Checkpoint.read(str(checkpoints))
+    with pytest.raises(UsageError):
+        checkpoint.require_fits(MoEClassifier(64, 10))
+    checkpoint.require_fits(Mending(64, 10))
+    lenient = L.LightningModule()
+    lenient.strict_loading = False
+    checkpoint.require_fits(lenient)

@@ -1,0 +1,197 @@
+"""Command lines that work, start to end."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+import lightning_accel
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+OWN = ["--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData", "--trainer.log_every_n_steps=2"]
+SMALL = ["--model=MoEClassifier", "--model.dim=8", "--model.expert_dim=8", "--trainer.log_every_n_steps=1"]
+DIGITS = [*SMALL, "--data=DigitsDataModule", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def saved(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.usefixtures("own")
+def test_somebody_elses_module_and_data_through_every_subcommand(command, run_folder):
+    assert command("fit", *QUIET, *OWN, "--trainer.max_epochs=20").status == 0
+    checkpoint = only(run_folder, "lightning_logs/version_0/checkpoints/*.ckpt")
+    for name in ("validate", "test", "predict"):
+        assert command(name, *QUIET, *OWN, "--ckpt_path", checkpoint).status == 0
+    weight = torch.load(checkpoint, weights_only=True)["state_dict"]["layer.weight"]
+    torch.testing.assert_close(weight, torch.tensor([[1.0, -2.0, 3.0]]), rtol=0, atol=0.1)
+    configs = sorted(str(path.relative_to(run_folder)) for path in run_folder.rglob("config*.yaml"))
+    assert configs == [
+        f"lightning_logs/version_{i}/config_{name}.yaml" for i, name in enumerate(("fit", "validate", "test", "predict"))
+    ]
+    predictions = pd.read_csv(run_folder / "lightning_logs/version_3/predictions.csv")
+    assert len(predictions) == 32
+
+
+@pytest.mark.usefixtures("own")
+def test_own_subclass_of_ours_trains(command, run_folder):
+    model = ["--model=own_module.SmoothedMoE", *SMALL[1:], "--data=DigitsDataModule"]
+    assert command("fit", *QUIET, *model, "--trainer.max_epochs=2", "--optimizer=Adam", "--optimizer.lr=0.01").status == 0
+    result = command("test", *QUIET, *model, "--ckpt_path=best")
+    assert result.status == 0
+    assert "test/accuracy" in result.out
+
+
+def test_optimizer_and_scheduler_from_the_command_line(command, run_folder):
+    schedule = ["--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
+    sgd = ["--optimizer=SGD", "--optimizer.lr=1.0", *schedule, "--trainer.max_epochs=2"]
+    for interval, lr in (("epoch", 0.25), ("step", 0.0625)):
+        folder = run_folder / interval
+        root = f"--trainer.default_root_dir={folder}"
+        assert command("fit", *QUIET, *DIGITS, *sgd, f"--lr_interval={interval}", root).status == 0
+        state = torch.load(only(folder, "*/*/checkpoints/*.ckpt"), weights_only=True)
+        assert state["optimizer_states"][0]["param_groups"][0]["lr"] == lr
+
+
+def test_scheduler_that_watches_a_metric(command):
+    plateau = ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/loss"]
+    result = command(
+        "fit", *QUIET, *DIGITS, "--optimizer=SGD", "--optimizer.lr=0.1", *plateau, "--trainer.max_epochs=2"
+    )
+    assert result.status == 0, result.err
+
+
+def test_later_config_and_command_line_win(command, run_folder):
+    (run_folder / "a.yaml").write_text(
+        "model: {class_path: MoEClassifier, init_args: {dim: 8, expert_dim: 8, num_experts: 3}}\n"
+        "data: {class_path: DigitsDataModule}\ntrainer: {max_epochs: 7, limit_val_batches: 1}\n"
+    )
+    (run_folder / "b.yaml").write_text("trainer: {max_epochs: 1}\nmodel: {init_args: {num_experts: 4, k: 1}}\n")
+    arguments = ["--config=a.yaml", "--config", "b.yaml", "--model.k=3"]
+    shown = yaml.safe_load(command("fit", *QUIET, *arguments, "--print_config").out)
+    assert shown["trainer"]["max_epochs"] == 1
+    assert {key: shown["model"]["init_args"][key] for key in ("dim", "num_experts", "k")} == {
+        "dim": 8, "num_experts": 4, "k": 3,
+    }  # fmt: skip
+
+
+def test_saved_config_repeats_the_run(command, run_folder):
+    assert command("fit", *QUIET, *DIGITS, "--trainer.max_epochs=1", "--seed_everything=5").status == 0
+    first = only(run_folder, "lightning_logs/version_0/checkpoints/*.ckpt")
+    assert command("fit", "--config", run_folder / "lightning_logs/version_0/config_fit.yaml").status == 0
+    second = only(run_folder, "lightning_logs/version_1/checkpoints/*.ckpt")
+    states = [torch.load(path, weights_only=True)["state_dict"] for path in (first, second)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert command("fit", *QUIET, *DIGITS, "--trainer.max_epochs=1", "--seed_everything=6").status == 0
+    third = torch.load(only(run_folder, "lightning_logs/version_2/checkpoints/*.ckpt"), weights_only=True)["state_dict"]
+    assert not third["head.1.weight"].equal(states[0]["head.1.weight"])
+
+
+LOGGERS = [
+    "--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: runs, name: x}}",
+    "--trainer.logger+={class_path: TensorBoardLogger, init_args: {save_dir: runs, name: x}}",
+]
+
+
+def test_loggers_of_one_name_share_the_run_folder(command, run_folder):
+    for _ in range(2):
+        assert command("fit", *QUIET, *DIGITS, *LOGGERS, "--trainer.max_epochs=1").status == 0
+    assert sorted(path.name for path in (run_folder / "runs/x").iterdir()) == ["version_0", "version_1"]
+    for version in (run_folder / "runs/x").iterdir():
+        names = {path.name.partition(".tfevents")[0] for path in version.iterdir()}
+        assert names == {"checkpoints", "config_fit.yaml", "events.out", "hparams.yaml", "metrics.csv"}
+
+
+def test_best_checkpoint_is_that_of_the_newest_run(command, run_folder):
+    keeper = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {monitor: val/loss, save_last: true}}"
+    fit = ["fit", *QUIET, *DIGITS, *LOGGERS, keeper]
+    assert command(*fit, "--trainer.max_epochs=3").status == 0
+    # a diverging second run: its first epoch is its best, its last the newest file
+    log = command(*fit, "--trainer.max_epochs=3", "--optimizer=SGD", "--optimizer.lr=1", "--optimizer.maximize=true").log
+    best = re.search(r"best checkpoint: (\S*version_1/\S*epoch=0\S*) \(val/loss", log)[1]
+    assert f"best checkpoint of the newest run: {best}" in command("test", *QUIET, *DIGITS, *LOGGERS, "--ckpt_path=best").log
+    assert (run_folder / "runs/x/version_2/config_test.yaml").exists()
+
+
+def test_model_comes_from_the_checkpoint_where_the_config_has_none(command, run_folder):
+    assert command("fit", *QUIET, *DIGITS, "--model.num_experts=5", "--trainer.max_epochs=1").status == 0
+    checkpoint = only(run_folder, "lightning_logs/*/checkpoints/*.ckpt")
+    result = command("test", *QUIET, "--data=DigitsDataModule", "--ckpt_path", checkpoint)
+    assert result.status == 0, result.err
+    config = saved(run_folder / "lightning_logs/version_1/config_test.yaml")
+    assert config["model"]["init_args"]["num_experts"] == 5
+
+
+def test_resumed_run_ends_as_the_uninterrupted_one(command, run_folder):
+    def fit(name, *arguments):
+        root = f"--trainer.default_root_dir={run_folder / name}"
+        result = command("fit", *QUIET, *DIGITS, "--data.num_workers=0", root, *arguments)
+        assert result.status == 0, result.err
+        return max((run_folder / name).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+
+    half = fit("half", "--trainer.max_epochs=1")
+    resumed = torch.load(fit("half", "--trainer.max_epochs=2", f"--ckpt_path={half}"), weights_only=True)
+    assert resumed["epoch"] == 1
+    assert resumed["global_step"] == 4
+
+
+@pytest.mark.usefixtures("own")
+def test_config_of_a_run_in_the_same_folder_is_kept(command, run_folder):
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=.", "--trainer.logger.version=here"]
+    keep = [*OWN, *logger, "--trainer.max_epochs=1", "--trainer.enable_checkpointing=false"]
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        for rows in (8, 8, 16):
+            assert command("fit", *QUIET, *keep, f"--data.rows={rows}").status == 0
+    folder = run_folder / "lightning_logs/here"
+    assert saved(folder / "config_fit.yaml")["data"]["init_args"]["rows"] == 8
+    assert saved(folder / "config_fit_2.yaml")["data"]["init_args"]["rows"] == 16
+    assert not (folder / "config_fit_3.yaml").exists()
+
+
+@pytest.mark.usefixtures("own")
+def test_run_without_a_logger_leaves_no_config(command, run_folder):
+    off = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_epochs=1"]
+    assert command("fit", *QUIET, *OWN, *off).status == 0
+    assert [path.name for path in run_folder.iterdir() if path.name != "__pycache__"] == ["own_module.py"]
+
+
+def test_version_and_help_need_no_torch():
+    script = "import sys; from lightning_accel.__main__ import main; code = main({}); sys.exit(code or 'torch' in sys.modules)"
+    for arguments, said in ((["--version"], lightning_accel.__version__), (["--help"], "--ckpt_path")):
+        finished = subprocess.run([sys.executable, "-c", script.format(arguments)], capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+        assert said in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["fit", "--help"], "--lr_interval"), (["fit", "--model.help", "MoEClassifier"], "--model.num_experts")],
+)
+def test_help_of_a_subcommand_and_of_a_class(command, arguments, said):
+    result = command(*arguments)
+    assert result.status == 0
+    assert said in result.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [[sys.executable, "-m", "lightning_accel"], ["lightning-accel"]], ids=["m", "script"])
+def test_both_programs_start_two_processes_with_own_module(own, program):
+    """In a process of its own: sys.path, sys.argv and the launcher of further processes are the real ones."""
+    if program == ["lightning-accel"]:
+        program = [str(Path(sys.executable).with_name("lightning-accel"))]
+    arguments = [*QUIET, *OWN, "--trainer.max_epochs=2", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    finished = subprocess.run([*program, "fit", *arguments], capture_output=True, text=True, cwd=own.parent)
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(path.name for path in own.parent.glob("lightning_logs/*")) == ["version_0"]
+    assert only(own.parent, "lightning_logs/version_0/config_fit.yaml").exists()
+    assert finished.stderr.count("best checkpoint") == 1
