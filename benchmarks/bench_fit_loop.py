@@ -148,7 +148,9 @@ def check_equal_weights(device: torch.device) -> None:
     """A loop that trains another model has no speed."""
     _, ours = fitted(MoEClassifier, 2, device)
     _, bare = bare_loop(_digits().train_dataloader(), 2, device)
-    for (name, actual), (_, expected) in zip(ours.to(device).state_dict().items(), bare.state_dict().items(), strict=True):
+    for (name, actual), (_, expected) in zip(
+        ours.to(device).state_dict().items(), bare.state_dict().items(), strict=True
+    ):
         torch.testing.assert_close(actual, expected, msg=lambda message, name=name: f"{name}: {message}")
 
 
@@ -170,7 +172,9 @@ def main() -> None:
             seconds.setdefault(name, []).extend(epochs)
     microseconds = {name: statistics.median(epochs) / steps * 1e6 for name, epochs in seconds.items()}
     baseline = microseconds["bare loop"]
-    print(f"\nMoEClassifier on digits, batch {BATCH_SIZE}; torch {torch.__version__}, lightning {L.__version__}, ", end="")
+    print(
+        f"\nMoEClassifier on digits, batch {BATCH_SIZE}; torch {torch.__version__}, lightning {L.__version__}, ", end=""
+    )
     print(f"{device.type}, {torch.get_num_threads()} threads\n")
     print("| subject | us per step | ratio to the bare loop | added us |\n| --- | ---: | ---: | ---: |")
     for name, value in microseconds.items():

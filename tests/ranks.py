@@ -58,7 +58,7 @@ class _Pool:
             while waiting:
                 ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
                 if not ready:
-                    return failures | {rank: f"no answer in {timeout_s} s" for rank in waiting.values()}, results
+                    return failures | dict.fromkeys(waiting.values(), f"no answer in {timeout_s} s"), results
                 for pipe in ready:
                     rank = waiting.pop(pipe)
                     try:

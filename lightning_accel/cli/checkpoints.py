@@ -29,7 +29,12 @@ class Checkpoint:
             UsageError: if it is not there, not whole, or not a Lightning checkpoint.
         """
         file = Path(path)
-        if path in ("best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:") or file.is_dir():
+        if (
+            path in ("best", "last", "hpc", "registry")
+            or "://" in path
+            or path.startswith("registry:")
+            or file.is_dir()
+        ):
             return None
         if not file.is_file():
             beside = [str(p) for p in file.parent.glob("*.ckpt")]
@@ -104,7 +109,8 @@ def find_best_checkpoint(trainer: L.Trainer) -> str:
     """
     roots = {str(getattr(logger, "root_dir", None) or logger.save_dir) for logger in trainer.loggers}
     roots = roots or {trainer.default_root_dir}
-    dirpaths = {str(keeper.dirpath) for keeper in trainer.checkpoint_callbacks if getattr(keeper, "dirpath", None)}
+    keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
+    dirpaths = {str(keeper.dirpath) for keeper in keepers if keeper.dirpath}
     files = [file for root in roots for file in Path(root).glob("*/checkpoints/*.ckpt")]
     files += [file for folder in dirpaths for file in Path(folder).glob("*.ckpt")]
     if not files:

@@ -10,7 +10,8 @@ from types import MethodType
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.callbacks import BasePredictionWriter
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -20,12 +21,9 @@ from lightning.pytorch.cli import (
     instantiate_class,
 )
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 
 # Class names resolve without their path once their package is imported.
-import lightning_accel.data
-import lightning_accel.models
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_best_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
@@ -74,7 +72,7 @@ class AccelCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self.config = parser.parse_args(args)
+        self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint that is named; take the model from it if the config has none.
@@ -113,9 +111,11 @@ class AccelCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        writers = [callback for callback in trainer.callbacks if isinstance(callback, BasePredictionWriter)]
-        if self.subcommand == "predict" and not writers:
-            trainer.callbacks.append(PredictionWriter())
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self.subcommand == "predict" and not any(
+            isinstance(callback, BasePredictionWriter) for callback in callbacks
+        ):
+            callbacks.append(PredictionWriter())
         return trainer
 
     def _use_optimizer_of_config(self) -> None:
@@ -123,7 +123,7 @@ class AccelCLI(LightningCLI):
         if config.optimizer is None:
             return
 
-        def configure_optimizers(module: L.LightningModule) -> OptimizerLRScheduler:
+        def configure_optimizers(module: L.LightningModule) -> Any:
             optimizer = instantiate_class(module.parameters(), config.optimizer)
             if config.lr_scheduler is None:
                 return optimizer
@@ -131,18 +131,17 @@ class AccelCLI(LightningCLI):
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": config.lr_interval, **monitor},  # type: ignore[typeddict-item]
+                "lr_scheduler": {"scheduler": scheduler, "interval": config.lr_interval, **monitor},
             }
 
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     def after_fit(self) -> None:
-        keeper = self.trainer.checkpoint_callback
-        best = getattr(keeper, "best_model_path", "")
-        if best:
-            score = getattr(keeper, "best_model_score", None)
-            figure = "" if score is None else f" ({keeper.monitor} {float(score):.4g})"
-            rank_zero_info(f"best checkpoint: {best}{figure}")
+        for keeper in self.trainer.checkpoint_callbacks:
+            if isinstance(keeper, ModelCheckpoint) and keeper.best_model_path:
+                score = keeper.best_model_score
+                figure = "" if score is None else f" ({keeper.monitor} {score.item():.4g})"
+                rank_zero_info(f"best checkpoint: {keeper.best_model_path}{figure}")
 
 
 class _Progress(L.Callback):

@@ -69,7 +69,9 @@ def _require_config_file(path: Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"config {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, dict):
-        raise UsageError(f"config {path} must be a mapping such as 'trainer: {{max_epochs: 5}}'; it holds {content!r:.60}")
+        raise UsageError(
+            f"config {path} must be a mapping such as 'trainer: {{max_epochs: 5}}'; it holds {content!r:.60}"
+        )
 
 
 def explain(message: str) -> str:
@@ -147,9 +149,7 @@ def _unknown_option(option: str) -> str:
     if option in known:
         return f"option {option!r} comes after the subcommand: lightning-accel fit --{option} ..."
     parts = option.split(".")
-    wrong = next(
-        (prefix for n in range(1, len(parts) + 1) if (prefix := ".".join(parts[:n])) not in known), option
-    )
+    wrong = next((prefix for n in range(1, len(parts) + 1) if (prefix := ".".join(parts[:n])) not in known), option)
     parent = wrong.rpartition(".")[0]
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     elsewhere = [name for name in known if name.rpartition(".")[2] == parts[-1]]
@@ -189,7 +189,8 @@ def _nearest_class(where: str, name: str) -> str:
 
 
 def _subclasses(cls: type) -> set[type]:
-    return {found for child in cls.__subclasses__() for found in {child, *_subclasses(child)}}
+    children: list[type] = cls.__subclasses__()
+    return {found for child in children for found in {child, *_subclasses(child)}}
 
 
 def original(error: BaseException) -> BaseException:

@@ -22,7 +22,8 @@ class ConfigSaver(SaveConfigCallback):
         log_dir = trainer.log_dir  # on every process: it is broadcast
         if not trainer.is_global_zero:
             return
-        assert log_dir is not None and trainer.state.fn is not None
+        assert log_dir is not None
+        assert trainer.state.fn is not None
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
@@ -77,6 +78,6 @@ def _make_folder(folder: Path) -> list[Path]:
 
 def _unwritable(folder: Path | str, error: OSError) -> UsageError:
     return UsageError(
-        f"cannot write to the log folder {folder}: {error.strerror or error}. Give another: --trainer.default_root_dir, "
-        "the logger's save_dir or the checkpoint's dirpath"
+        f"cannot write to the log folder {folder}: {error.strerror or error}. Give another: "
+        "--trainer.default_root_dir, the logger's save_dir or the checkpoint's dirpath"
     )

@@ -1,5 +1,7 @@
 """The handwritten digits that scikit-learn carries. Shapes: B rows, H and W pixels."""
 
+from typing import Any
+
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -52,16 +54,16 @@ class DigitsDataModule(L.LightningDataModule):
             TensorRows(images[chosen], targets[chosen]) for chosen in (train, val, test)
         )
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
-    def predict_dataloader(self) -> DataLoader:
+    def predict_dataloader(self) -> DataLoader[Any]:
         return self.test_dataloader()
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, ...], dataloader_idx: int) -> tuple[Tensor, ...]:

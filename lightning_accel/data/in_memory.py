@@ -45,7 +45,7 @@ def row_loader(
     if num_workers == 0:  # indexing takes microseconds, so Lightning's advice to add workers would slow the run down
         warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
     return DataLoader(
-        rows,  # type: ignore[arg-type]  # the loader's batches are tuples of tensors, as its rows are
+        rows,
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,

@@ -4,6 +4,7 @@ import difflib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -135,16 +136,16 @@ class TabularDataModule(L.LightningDataModule):
         }
         return pd.DataFrame(columns, index=table.index), is_number
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
-    def predict_dataloader(self) -> DataLoader:
+    def predict_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
@@ -180,7 +181,9 @@ def _existing_file(path: str | Path) -> Path:
     if path.is_file():
         return path
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = "".join(f"; did you mean {path.parent / name}?" for name in difflib.get_close_matches(path.name, beside, n=1))
+    hint = "".join(
+        f"; did you mean {path.parent / name}?" for name in difflib.get_close_matches(path.name, beside, n=1)
+    )
     raise FileNotFoundError(f"no file {path}{hint}")
 
 
@@ -199,26 +202,25 @@ def _require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> 
 def _read_classes(column: pd.Series, path: Path) -> tuple[np.ndarray, list[str]]:
     """Class of each row, (rows,) int64, and the names of the classes in order."""
     where = f"the target column {column.name!r} of {path}"
-    if column.isna().any():
+    if (missing := column.isna()).any():
         raise ValueError(
-            f"{where} lacks {column.isna().sum()} of {len(column)} values, the first in row {_first_row(column.isna())}; "
-            "remove those rows, or predict them with predict_path"
+            f"{where} lacks {missing.sum()} of {len(column)} values, the first in row {_first_row(missing)}; remove "
+            "those rows, or predict them with predict_path"
         )
     labels, classes = pd.factorize(column.convert_dtypes(), sort=True)
     if len(classes) < 2:
         raise ValueError(f"{where} holds one class only, {classes[0]!r}; two or more are needed")
     counts = np.bincount(labels)
     if counts.min() < 3:
+        rarest = classes[int(counts.argmin())]
         raise ValueError(
-            f"{where} holds {len(classes)} classes, of which {classes[counts.argmin()]!r} has {counts.min()} rows; each "
-            "needs 3, one for each split. Merge rare classes; a target that is a quantity is not supported"
+            f"{where} holds {len(classes)} classes, of which {rarest!r} has {counts.min()} rows; each needs 3, one for "
+            "each split. Merge rare classes; a target that is a quantity is not supported"
         )
     return labels.astype(np.int64), [str(name) for name in classes]
 
 
-def _split(
-    rows: np.ndarray, labels: np.ndarray, share: float, seed: int, path: Path
-) -> tuple[np.ndarray, np.ndarray]:
+def _split(rows: np.ndarray, labels: np.ndarray, share: float, seed: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         kept, held_out = train_test_split(rows, test_size=share, random_state=seed, stratify=labels[rows])
     except ValueError as error:
@@ -240,15 +242,15 @@ def _holds_numbers(column: pd.Series, path: Path) -> bool:
     present = column.dropna()
     is_text = pd.to_numeric(present.astype(object), errors="coerce").isna()
     if is_text.any() and not is_text.all():
-        first = is_text.idxmax()
+        wrong = is_text.reindex(column.index, fill_value=False)
         raise ValueError(
-            f"{where} holds {present[first]!r} in row {column.index.get_loc(first) + 1} among numbers; mend the value, "
-            f"list it under missing, or list the column under categorical"
+            f"{where} holds {str(column[wrong].iloc[0])!r} in row {_first_row(wrong)} among numbers; mend the value, "
+            "list it under missing, or list the column under categorical"
         )
     if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
         raise ValueError(
-            f"{where} holds {present.nunique()} different texts in {len(present)} rows; list it under ignore if it is a "
-            "key, or under categorical to make each text a feature"
+            f"{where} holds {present.nunique()} different texts in {len(present)} rows; list it under ignore if it is "
+            "a key, or under categorical to make each text a feature"
         )
     return not is_text.any()
 

@@ -7,7 +7,6 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
@@ -97,8 +96,8 @@ class MoEClassifier(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Take from the datamodule what was not given; refuse what contradicts it."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the Trainer, undeclared
-        for name in ("num_classes", "class_names") if self.hparams.get("encoder") else _OFFERED:
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        for name in ("num_features", "num_classes", "class_names"):
             offered, given = _as_list(getattr(datamodule, name, None)), _as_list(getattr(self, name))
             if given is None:
                 setattr(self, name, offered)
@@ -122,12 +121,11 @@ class MoEClassifier(L.LightningModule):
             assert self.num_features is not None
             self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(self.num_features, self.dim), nn.GELU())
         self.head = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.num_classes))
-        accuracy = MulticlassAccuracy(self.num_classes, average="micro")
-        self.train_accuracy = accuracy
-        stages = {stage: {"loss": MeanMetric(), "accuracy": accuracy.clone()} for stage in ("val", "test")}
-        self.metrics = nn.ModuleDict({stage: nn.ModuleDict(metrics) for stage, metrics in stages.items()})
+        self.train_accuracy = MulticlassAccuracy(self.num_classes, average="micro")
+        self.val_loss, self.val_accuracy = MeanMetric(), self.train_accuracy.clone()
+        self.test_loss, self.test_accuracy = MeanMetric(), self.train_accuracy.clone()
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
+    def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
         if self.make_lr_scheduler is None:
             return optimizer
@@ -135,11 +133,12 @@ class MoEClassifier(L.LightningModule):
         config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = scheduler.monitor
-        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value,typeddict-item]
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score rows ``x`` (B, ...)."""
-        assert self.encoder is not None and self.head is not None
+        assert self.encoder is not None
+        assert self.head is not None
         features = self.encoder(x)  # (B, D)
         mixed, balance_loss, expert_counts = self.mixture(self.norm(features))
         return ClassifierOutput(self.head(features + self.dropout(mixed)), balance_loss, expert_counts)
@@ -157,7 +156,7 @@ class MoEClassifier(L.LightningModule):
 
     def _is_logging_step(self) -> bool:
         # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record
-        every = self.trainer.log_every_n_steps
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         return every > 0 and (self.global_step + 1) % every == 0
 
     def on_train_epoch_end(self) -> None:
@@ -170,10 +169,10 @@ class MoEClassifier(L.LightningModule):
         self.train_accuracy.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
+        self._evaluate(batch, "val", self.val_loss, self.val_accuracy)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
+        self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
     def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Any]:
         """Name the likeliest class of each row, (B,), and give its probability, (B,) in [0, 1].
@@ -185,17 +184,13 @@ class MoEClassifier(L.LightningModule):
         names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
         return {"class": label if names is None else names, "probability": probability}
 
-    def _evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
+    def _evaluate(self, batch: Batch, stage: str, loss: Metric, accuracy: Metric) -> None:
         x, target = batch
         logits = self(x).logits
-        metrics = self.metrics[stage]
-        metrics["loss"].update(F.cross_entropy(logits, target), weight=len(target))
-        metrics["accuracy"].update(logits, target)
-        self.log(f"{stage}/loss", metrics["loss"])
-        self.log(f"{stage}/accuracy", metrics["accuracy"], prog_bar=True)
-
-
-_OFFERED = ("num_features", "num_classes", "class_names")
+        loss.update(F.cross_entropy(logits, target), weight=len(target))
+        accuracy.update(logits, target)
+        self.log(f"{stage}/loss", loss)
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
 
 
 def _as_list(value: Any) -> Any:

@@ -65,8 +65,14 @@ def config(text):
             config("model: {class_path: MoEClassifier, init_args: {num_expert: 3}}"),
             r"has no option 'num_expert'; did you mean 'num_experts'\?",
         ),
-        (config("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: x}}]}"), r"did you mean 'monitor'"),
-        ([*OURS, "--trainer.default_root_dir=own_module.py/logs"], r"cannot write to the log folder own_module.py/logs"),
+        (
+            config("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: x}}]}"),
+            r"did you mean 'monitor'",
+        ),
+        (
+            [*OURS, "--trainer.default_root_dir=own_module.py/logs"],
+            r"cannot write to the log folder own_module.py/logs",
+        ),
         ([*TABLE, "--data.path=absent.csv", "--data.target=y"], r"no file absent.csv; did you mean present.csv\?"),
         ([*TABLE, "--data.path=present.csv", "--data.target=z"], r"present.csv has no column 'z'.*Its columns: x, y"),
         ([*OURS, "--ckpt_path=absent.ckpt"], r"no checkpoint absent.ckpt; did you mean 'present.ckpt'\?"),
@@ -97,7 +103,17 @@ def checkpoints(command, run_folder):
     """A whole checkpoint of a run with three experts."""
     small = ["--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--trainer.log_every_n_steps=1"]
     keep = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {dirpath: kept, filename: whole}}"
-    assert command(*OURS, *small, keep, "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1", "--trainer.logger=false").status == 0
+    assert (
+        command(
+            *OURS,
+            *small,
+            keep,
+            "--trainer.limit_train_batches=1",
+            "--trainer.limit_val_batches=1",
+            "--trainer.logger=false",
+        ).status
+        == 0
+    )
     return run_folder / "kept/whole.ckpt"
 
 
@@ -138,7 +154,11 @@ def whole(path, run_folder):
         (emptied, OURS, r"empty.ckpt is not a whole checkpoint \(0 bytes\)"),
         (weights_alone, OURS, r"weights.ckpt is not a checkpoint of a Trainer: it holds no state_dict"),
         (with_an_object, OURS, r"object.ckpt holds objects other than tensors and plain values \(.*ZipFile"),
-        (whole, OURS, r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model"),
+        (
+            whole,
+            OURS,
+            r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model",
+        ),
         (whole, OURS, r"mixture.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"),
         (whole, OWN, r"another model than OwnModule .*class_path: .*the checkpoint has no layer.bias.*and \d+ more"),
     ],
@@ -164,7 +184,9 @@ def test_missing_layers_are_refused_even_where_later_ones_are_built(command, run
     state = torch.load(checkpoints, weights_only=True)
     del state["state_dict"]["norm.weight"]
     torch.save(state, run_folder / "less.ckpt")
-    result = command("test", *OURS[1:], "--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--ckpt_path=less.ckpt")
+    result = command(
+        "test", *OURS[1:], "--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--ckpt_path=less.ckpt"
+    )
     assert "the checkpoint has no norm.weight" in result.err
 
 
@@ -178,7 +200,9 @@ def test_debug_shows_the_traceback(command):
 @pytest.mark.usefixtures("own")
 def test_error_of_own_code_says_where_it_was_raised(command, run_folder):
     result = command("fit", *OFF, "--model=own_module.Broken", "--model.width=3")
-    assert re.search(rf"\(AttributeError.*{run_folder}/own_module.py, line \d+; --debug shows the traceback\)", result.err)
+    assert re.search(
+        rf"\(AttributeError.*{run_folder}/own_module.py, line \d+; --debug shows the traceback\)", result.err
+    )
 
 
 @pytest.mark.usefixtures("own")

@@ -37,7 +37,8 @@ def test_somebody_elses_module_and_data_through_every_subcommand(command, run_fo
     torch.testing.assert_close(weight, torch.tensor([[1.0, -2.0, 3.0]]), rtol=0, atol=0.1)
     configs = sorted(str(path.relative_to(run_folder)) for path in run_folder.rglob("config*.yaml"))
     assert configs == [
-        f"lightning_logs/version_{i}/config_{name}.yaml" for i, name in enumerate(("fit", "validate", "test", "predict"))
+        f"lightning_logs/version_{i}/config_{name}.yaml"
+        for i, name in enumerate(("fit", "validate", "test", "predict"))
     ]
     predictions = pd.read_csv(run_folder / "lightning_logs/version_3/predictions.csv")
     assert len(predictions) == 32
@@ -46,7 +47,9 @@ def test_somebody_elses_module_and_data_through_every_subcommand(command, run_fo
 @pytest.mark.usefixtures("own")
 def test_own_subclass_of_ours_trains(command, run_folder):
     model = ["--model=own_module.SmoothedMoE", *SMALL[1:], "--data=DigitsDataModule"]
-    assert command("fit", *QUIET, *model, "--trainer.max_epochs=2", "--optimizer=Adam", "--optimizer.lr=0.01").status == 0
+    assert (
+        command("fit", *QUIET, *model, "--trainer.max_epochs=2", "--optimizer=Adam", "--optimizer.lr=0.01").status == 0
+    )
     result = command("test", *QUIET, *model, "--ckpt_path=best")
     assert result.status == 0
     assert "test/accuracy" in result.out
@@ -117,9 +120,14 @@ def test_best_checkpoint_is_that_of_the_newest_run(command, run_folder):
     fit = ["fit", *QUIET, *DIGITS, *LOGGERS, keeper]
     assert command(*fit, "--trainer.max_epochs=3").status == 0
     # a diverging second run: its first epoch is its best, its last the newest file
-    log = command(*fit, "--trainer.max_epochs=3", "--optimizer=SGD", "--optimizer.lr=1", "--optimizer.maximize=true").log
+    log = command(
+        *fit, "--trainer.max_epochs=3", "--optimizer=SGD", "--optimizer.lr=1", "--optimizer.maximize=true"
+    ).log
     best = re.search(r"best checkpoint: (\S*version_1/\S*epoch=0\S*) \(val/loss", log)[1]
-    assert f"best checkpoint of the newest run: {best}" in command("test", *QUIET, *DIGITS, *LOGGERS, "--ckpt_path=best").log
+    assert (
+        f"best checkpoint of the newest run: {best}"
+        in command("test", *QUIET, *DIGITS, *LOGGERS, "--ckpt_path=best").log
+    )
     assert (run_folder / "runs/x/version_2/config_test.yaml").exists()
 
 
@@ -149,8 +157,9 @@ def test_resumed_run_ends_as_the_uninterrupted_one(command, run_folder):
 def test_config_of_a_run_in_the_same_folder_is_kept(command, run_folder):
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=.", "--trainer.logger.version=here"]
     keep = [*OWN, *logger, "--trainer.max_epochs=1", "--trainer.enable_checkpointing=false"]
-    with pytest.warns(UserWarning, match="exists and is not empty"):
-        for rows in (8, 8, 16):
+    assert command("fit", *QUIET, *keep, "--data.rows=8").status == 0
+    for rows in (8, 16):
+        with pytest.warns(UserWarning, match="exists and is not empty"):
             assert command("fit", *QUIET, *keep, f"--data.rows={rows}").status == 0
     folder = run_folder / "lightning_logs/here"
     assert saved(folder / "config_fit.yaml")["data"]["init_args"]["rows"] == 8
@@ -166,7 +175,10 @@ def test_run_without_a_logger_leaves_no_config(command, run_folder):
 
 
 def test_version_and_help_need_no_torch():
-    script = "import sys; from lightning_accel.__main__ import main; code = main({}); sys.exit(code or 'torch' in sys.modules)"
+    script = (
+        "import sys; from lightning_accel.__main__ import main; "
+        "status = main({}); sys.exit(status or 'torch' in sys.modules)"
+    )
     for arguments, said in ((["--version"], lightning_accel.__version__), (["--help"], "--ckpt_path")):
         finished = subprocess.run([sys.executable, "-c", script.format(arguments)], capture_output=True, text=True)
         assert finished.returncode == 0, finished.stderr
@@ -184,7 +196,9 @@ def test_help_of_a_subcommand_and_of_a_class(command, arguments, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [[sys.executable, "-m", "lightning_accel"], ["lightning-accel"]], ids=["m", "script"])
+@pytest.mark.parametrize(
+    "program", [[sys.executable, "-m", "lightning_accel"], ["lightning-accel"]], ids=["m", "script"]
+)
 def test_both_programs_start_two_processes_with_own_module(own, program):
     """In a process of its own: sys.path, sys.argv and the launcher of further processes are the real ones."""
     if program == ["lightning-accel"]:

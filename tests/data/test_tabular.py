@@ -107,7 +107,11 @@ def test_parquet_categories_and_whole_number_classes(make, table):
 
 def test_numbers_as_categories_keep_their_names_beside_missing_values(make, table):
     data = make(table.assign(width=[1, 2, np.nan] * 20), categorical=["width"])
-    assert {name for name in data.feature_names if name.startswith("width")} == {"width_1", "width_2", "width_<missing>"}
+    assert {name for name in data.feature_names if name.startswith("width")} == {
+        "width_1",
+        "width_2",
+        "width_<missing>",
+    }
 
 
 def test_rows_to_predict_need_no_target_and_may_hold_what_training_lacked(make, table, tmp_path):
@@ -139,7 +143,11 @@ def test_own_marks_of_missing_values(make, table):
         ("kind,width\n", {}, r"trees.csv has a header but no rows"),
         ("kind,width\noak,1\n", {"target": "kin"}, r"no column 'kin'; did you mean 'kind'\? Its columns: kind, width"),
         ("kind;width\noak;1\n", {}, r"one column only: set separator"),
-        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n", {}, r"'width' of .* holds 'wide' in row 19 among numbers"),
+        (
+            "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n",
+            {},
+            r"'width' of .* holds 'wide' in row 19 among numbers",
+        ),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,inf\n", {}, r"'width' of .* finite numbers; got 'inf' in row 19"),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n", {}, r"'kind' of .* lacks 1 of 19 values, the first in row 19"),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
@@ -155,7 +163,7 @@ def test_bad_files_are_refused(make, content, options, said):
 
 
 def test_dates_are_refused(make, table):
-    with pytest.raises(ValueError, match="column 'wet' of .* holds dates"):
+    with pytest.raises(ValueError, match=r"column 'wet' of .* holds dates"):
         make(table.assign(wet=pd.Timestamp("2026-01-01")), name="trees.parquet")
 
 

@@ -1,0 +1,27 @@
+"""Every config says what it is, and runs."""
+
+from pathlib import Path
+
+import pytest
+
+CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_first_line_says_what_runs(path):
+    assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_one_batch_runs(command, path):
+    result = command("fit", "--config", path, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu")
+    assert result.status == 0, result.err
+
+
+@pytest.mark.slow
+def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
+    path = next(path for path in CONFIGS if path.stem == "moe_digits")
+    assert command("fit", "--config", path).status == 0
+    result = command("test", "--config", path, "--ckpt_path=best")
+    accuracy = float(result.out.split("test/accuracy")[1].split()[1])
+    assert accuracy >= 0.97

@@ -1,0 +1,125 @@
+"""What holds for the package as a whole."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lightning_accel
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_accel"
+FLOORS = {
+    "ops": 0,
+    "nn": 1, "data": 1, "strategies": 1, "precision": 1,
+    "models": 2, "callbacks": 2,
+    "tune": 3, "doctor": 3, "report": 3,
+    "cli": 4, "__main__": 5,
+}  # fmt: skip
+WITHOUT_LIGHTNING = {"ops", "nn"}
+
+
+def part_of(path: Path) -> str:
+    """``nn`` for ``lightning_accel/nn/moe.py``; empty for the package's own ``__init__``."""
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if part == "__init__" else part
+
+
+def imported_modules(path: Path) -> list[str]:
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+    return modules
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_the_floors(path):
+    part = part_of(path)
+    if not part:  # its imports are for type checkers alone: test_public_names_resolve_lazily
+        return
+    assert part in FLOORS, f"give {part} a floor"
+    for module in imported_modules(path):
+        top, _, rest = module.partition(".")
+        other = rest.split(".")[0]
+        if top == "lightning_accel" and other and other != part:
+            assert FLOORS[other] < FLOORS[part], f"{part} (floor {FLOORS[part]}) imports {module}"
+        if part in WITHOUT_LIGHTNING:
+            assert top not in ("lightning", "torchmetrics"), f"{part} imports {module}"
+
+
+def test_private_names_stay_in_their_module():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_accel"):
+                assert not [alias.name for alias in node.names if re.match(r"_[^_]", alias.name)], path
+
+
+def test_public_names_resolve_lazily():
+    script = (
+        "import sys, lightning_accel; assert not {'torch', 'lightning', 'numpy'} & set(sys.modules); "
+        "from lightning_accel import TopKGate; assert 'torch' in sys.modules; assert 'lightning' not in sys.modules; "
+        "from lightning_accel import *; MoEClassifier"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    typed = {
+        alias.asname
+        for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_accel")
+        for alias in node.names
+    }
+    assert typed == set(lightning_accel.__all__) - {"__version__"}
+    for name in typed:
+        assert getattr(lightning_accel, name).__name__ == name
+        assert name in dir(lightning_accel)
+    with pytest.raises(AttributeError, match="no attribute 'MoEClasifier'"):
+        _ = lightning_accel.MoEClasifier
+
+
+def test_packages_export_what_they_say():
+    for path in PACKAGE.glob("*/__init__.py"):
+        module = importlib.import_module(f"lightning_accel.{path.parent.name}")
+        assert all(hasattr(module, name) for name in module.__all__)
+        assert not [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        ]
+
+
+def test_import_is_quick():
+    """A bound a hundred times what it takes, so that it fails for an import of torch and for nothing else."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import lightning_accel"], check=True)
+    alone = time.perf_counter() - start
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    assert alone < (time.perf_counter() - start) / 2
+
+
+def test_version_stands_in_one_place():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_accel.__version__)
+    holders = [
+        path.name
+        for path in (*PACKAGE.rglob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md")
+        if f'"{lightning_accel.__version__}"' in path.read_text()
+    ]
+    assert holders == ["__init__.py"]
+
+
+def test_constraints_satisfy_the_ranges():
+    tomllib = pytest.importorskip("tomllib")
+    requirements = pytest.importorskip("packaging.requirements")
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            requirement = requirements.Requirement(line)
+            pinned[requirement.name.replace("_", "-")] = next(iter(requirement.specifier)).version
+    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        requirement = requirements.Requirement(text)
+        assert requirement.specifier.contains(pinned[requirement.name.replace("_", "-")]), text

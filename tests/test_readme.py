@@ -1,0 +1,80 @@
+"""Every snippet of the README runs."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from sklearn.datasets import load_iris
+
+import lightning_accel
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(
+    r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+)
+SCRIPTS = [text for language, file, text in BLOCKS if language == "python" and not file]
+COMMANDS = [
+    line
+    for language, _, text in BLOCKS
+    if language == "bash"
+    for line in text.splitlines()
+    if line.startswith("lightning-accel")
+]
+
+
+@pytest.fixture
+def folder(run_folder, monkeypatch):
+    """A folder as the README supposes it: the configs, a table and the reader's own module."""
+    shutil.copytree(ROOT / "configs", run_folder / "configs")
+    iris = load_iris(as_frame=True)
+    species = iris.frame.pop("target").map(dict(enumerate(iris.target_names)))
+    iris.frame.assign(species=species).to_csv(run_folder / "flowers.csv", index=False)
+    for _, file, text in BLOCKS:
+        if file:
+            (run_folder / file).write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield run_folder
+    sys.modules.pop("my_module", None)
+
+
+def test_snippets_were_found():
+    assert (len(SCRIPTS), len(COMMANDS)) == (2, 4)
+    assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda text: re.search(r"class (\w+)", text)[1])
+def test_script_runs(folder, script):
+    exec(compile(script, "README.md", "exec"), {"__name__": "readme"})
+    if "classes.csv" in script:
+        (written,) = folder.rglob("classes.csv")
+        assert len(written.read_text().splitlines()) == 101
+
+
+def test_commands_run_one_after_the_other(command, folder):
+    for line in COMMANDS:
+        with contextlib.redirect_stdout(sys.stderr):  # progress bars
+            result = command(*shlex.split(line)[1:])
+        assert result.status == 0, f"{line}\n{result.err}"
+    assert len(list(folder.glob("runs/*/*/predictions.csv"))) == 1
+
+
+def test_message_of_the_readme_is_the_message(command):
+    (text,) = [text for language, _, text in BLOCKS if language == "text"]
+    line, said = text.splitlines()
+    assert said in command(*shlex.split(line)[2:]).err
+
+
+def test_public_names_are_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in lightning_accel.__all__ if name not in text and not name.startswith("_")] == []
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "constraints.txt", "configs", "benchmarks/results", ".ci/run"])
+def test_files_that_the_readme_names_exist(name):
+    assert name in (ROOT / "README.md").read_text()
+    assert os.path.exists(ROOT / name)
