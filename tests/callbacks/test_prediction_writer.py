@@ -60,9 +60,9 @@ class Stream(IterableDataset):
         return iter(torch.arange(5))
 
 
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
 def test_stream_is_numbered_as_it_came(tmp_path):
-    with pytest.warns(UserWarning, match="Couldn't infer the batch indices"):
-        table = predict(lambda x: 10 * x, DataLoader(Stream(), batch_size=2), tmp_path)
+    table = predict(lambda x: 10 * x, DataLoader(Stream(), batch_size=2), tmp_path)
     assert table["row"].tolist() == list(range(5))
     assert table["prediction"].tolist() == [0, 10, 20, 30, 40]
 

@@ -36,9 +36,9 @@ def test_balance_loss_is_one_for_even_shares_and_larger_for_uneven_ones():
     gate = TopKGate(dim=4, num_experts=4, k=1)
     torch.nn.init.zeros_(gate.weight)
     gate.weight.data.fill_diagonal_(1e-4)  # all but uniform probabilities, each row to an expert of its own
-    assert float(gate(torch.eye(4)).balance_loss) == pytest.approx(1, abs=1e-3)
+    assert gate(torch.eye(4)).balance_loss.item() == pytest.approx(1, abs=1e-3)
     gate.weight.data.fill_diagonal_(9.0)
-    assert float(gate(torch.eye(4)[:1]).balance_loss) > 3.9
+    assert gate(torch.eye(4)[:1]).balance_loss.item() > 3.9
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -72,7 +72,7 @@ def test_scores_are_float32_under_autocast():
 def test_no_tokens():
     routing = TopKGate(dim=3, num_experts=2)(torch.empty(0, 3))
     assert routing.weights.shape == (0, 2)
-    assert float(routing.balance_loss) == 0
+    assert routing.balance_loss.item() == 0
 
 
 @pytest.mark.parametrize("k", [0, 4])
