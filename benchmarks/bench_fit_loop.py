@@ -8,6 +8,7 @@ and data loading included, validation left out.
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -126,21 +127,41 @@ def whole_run(epochs: int, device: torch.device) -> tuple[list[float], MoEClassi
         )
 
 
-def row_by_row(epochs: int, device: torch.device) -> tuple[list[float], MoEClassifier]:
-    """The bare loop over a TensorDataset, whose rows the DataLoader collates one by one."""
-    rows = TensorDataset(*_digits().train_rows.tensors)
-    return bare_loop(DataLoader(rows, batch_size=BATCH_SIZE, shuffle=True), epochs, device)
+def loader_alone(loader: DataLoader, epochs: int) -> tuple[list[float], None]:
+    """Seconds of each epoch that does nothing with its batches."""
+    seconds = []
+    for _ in range(epochs):
+        start = time.perf_counter()
+        for _ in loader:
+            pass
+        seconds.append(time.perf_counter() - start)
+    return seconds, None
 
 
-def subjects(device: torch.device) -> dict[str, Callable[[int], tuple[list[float], MoEClassifier]]]:
-    loader = _digits().train_dataloader()
+def rows_one_by_one() -> DataLoader:
+    """The usual TensorDataset, whose rows the DataLoader collates one by one."""
+    return DataLoader(TensorDataset(*_digits().train_rows.tensors), batch_size=BATCH_SIZE, shuffle=True)
+
+
+Subject = Callable[[int], tuple[list[float], MoEClassifier | None]]
+
+
+def subjects(device: torch.device) -> dict[str, dict[str, Subject]]:
+    """For each case its subjects, the baseline first."""
+    loader, plain = _digits().train_dataloader(), rows_one_by_one()
     return {
-        "bare loop": lambda epochs: bare_loop(loader, epochs, device),
-        "bare loop, rows collated one by one": lambda epochs: row_by_row(epochs, device),
-        "Trainer, barebones": lambda epochs: fitted(MoEClassifier, epochs, device, barebones=True),
-        "Trainer, our logging": lambda epochs: fitted(MoEClassifier, epochs, device, logger=[]),
-        "Trainer, log every figure every step": lambda epochs: fitted(LogEveryStep, epochs, device),
-        "Trainer, as in configs/moe_digits.yaml": lambda epochs: whole_run(epochs, device),
+        "step": {
+            "bare loop": lambda epochs: bare_loop(loader, epochs, device),
+            "bare loop, rows collated one by one": lambda epochs: bare_loop(plain, epochs, device),
+            "Trainer, barebones": lambda epochs: fitted(MoEClassifier, epochs, device, barebones=True),
+            "Trainer, our logging": lambda epochs: fitted(MoEClassifier, epochs, device),
+            "Trainer, every figure logged at every step": lambda epochs: fitted(LogEveryStep, epochs, device),
+            "Trainer, as in configs/moe_digits.yaml": lambda epochs: whole_run(epochs, device),
+        },
+        "batch": {
+            "TensorRows": lambda epochs: loader_alone(loader, epochs),
+            "TensorDataset, rows collated one by one": lambda epochs: loader_alone(plain, epochs),
+        },
     }
 
 
@@ -156,42 +177,44 @@ def check_equal_weights(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds in place of five")
+    parser.add_argument("--quick", action="store_true", help="two rounds in place of nine")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     check_equal_weights(device)
 
     steps = -(-len(_digits().train_rows) // BATCH_SIZE)
-    seconds: dict[str, list[float]] = {}
-    for _ in range(2 if arguments.quick else 5):
-        for name, subject in subjects(device).items():
-            epochs, _ = subject(4)
-            seconds.setdefault(name, []).extend(epochs)
-    microseconds = {name: statistics.median(epochs) / steps * 1e6 for name, epochs in seconds.items()}
-    baseline = microseconds["bare loop"]
+    cases = subjects(device)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for _ in range(2 if arguments.quick else 9):
+        for case, named in cases.items():
+            for name, subject in named.items():
+                epochs, _ = subject(4)
+                seconds.setdefault((case, name), []).extend(epochs)
+    microseconds = {key: statistics.median(epochs) / steps * 1e6 for key, epochs in seconds.items()}
+    rows = [
+        {
+            "case": case,
+            "subject": name,
+            "metric": "time",
+            "value": value,
+            "unit": "us",
+            "baseline": (baseline := next(iter(cases[case]))),
+            "ratio": value / microseconds[case, baseline],
+        }
+        for (case, name), value in microseconds.items()
+    ]
     print(
         f"\nMoEClassifier on digits, batch {BATCH_SIZE}; torch {torch.__version__}, lightning {L.__version__}, ", end=""
     )
     print(f"{device.type}, {torch.get_num_threads()} threads\n")
-    print("| subject | us per step | ratio to the bare loop | added us |\n| --- | ---: | ---: | ---: |")
-    for name, value in microseconds.items():
-        print(f"| {name} | {value:.0f} | {value / baseline:.2f} | {value - baseline:+.0f} |")
+    print("| time of a | subject | us | ratio to the first |\n| --- | --- | ---: | ---: |")
+    for row in rows:
+        print(f"| {row['case']} | {row['subject']} | {row['value']:.0f} | {row['ratio']:.2f} |")
     if arguments.json:
-        rows = [
-            {
-                "case": "fit_loop",
-                "subject": name,
-                "metric": "step",
-                "value": value,
-                "unit": "us",
-                "baseline": "bare loop",
-                "ratio": value / baseline,
-            }
-            for name, value in microseconds.items()
-        ]
         arguments.json.write_text(json.dumps(rows, indent=1))
 
 
