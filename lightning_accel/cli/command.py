@@ -23,7 +23,8 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-# Class names resolve without their path once their package is imported.
+import lightning_accel.data
+import lightning_accel.models  # noqa: F401  # as data: the parser finds a class by its name alone once it is imported
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_best_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
@@ -108,6 +109,7 @@ class AccelCLI(LightningCLI):
             rank_zero_info(f"best checkpoint of the newest run: {config.ckpt_path}")
         if self.checkpoint is not None:
             self.checkpoint.require_fits(self.model)
+            self.checkpoint = None  # the Trainer reads it again; these tensors need not stay in memory
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)

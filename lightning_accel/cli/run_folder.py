@@ -1,10 +1,12 @@
 """Where a run leaves its files."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_accel.cli.errors import UsageError
 
@@ -42,7 +44,8 @@ def share_run_folder(trainer: L.Trainer) -> None:
     second finds the number of the first taken, and one run is spread over two folders.
     """
     for logger in trainer.loggers:
-        _ = logger.version
+        if isinstance(logger, CSVLogger | TensorBoardLogger):  # to others a version is a run on a server
+            _ = logger.version
 
 
 def require_writable(trainer: L.Trainer) -> None:
@@ -51,6 +54,8 @@ def require_writable(trainer: L.Trainer) -> None:
     Raises:
         UsageError: naming the folder.
     """
+    if not trainer.is_global_zero:
+        return
     keepers = [getattr(keeper, "dirpath", None) for keeper in trainer.checkpoint_callbacks]
     for folder in {trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers), *keepers}:
         if folder is None or "://" in str(folder):
@@ -62,8 +67,9 @@ def require_writable(trainer: L.Trainer) -> None:
         except OSError as error:
             raise _unwritable(folder, error) from error
         finally:
-            for path in reversed(made):
-                path.rmdir()
+            with contextlib.suppress(OSError):  # another run may have begun to use them
+                for path in reversed(made):
+                    path.rmdir()
 
 
 def _make_folder(folder: Path) -> list[Path]:

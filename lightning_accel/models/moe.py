@@ -1,12 +1,12 @@
 """Mixture-of-experts classifier. Shapes: B rows, D features, C classes, E experts."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
@@ -46,8 +46,6 @@ class MoEClassifier(L.LightningModule):
             layer, GELU.
         class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
         optimizer: called with the parameters.
-        lr_scheduler: called with the optimizer.
-        lr_interval: when the scheduler steps.
 
     Raises:
         ValueError: if ``k`` is not in [1, ``num_experts``]; before a run starts, if sizes are neither given nor
@@ -72,18 +70,14 @@ class MoEClassifier(L.LightningModule):
         encoder: nn.Module | None = None,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        lr_interval: Literal["epoch", "step"] = "epoch",
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["encoder", "optimizer", "lr_scheduler"])
+        self.save_hyperparameters(ignore=["encoder", "optimizer"])
         self.num_features = num_features
         self.num_classes = num_classes
         self.class_names = class_names
         self.balance_weight = balance_weight
         self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
-        self.lr_interval = lr_interval
         self.dim = dim
         self.encoder = encoder
         self.norm = nn.LayerNorm(dim)
@@ -125,15 +119,8 @@ class MoEClassifier(L.LightningModule):
         self.val_loss, self.val_accuracy = MeanMetric(), self.train_accuracy.clone()
         self.test_loss, self.test_accuracy = MeanMetric(), self.train_accuracy.clone()
 
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_lr_scheduler is None:
-            return optimizer
-        scheduler = self.make_lr_scheduler(optimizer)
-        config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            config["monitor"] = scheduler.monitor
-        return {"optimizer": optimizer, "lr_scheduler": config}
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
 
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score rows ``x`` (B, ...)."""

@@ -140,7 +140,7 @@ def test_model_comes_from_the_checkpoint_where_the_config_has_none(command, run_
     assert config["model"]["init_args"]["num_experts"] == 5
 
 
-def test_resumed_run_ends_as_the_uninterrupted_one(command, run_folder):
+def test_resumed_run_goes_on_where_it_stopped(command, run_folder):
     def fit(name, *arguments):
         root = f"--trainer.default_root_dir={run_folder / name}"
         result = command("fit", *QUIET, *DIGITS, "--data.num_workers=0", root, *arguments)
@@ -172,6 +172,18 @@ def test_run_without_a_logger_leaves_no_config(command, run_folder):
     off = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_epochs=1"]
     assert command("fit", *QUIET, *OWN, *off).status == 0
     assert [path.name for path in run_folder.iterdir() if path.name != "__pycache__"] == ["own_module.py"]
+
+
+def test_short_names_in_a_fresh_process(run_folder):
+    """Nothing but the command line has imported the classes here."""
+    arguments = ["--model=MoEClassifier", "--data=TabularDataModule", "--data.path=x.csv", "--data.target=y"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "lightning_accel", "fit", *arguments, "--print_config"], capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    shown = yaml.safe_load(finished.stdout)
+    assert shown["model"]["class_path"].endswith("MoEClassifier")
+    assert shown["data"]["init_args"]["target"] == "y"
 
 
 def test_version_and_help_need_no_torch():

@@ -100,16 +100,6 @@ def test_own_encoder_takes_the_place_of_num_features():
     assert model(torch.randn(2, 1, 8, 8)).logits.shape == (2, 10)
 
 
-@pytest.mark.parametrize(("interval", "steps"), [("step", 4), ("epoch", 2)])
-def test_scheduler_steps_as_asked(interval, steps):
-    halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    sgd = partial(torch.optim.SGD, lr=1.0)
-    model = MoEClassifier(6, 3, dim=8, expert_dim=8, optimizer=sgd, lr_scheduler=halve, lr_interval=interval)
-    trainer = quiet_trainer(max_epochs=2, limit_val_batches=0)
-    trainer.fit(model, DataLoader(rows(), batch_size=12))
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**steps
-
-
 class SmoothedMoE(MoEClassifier):
     def training_step(self, batch, batch_idx):
         x, target = batch
