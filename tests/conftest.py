@@ -8,7 +8,6 @@ import torch
 
 from lightning_accel.__main__ import main
 
-
 torch.set_num_threads(1)  # threads that share their cores with another program wait for each other most of the time
 
 
