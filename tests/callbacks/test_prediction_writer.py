@@ -2,7 +2,7 @@ import lightning as L
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_accel.callbacks import PredictionWriter
 from tests.ranks import run_ranks
@@ -80,13 +80,16 @@ def test_what_does_not_fit_a_table_is_refused(tmp_path, answer, said):
     assert not (tmp_path / "predictions.csv").exists()
 
 
-def check_predict(rank, folder):
-    predict(both, loader(), folder, devices=2, strategy="ddp")
+def check_predict(rank, folder, own_sampler):
+    data = TensorDataset(torch.arange(7))
+    kwargs = {"sampler": DistributedSampler(data, 2, rank, shuffle=False)} if own_sampler else {}
+    predict(both, DataLoader(data, batch_size=3, **kwargs), folder, devices=2, strategy="ddp")
 
 
-def test_ranks_write_each_row_once(tmp_path):
-    """Seven rows on two ranks: the sampler repeats one."""
-    run_ranks(check_predict, tmp_path)
+@pytest.mark.parametrize("own_sampler", [False, True])
+def test_ranks_write_each_row_once(tmp_path, own_sampler):
+    """Seven rows on two ranks: torch's own sampler repeats one of them."""
+    run_ranks(check_predict, tmp_path, own_sampler)
     table = pd.read_csv(tmp_path / "predictions.csv")
     assert table["row"].tolist() == list(range(7))
     assert table["double"].tolist() == list(range(0, 14, 2))

@@ -55,6 +55,7 @@ def test_every_figure_is_logged(small, tmp_path):
         "train/loss", "train/balance_loss", "train/accuracy", "val/loss", "val/accuracy",
     }  # fmt: skip
     assert sum(float(trainer.logged_metrics[name]) for name in load) == pytest.approx(1)
+    assert not small.expert_load.update_called  # each epoch counts its own slots
 
 
 def test_validation_figures_are_means_over_rows_not_batches(small):
