@@ -10,7 +10,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import TensorRows, row_loader
+from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
 
 
 class DigitsDataModule(L.LightningDataModule):
@@ -26,7 +26,7 @@ class DigitsDataModule(L.LightningDataModule):
         num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
 
     Raises:
-        ValueError: if ``max_shift`` is not in [0, 7].
+        ValueError: if a number is out of range; in ``load_state_dict``, if the split is another.
 
     Source: E. Alpaydin and C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository
     """
@@ -37,6 +37,7 @@ class DigitsDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int = 64, split_seed: int = 0, max_shift: int = 0, num_workers: int = 0) -> None:
         super().__init__()
+        require_loading_options(batch_size, split_seed, num_workers)
         if not 0 <= max_shift <= 7:
             raise ValueError(f"max_shift must lie in [0, 7], the images being 8 pixels wide; got {max_shift}")
         self.batch_size = batch_size
@@ -53,6 +54,16 @@ class DigitsDataModule(L.LightningDataModule):
         self.train_rows, self.val_rows, self.test_rows = (
             TensorRows(images[chosen], targets[chosen]) for chosen in (train, val, test)
         )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"split_seed": self.split_seed}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        if state_dict["split_seed"] != self.split_seed:
+            raise ValueError(
+                f"the checkpoint was trained with split_seed={state_dict['split_seed']}; with {self.split_seed}, "
+                "images that it was trained on would be tested"
+            )
 
     def train_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)

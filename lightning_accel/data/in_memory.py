@@ -38,6 +38,15 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[chosen] for tensor in self.tensors)
 
 
+def require_loading_options(batch_size: int, split_seed: int, num_workers: int) -> None:
+    """Raise a ValueError for a number out of range, before any data is read."""
+    for name, value, least in (
+        ("batch_size", batch_size, 1), ("split_seed", split_seed, 0), ("num_workers", num_workers, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")
+
+
 def row_loader(
     rows: TensorRows, datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:

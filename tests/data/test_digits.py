@@ -109,3 +109,16 @@ def test_rows_of_unequal_length_are_refused():
 
 def test_memory_is_not_pinned_without_cuda():
     assert not row_loader(TensorRows(torch.zeros(3)), DigitsDataModule(), 2, 0).pin_memory
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("split_seed", -1), ("num_workers", -1)])
+def test_numbers_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be at least \d; got {value}"):
+        DigitsDataModule(**{name: value})
+
+
+def test_checkpoint_of_another_split_is_refused():
+    state = DigitsDataModule(split_seed=2).state_dict()
+    DigitsDataModule(split_seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="trained with split_seed=2; with 0, images that it was trained on"):
+        DigitsDataModule().load_state_dict(state)

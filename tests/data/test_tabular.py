@@ -105,8 +105,9 @@ def test_parquet_categories_and_whole_number_classes(make, table):
     assert "colour_red" in data.feature_names
 
 
-def test_numbers_as_categories_keep_their_names_beside_missing_values(make, table):
-    data = make(table.assign(width=[1, 2, np.nan] * 20), categorical=["width"])
+@pytest.mark.parametrize("name", ["trees.csv", "trees.parquet"])
+def test_numbers_as_categories_keep_their_names_beside_missing_values(make, table, name):
+    data = make(table.assign(width=pd.array([1, 2, None] * 20, dtype="Int64")), categorical=["width"], name=name)
     assert {name for name in data.feature_names if name.startswith("width")} == {
         "width_1",
         "width_2",
@@ -130,10 +131,44 @@ def test_without_a_file_to_predict_the_test_rows_are(make):
     assert batch.equal(data.test_rows.tensors[0])
 
 
-def test_own_marks_of_missing_values(make, table):
-    data = make(table.assign(width=["-"] + ["4"] * 29 + ["5"] * 30), missing=["-"])
-    assert "missingindicator_width" in data.feature_names or data.feature_names[1] == "width"
-    assert make(table.assign(width=[-1] + [4] * 29 + [5] * 30), name="t.parquet").feature_names[1] == "width"
+@pytest.mark.parametrize("name", ["trees.csv", "trees.parquet"])
+def test_own_marks_of_missing_values(make, table, name):
+    data = make(table.assign(width=[-999, 4, 5] * 20), missing=["-999"], name=name)
+    assert "missingindicator_width" in data.feature_names
+    rows = torch.cat([rows.tensors[0] for rows in (data.train_rows, data.val_rows, data.test_rows)])
+    values = rows[:, 1].unique()  # the two numbers and their median, which took the place of -999
+    assert len(values) <= 3
+    assert values.abs().max() < 3
+
+
+def test_texts_stay_as_they_are_written_in_every_file(make, table, tmp_path):
+    """What else a file holds must not change what a text is: 01234 alone would be read as a number."""
+    codes = ["01234", "02345", "1.0"] * 20
+    pd.DataFrame({"code": ["02345", "A1"], "grade": ["1", "x"]}).to_csv(tmp_path / "new.csv", index=False)
+    frame = pd.DataFrame({"code": codes, "grade": ["A", "B"] * 30, "kind": ["01", "10", "2"] * 20})
+    data = make(frame, categorical=["code"], ignore=[], predict_path=tmp_path / "new.csv")
+    assert data.feature_names == ["code_01234", "code_02345", "code_1.0", "grade_A", "grade_B"]
+    assert data.class_names == ["01", "2", "10"]
+    assert data.predict_rows.tensors[0].tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_decimal_comma(make):
+    text = "kind;width\n" + "oak;1,5\nash;2,5\n" * 15
+    data = make(text, separator=";", decimal=",", ignore=[])
+    assert data.feature_names == ["width"]
+
+
+def test_checkpoint_keeps_what_was_fitted(make, table):
+    state = make().state_dict()
+    make().load_state_dict(state)
+    for other, said in (
+        (make(table.assign(width=table["width"] + 1)), "means of the training rows"),
+        (make(table[["width", "length", "wet", "colour", "kind", "key"]]), "columns"),
+        (make(split_seed=1), "split"),
+        (make(table.assign(kind=table["kind"].replace("elm", "fir"))), "classes"),
+    ):
+        with pytest.raises(ValueError, match=rf"trained on other data than .*: {said}"):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +183,22 @@ def test_own_marks_of_missing_values(make, table):
             {},
             r"'width' of .* holds 'wide' in row 19 among numbers",
         ),
-        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,inf\n", {}, r"'width' of .* finite numbers; got 'inf' in row 19"),
+        (
+            "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,inf\n",
+            {},
+            r"'width' of .* numbers of at most 1e\+30; got 'inf' in row 19",
+        ),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n", {}, r"'kind' of .* lacks 1 of 19 values, the first in row 19"),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3"),
         ("kind,width\n" + "oak,1\nash,2\n" * 3, {"test_share": 0.1}, r"too few rows to split as asked"),
         ("kind,width\noak,1,2,3\noak,1\n", {}, r"cannot be read as csv"),
         ("kind,id\n" + "".join(f"oak,a{i}\nash,b{i}\n" for i in range(15)), {}, r"30 different texts in 30 rows"),
+        ("kind,x,x\noak,1,2\n", {}, r"two columns named 'x'"),
+        (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*ignore as 'Unnamed: 0'"),
+        ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),
+        ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set decimal"),
+        ("kind,x\n" + "oak,1e300\nash,-1e300\n" * 9, {}, r"numbers of at most 1e\+30; got '1e\+300' in row 1"),
     ],
 )
 def test_bad_files_are_refused(make, content, options, said):
@@ -165,6 +209,11 @@ def test_bad_files_are_refused(make, content, options, said):
 def test_dates_are_refused(make, table):
     with pytest.raises(ValueError, match=r"column 'wet' of .* holds dates"):
         make(table.assign(wet=pd.Timestamp("2026-01-01")), name="trees.parquet")
+
+
+def test_lists_are_refused(make, table):
+    with pytest.raises(ValueError, match=r"column 'wet' of .* holds lists"):
+        make(table.assign(wet=[[1, 2]] * 60), name="trees.parquet")
 
 
 def test_text_that_is_not_utf8_is_refused(make, tmp_path):
