@@ -1,11 +1,11 @@
 """Predictions to a file. Shapes: B rows."""
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pandas as pd
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -25,12 +25,26 @@ class PredictionWriter(BasePredictionWriter):
         filename: absolute, or relative to the run folder (the Trainer's ``log_dir``).
 
     Raises:
-        TypeError: if ``predict_step`` returned something else; the message says what.
+        TypeError: at the first batch, if ``predict_step`` returned something else; the message says what.
+        ValueError: likewise, if it did not return one value for each row, or two columns of one name.
     """
 
     def __init__(self, filename: str = "predictions.csv") -> None:
-        super().__init__(write_interval="epoch")
+        super().__init__(write_interval="batch_and_epoch")
         self.filename = filename
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        if batch_idx == 0:  # hours before the table is made
+            _batch_table(prediction, batch_indices or None)
 
     def write_on_epoch_end(
         self,
@@ -39,8 +53,10 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        assert trainer.log_dir is not None
-        path = Path(trainer.log_dir) / self.filename
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return
+        log_dir = trainer.log_dir
+        path = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.filename
         loaders = [predictions] if len(batch_indices) == 1 else predictions
         tables = [_gather(make_table(batches, rows)) for batches, rows in zip(loaders, batch_indices, strict=True)]
         if trainer.is_global_zero:
@@ -59,23 +75,32 @@ def make_table(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> pd.Data
     """
     if not batches:
         raise TypeError("PredictionWriter has nothing to write: predict_step returned None, or there was no batch")
-    table = pd.concat([pd.DataFrame(_columns(batch)) for batch in batches], ignore_index=True)
-    numbers = list(chain.from_iterable(rows))  # empty for an IterableDataset
-    return table.set_index(pd.Index(numbers, name="row")) if numbers else table
+    numbers = rows if any(rows) else [None] * len(batches)  # an IterableDataset has none
+    tables = [_batch_table(batch, numbered) for batch, numbered in zip(batches, numbers, strict=True)]
+    return pd.concat(tables, ignore_index=not any(rows))
+
+
+def _batch_table(batch: Any, rows: Sequence[int] | None) -> pd.DataFrame:
+    columns = _columns(batch)
+    lengths = {name: len(values) for name, values in columns.items()}
+    wanted = next(iter(lengths.values()), 0) if rows is None else len(rows)
+    if set(lengths.values()) != {wanted}:
+        raise ValueError(f"predict_step must return one value for each of the {wanted} rows of a batch; got {lengths}")
+    return pd.DataFrame(columns, index=None if rows is None else pd.Index(rows, name="row"))
 
 
 def _columns(batch: Any) -> dict[str, Any]:
-    named = batch if isinstance(batch, dict) else {"prediction": batch}
     columns: dict[str, Any] = {}
-    for name, values in named.items():
+    new: dict[str, Any]
+    for name, values in (batch if isinstance(batch, dict) else {"prediction": batch}).items():
+        if isinstance(values, np.ndarray):
+            values = torch.from_numpy(values) if values.dtype.kind in "biuf" else values.tolist()
         if isinstance(values, Tensor) and values.ndim in (1, 2):
             values = values.detach().to("cpu", torch.float32 if values.dtype == torch.bfloat16 else None)
-            if values.ndim == 1:
-                columns[name] = values.numpy()
-            else:
-                columns |= {f"{name}_{i}": column.numpy() for i, column in enumerate(values.unbind(dim=1))}
+            parts = {f"{name}_{i}": column for i, column in enumerate(values.unbind(dim=1))} if values.ndim == 2 else {}
+            new = {key: column.numpy() for key, column in (parts or {name: values}).items()}
         elif isinstance(values, list):
-            columns[name] = values
+            new = {name: [value.item() if isinstance(value, Tensor) else value for value in values]}
         else:
             shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
             raise TypeError(
@@ -83,12 +108,16 @@ def _columns(batch: Any) -> dict[str, Any]:
                 f"{type(values).__name__}{shape} for {name!r}. Change predict_step, or use your own "
                 "lightning.pytorch.callbacks.BasePredictionWriter"
             )
+        if twice := new.keys() & {*columns, "row", "loader"}:
+            raise ValueError(f"predict_step returned two columns named {min(twice)!r}, or one that numbers the rows")
+        columns |= new
     return columns
 
 
 def _gather(table: pd.DataFrame) -> pd.DataFrame:
     """All processes' rows on process 0, in order, each once."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    gathered = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if gathered:
         tables: list[Any] | None = None
         if torch.distributed.get_rank() == 0:
             tables = [None] * torch.distributed.get_world_size()
@@ -96,4 +125,4 @@ def _gather(table: pd.DataFrame) -> pd.DataFrame:
         table = table if tables is None else pd.concat(tables)
     if table.index.name is None:
         return table.reset_index(drop=True).rename_axis("row")
-    return table[~table.index.duplicated()].sort_index()
+    return (table[~table.index.duplicated()] if gathered else table).sort_index(kind="stable")

@@ -1,6 +1,6 @@
 """Mixture-of-experts classifier. Shapes: B rows, D features, C classes, E experts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
@@ -43,13 +43,13 @@ class MoEClassifier(L.LightningModule):
         dropout: share of the mixture's output that is dropped in training.
         balance_weight: what the balance loss counts for.
         encoder: maps rows (B, ...) to (B, ``dim``), and makes ``num_features`` unneeded; by default flatten, linear
-            layer, GELU.
+            layer, GELU. Hyperparameters do not hold it: give it to ``load_from_checkpoint`` again.
         class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
         optimizer: called with the parameters.
 
     Raises:
-        ValueError: if ``k`` is not in [1, ``num_experts``]; before a run starts, if sizes are neither given nor
-            offered by the datamodule, or contradict it.
+        ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if sizes are
+            neither given nor offered by the datamodule, contradict it, or do not match ``class_names``.
 
     >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, expert_dim=8)
     >>> model(torch.randn(5, 6)).logits.shape
@@ -80,8 +80,8 @@ class MoEClassifier(L.LightningModule):
         self.make_optimizer = optimizer
         self.dim = dim
         self.encoder = encoder
-        self.norm = nn.LayerNorm(dim)
         self.mixture = MixtureOfExperts(dim, expert_dim, num_experts, k)
+        self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.head: nn.Module | None = None
         self.expert_load = _ExpertLoad(num_experts)
@@ -91,8 +91,10 @@ class MoEClassifier(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Take from the datamodule what was not given; refuse what contradicts it."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        for name in ("num_features", "num_classes", "class_names"):
-            offered, given = _as_list(getattr(datamodule, name, None)), _as_list(getattr(self, name))
+        for name, plain in (("num_features", int), ("num_classes", int), ("class_names", _list_of_str)):
+            offered, given = getattr(datamodule, name, None), getattr(self, name)
+            offered = None if offered is None else plain(offered)  # NumPy's would make the checkpoint unsafe to load
+            given = None if given is None else plain(given)
             if given is None:
                 setattr(self, name, offered)
                 self.hparams[name] = offered
@@ -103,14 +105,18 @@ class MoEClassifier(L.LightningModule):
                 )
 
     def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, once."""
+        """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
         if self.head is not None:
             return
         if self.num_classes is None or (self.encoder is None and self.num_features is None):
+            if self._trainer is None:  # load_from_checkpoint, which goes on to load_state_dict
+                return
             raise ValueError(
                 f"MoEClassifier needs num_features and num_classes; got num_features={self.num_features}, "
                 f"num_classes={self.num_classes}. Pass them, or train with a datamodule that has attributes so named."
             )
+        if self.class_names is not None and len(self.class_names) != self.num_classes:
+            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(self.class_names)} class_names")
         if self.encoder is None:
             assert self.num_features is not None
             self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(self.num_features, self.dim), nn.GELU())
@@ -119,13 +125,21 @@ class MoEClassifier(L.LightningModule):
         self.val_loss, self.val_accuracy = MeanMetric(), self.train_accuracy.clone()
         self.test_loss, self.test_accuracy = MeanMetric(), self.train_accuracy.clone()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load, taking sizes that were not given from the shapes in ``state_dict``."""
+        if self.head is None and {"head.1.weight", "encoder.1.weight"} <= state_dict.keys():
+            self.num_classes = len(state_dict["head.1.weight"])
+            self.num_features = state_dict["encoder.1.weight"].shape[1]
+            self.configure_model()
+        return super().load_state_dict(state_dict, strict, assign)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
 
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score rows ``x`` (B, ...)."""
-        assert self.encoder is not None
-        assert self.head is not None
+        if self.encoder is None or self.head is None:
+            raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
         features = self.encoder(x)  # (B, D)
         mixed, balance_loss, expert_counts = self.mixture(self.norm(features))
         return ClassifierOutput(self.head(features + self.dropout(mixed)), balance_loss, expert_counts)
@@ -142,16 +156,20 @@ class MoEClassifier(L.LightningModule):
         return loss + self.balance_weight * balance_loss
 
     def _is_logging_step(self) -> bool:
-        # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record
+        # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record, and at
+        # the end of the epoch for callbacks that watch the loss
+        if self._trainer is None:
+            return False
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        return every > 0 and (self.global_step + 1) % every == 0
+        return every > 0 and ((self.global_step + 1) % every == 0 or self.trainer.is_last_batch)
 
     def on_train_epoch_end(self) -> None:
         if not self.expert_load.update_called:  # by a subclass's own training_step
             return
         load = self.expert_load.compute().tolist()
-        self.log_dict({f"train/expert_load_{expert}": share for expert, share in enumerate(load)})
-        self.log("train/accuracy", self.train_accuracy.compute())
+        figures = {f"train/expert_load_{expert}": share for expert, share in enumerate(load)}
+        figures["train/accuracy"] = self.train_accuracy.compute()
+        self.log_dict(figures, sync_dist=True)  # equal on all processes: it keeps Lightning from warning
         self.expert_load.reset()
         self.train_accuracy.reset()
 
@@ -180,8 +198,8 @@ class MoEClassifier(L.LightningModule):
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
 
 
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _list_of_str(names: Sequence[object]) -> list[str]:
+    return [str(name) for name in names]
 
 
 class _ExpertLoad(Metric):

@@ -31,7 +31,7 @@ class MixtureOfExperts(nn.Module):
         k: K.
 
     Raises:
-        ValueError: if ``k`` is not in [1, ``num_experts``].
+        ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``].
 
     >>> mixture = MixtureOfExperts(dim=8, hidden_dim=16, num_experts=4)
     >>> features, balance_loss, expert_counts = mixture(torch.randn(3, 5, 8))
@@ -41,6 +41,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, k: int = 2) -> None:
         super().__init__()
+        if min(dim, hidden_dim) < 1:
+            raise ValueError(f"dim and hidden_dim must be at least 1; got dim={dim}, hidden_dim={hidden_dim}")
         self.gate = TopKGate(dim, num_experts, k)
         self.up_weight = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.up_bias = nn.Parameter(torch.empty(num_experts, hidden_dim))

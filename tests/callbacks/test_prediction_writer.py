@@ -72,12 +72,37 @@ def test_stream_is_numbered_as_it_came(tmp_path):
     [
         (lambda x: x.view(1, 1, -1), r"returned Tensor of shape \(1, 1, 3\) for 'prediction'"),
         (lambda x: {"a": 3}, r"returned int for 'a'"),
+        (lambda x: x[:2], r"each of the 3 rows of a batch; got \{'prediction': 2\}"),
+        (lambda x: {"a": x, "b": x[:1]}, r"each of the 3 rows of a batch; got \{'a': 3, 'b': 1\}"),
+        (lambda x: {"s": torch.zeros(len(x), 2), "s_0": x}, r"two columns named 's_0'"),
+        (lambda x: {"row": x}, r"two columns named 'row'"),
     ],
 )
-def test_what_does_not_fit_a_table_is_refused(tmp_path, answer, said):
-    with pytest.raises(TypeError, match=said):
-        predict(answer, loader(), tmp_path)
+def test_what_does_not_fit_a_table_is_refused_at_the_first_batch(tmp_path, answer, said):
+    seen = []
+
+    def watched(x):
+        seen.append(x)
+        return answer(x)
+
+    with pytest.raises((TypeError, ValueError), match=said):
+        predict(watched, loader(), tmp_path)
+    assert len(seen) == 1
     assert not (tmp_path / "predictions.csv").exists()
+
+
+def test_arrays_and_lists_of_tensors(tmp_path):
+    table = predict(lambda x: {"a": x.numpy(), "b": list(x), "c": x.numpy().astype(str)}, loader(), tmp_path)
+    assert table["a"].tolist() == table["b"].tolist() == table["c"].tolist() == list(range(7))
+
+
+def test_fast_dev_run_writes_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        predict(both, loader(), tmp_path, fast_dev_run=True)
+
+
+def test_rows_drawn_twice_by_the_users_own_sampler_stay(tmp_path):
+    assert predict(both, loader(sampler=[0, 2, 2]), tmp_path)["row"].tolist() == [0, 2, 2]
 
 
 def check_predict(rank, folder, own_sampler):

@@ -1,6 +1,7 @@
 from functools import partial
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,54 @@ def test_missing_sizes_are_refused_before_training():
 def test_sizes_that_contradict_the_datamodule_are_refused():
     with pytest.raises(ValueError, match="num_classes=3, but DigitsDataModule has num_classes=10"):
         quiet_trainer().fit(MoEClassifier(64, 3), DigitsDataModule())
+
+
+class Wide(MoEClassifier):
+    def __init__(self, width: int = 8):
+        super().__init__(dim=width, expert_dim=width)
+
+
+def test_subclass_with_fewer_arguments_loads_its_checkpoint(run_folder):
+    model, data = Wide(), DigitsDataModule()
+    trainer = quiet_trainer(limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(model, data)
+    trainer.save_checkpoint("wide.ckpt")
+    loaded = Wide.load_from_checkpoint("wide.ckpt", weights_only=True)
+    images, _ = next(iter(data.test_dataloader()))
+    torch.testing.assert_close(loaded.eval()(images).logits, model.eval()(images).logits, rtol=0, atol=0)
+
+
+class NumpyData(DigitsDataModule):
+    num_classes = np.int64(10)
+    class_names = np.array(list("0123456789"))
+
+
+def test_sizes_that_are_numpys_stay_out_of_the_checkpoint(run_folder):
+    trainer = quiet_trainer(limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(MoEClassifier(dim=8, expert_dim=8), NumpyData())
+    trainer.save_checkpoint("plain.ckpt")
+    assert torch.load("plain.ckpt", weights_only=True)["hyper_parameters"]["class_names"] == list("0123456789")
+
+
+def test_names_must_be_as_many_as_classes():
+    with pytest.raises(ValueError, match="num_classes is 3, but there are 2 class_names"):
+        MoEClassifier(6, 3, class_names=["a", "b"])
+
+
+def test_training_loss_can_be_watched_in_epochs_shorter_than_the_logging_interval(small, tmp_path):
+    keeper = ModelCheckpoint(dirpath=tmp_path, monitor="train/loss")
+    trainer = quiet_trainer(enable_checkpointing=True, callbacks=[keeper], limit_val_batches=0)
+    trainer.fit(small, DataLoader(rows(), batch_size=12))
+    assert keeper.best_model_score is not None
+
+
+def test_training_step_needs_no_trainer(small):
+    assert small.training_step(rows().tensors, 0).requires_grad
+
+
+def test_model_of_unknown_sizes_says_so():
+    with pytest.raises(RuntimeError, match="pass num_features and num_classes"):
+        MoEClassifier()(torch.zeros(2, 3))
 
 
 def test_own_encoder_takes_the_place_of_num_features():

@@ -93,3 +93,9 @@ def test_cuda_matches_cpu(dtype):
         assert actual.expert_counts.cpu().equal(expected.expert_counts)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(actual.features.float().cpu(), expected.features, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("sizes", [{"dim": 0, "hidden_dim": 3}, {"dim": 3, "hidden_dim": 0}])
+def test_impossible_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="dim and hidden_dim must be at least 1"):
+        MixtureOfExperts(**sizes, num_experts=2)
