@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.cli.errors import UsageError, nearest
 
@@ -29,12 +30,11 @@ class Checkpoint:
             UsageError: if it is not there, not whole, or not a Lightning checkpoint.
         """
         file = Path(path)
-        if (
-            path in ("best", "last", "hpc", "registry")
-            or "://" in path
-            or path.startswith("registry:")
-            or file.is_dir()
-        ):
+        if path in ("best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:"):
+            return None
+        if file.is_dir():
+            if not any((file / name).exists() for name in ("meta.pt", ".metadata")):
+                raise UsageError(f"{path} is a folder that holds no sharded checkpoint; name a .ckpt file")
             return None
         if not file.is_file():
             beside = [str(p) for p in file.parent.glob("*.ckpt")]
@@ -69,6 +69,8 @@ class Checkpoint:
     def require_fits(self, model: L.LightningModule) -> None:
         """Compare names and shapes with those of ``model``, as far as they are settled before it is set up.
 
+        Settings that differ and still fit are told, since they are used in place of the checkpoint's.
+
         Raises:
             UsageError: naming what differs, tensors and settings.
         """
@@ -82,7 +84,8 @@ class Checkpoint:
         ]
         if model.strict_loading:
             problems += [f"the checkpoint has no {name}" for name in own.keys() - saved.keys()]
-        if model.strict_loading and not _overrides(model, "configure_model"):  # which may add layers
+        if model.strict_loading and not (_overrides(model, "configure_model") or _overrides(model, "setup")):
+            # neither adds layers
             problems += [f"the model has no {name}" for name in saved.keys() - own.keys()]
         if problems:
             raise UsageError(
@@ -90,42 +93,54 @@ class Checkpoint:
                 + "\n".join(f"  {line}" for line in [*self._settings(model), *_shortened(sorted(problems))])
                 + "\nUse the config that the run saved (config_fit.yaml in its folder), or another checkpoint"
             )
+        if settings := self._settings(model):
+            rank_zero_info("settings other than the checkpoint's: " + "; ".join(settings))
 
     def _settings(self, model: L.LightningModule) -> list[str]:
         saved, now = self.content.get("hyper_parameters", {}), model.hparams
         lines = [
             f"{name.lstrip('_')}: {saved[name]!r} in the checkpoint, {now[name]!r} in the model"
             for name in saved.keys() & now.keys()
-            if saved[name] != now[name]
+            if saved[name] != now[name] and None not in (saved[name], now[name])  # None: taken from the datamodule
         ]
         return _shortened(sorted(lines))
 
 
-def find_best_checkpoint(trainer: L.Trainer) -> str:
-    """Path of the best checkpoint of the newest run under the folders that the Trainer's loggers write to.
+def find_checkpoint(trainer: L.Trainer, which: str) -> str:
+    """Path of the ``best`` or the ``last`` checkpoint of the newest run under the folders of the Trainer's loggers.
+
+    The best is the one that a ModelCheckpoint with a ``monitor`` named so in the newest file, or the only one.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if there is none, or the files do not say which is the best.
     """
     roots = {str(getattr(logger, "root_dir", None) or logger.save_dir) for logger in trainer.loggers}
-    roots = roots or {trainer.default_root_dir}
+    roots = roots or {str(Path(trainer.default_root_dir, "checkpoints"))}
     keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
-    dirpaths = {str(keeper.dirpath) for keeper in keepers if keeper.dirpath}
-    files = [file for root in roots for file in Path(root).glob("*/checkpoints/*.ckpt")]
-    files += [file for folder in dirpaths for file in Path(folder).glob("*.ckpt")]
+    roots |= {str(keeper.dirpath) for keeper in keepers if keeper.dirpath}
+    files = sorted({file for root in roots for file in Path(root).glob("**/*.ckpt")}, key=lambda f: f.stat().st_mtime)
     if not files:
         raise UsageError(
-            f"--ckpt_path best: no checkpoint under {' or '.join(sorted(roots | dirpaths))}; run fit with this config "
-            "first, or name a file"
+            f"--ckpt_path {which}: no checkpoint under {' or '.join(sorted(roots))}; run fit with this config first, "
+            "or name a file"
         )
-    newest = max(files, key=lambda file: file.stat().st_mtime)
+    newest = files[-1]
+    if which == "last":
+        return str(newest)
     checkpoint = Checkpoint.read(str(newest))
-    assert checkpoint is not None
-    for key, state in checkpoint.content.get("callbacks", {}).items():
-        best = newest.with_name(Path(state.get("best_model_path") or ".").name)
-        if key.startswith(ModelCheckpoint.__name__) and best.is_file():
-            return str(best)
-    return str(newest)
+    states = {} if checkpoint is None else checkpoint.content.get("callbacks", {})
+    keeping = [state for key, state in states.items() if key.startswith("ModelCheckpoint") and state["best_model_path"]]
+    for state in sorted(keeping, key=lambda state: state["monitor"] is None):
+        best = Path(state["best_model_path"])
+        for file in (best, newest.with_name(best.name)):  # the second where the folder has been moved
+            if file.is_file():
+                return str(file)
+    if (beside := [file for file in files if file.parent == newest.parent]) == [newest]:
+        return str(newest)
+    raise UsageError(
+        f"--ckpt_path best: the {len(beside)} files in {newest.parent} do not say which is the best (they hold weights "
+        "alone, or another folder's); name one"
+    )
 
 
 def _broken(file: Path) -> UsageError:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 import lightning_accel.data
 import lightning_accel.models  # noqa: F401  # as data: the parser finds a class by its name alone once it is imported
 from lightning_accel.callbacks import PredictionWriter
-from lightning_accel.cli.checkpoints import Checkpoint, find_best_checkpoint
+from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
 from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
 
@@ -37,7 +37,7 @@ class AccelCLI(LightningCLI):
     The optimizer of ``--optimizer`` is built in ``configure_optimizers``, when the strategy has laid the parameters
     out, not before; ``--lr_interval step`` steps the scheduler every step. The model may be left out where
     ``--ckpt_path`` names a checkpoint that knows it; where both are given they must fit, and the config wins over the
-    checkpoint's hyperparameters. ``--ckpt_path best`` is the best checkpoint of the newest run under the config's log
+    checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the newest run under the config's log
     folder. ``predict`` writes ``predictions.csv``. Each subcommand saves its config under a name of its own.
 
     Args:
@@ -89,7 +89,12 @@ class AccelCLI(LightningCLI):
         if model is None:
             raise UsageError(
                 f"{subcommand} needs a model: --model MoEClassifier, --model my_file.MyModule, or a model: in a config"
-                + (f"; {config.ckpt_path} does not say which model it holds" if config.ckpt_path else "")
+                + (f"; {config.ckpt_path} does not say which model it holds" if self.checkpoint else "")
+            )
+        if subcommand == "fit":
+            raise UsageError(
+                f"to go on from {config.ckpt_path}, fit needs the model and the optimizer of its run: give --config "
+                "with the config_fit.yaml of its folder"
             )
         self.config = self.parser.parse_object({subcommand: {"model": model}}, self.config)
 
@@ -97,16 +102,20 @@ class AccelCLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.lr_scheduler is not None and config.optimizer is None:
             raise UsageError("--lr_scheduler needs --optimizer, whose learning rate it changes; add the optimizer")
+        if config.lr_interval == "step" and config.lr_scheduler is None:
+            raise UsageError("--lr_interval step has no effect without --lr_scheduler; add the scheduler")
 
     def after_instantiate_classes(self) -> None:
         require_writable(self.trainer)
         share_run_folder(self.trainer)
         self._use_optimizer_of_config()
         config = self.config_init[self.subcommand]
-        if config.ckpt_path == "best" and self.subcommand != "fit":
-            config.ckpt_path = find_best_checkpoint(self.trainer)
+        if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):
+            which, config.ckpt_path = config.ckpt_path, find_checkpoint(self.trainer, config.ckpt_path)
             self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
-            rank_zero_info(f"best checkpoint of the newest run: {config.ckpt_path}")
+            rank_zero_info(f"{which} checkpoint of the newest run: {config.ckpt_path}")
+        if self.subcommand != "fit" and config.ckpt_path is None:
+            rank_zero_info(f"{self.subcommand} runs the weights that the model starts with: no --ckpt_path is given")
         if self.checkpoint is not None:
             self.checkpoint.require_fits(self.model)
             self.checkpoint = None  # the Trainer reads it again; these tensors need not stay in memory
@@ -178,7 +187,9 @@ def run(arguments: Sequence[str]) -> int:
         require_config_files(command)
         AccelCLI(command, [progress])
     except SystemExit as stop:  # --help and --print_config have printed what was asked for
-        return int(stop.code or 0)
+        if isinstance(stop.code, str):
+            return _fail(stop.code, status=1)
+        return stop.code or 0
     except ArgumentError as error:
         return _fail(explain(error.message), status=2)
     except UsageError as error:
@@ -187,7 +198,9 @@ def run(arguments: Sequence[str]) -> int:
         if progress.started:
             raise
         cause = original(error)
-        return _fail(f"{cause}\n({where_raised(cause)}; --debug shows the traceback)", status=1)
+        return _fail(
+            f"{str(cause) or type(cause).__name__}\n({where_raised(cause)}; --debug shows the traceback)", status=1
+        )
     return 0
 
 

@@ -4,10 +4,12 @@ import difflib
 import inspect
 import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import yaml
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _CLASSES_OF = {
     "data": L.LightningDataModule,
     "lr_scheduler": LRScheduler,
@@ -60,18 +63,29 @@ def require_config_files(arguments: Sequence[str]) -> None:
 
 
 def _require_config_file(path: Path) -> None:
+    if str(path) == ".":  # --config without a value; the parser says so
+        return
     if not path.is_file():
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
         raise UsageError(f"no config file {path}{nearest(str(path), map(str, beside))}")
     try:
         with path.open() as file:
-            content = yaml.safe_load(file)
+            content = yaml.load(file, _StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"config {path} is not YAML: {error}") from error
-    if content is not None and not isinstance(content, dict):
-        raise UsageError(
-            f"config {path} must be a mapping such as 'trainer: {{max_epochs: 5}}'; it holds {content!r:.60}"
-        )
+    if not isinstance(content, dict):
+        held = "nothing" if content is None else f"{content!r:.60}"
+        raise UsageError(f"config {path} must be a mapping such as 'trainer: {{max_epochs: 5}}'; it holds {held}")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: the parser's own loader keeps the last and drops the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} stands twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def explain(message: str) -> str:
@@ -82,33 +96,61 @@ def explain(message: str) -> str:
     where = ".".join(re.findall(r'Parser key "([^"]+)"', message))
     classes = re.findall(r"Problem with given class_path '([^']+)'", message)
     if found := re.search(r"[Uu]nrecognized arguments: (.+)", message):
-        options = [word.split("=")[0].lstrip("-") for word in found[1].split() if word.startswith("-")]
-        return "; ".join(_unknown_option(option) for option in options) or f"unexpected {found[1]}"
+        words = [word for word in found[1].split() if word.startswith("-")]
+        return "; ".join(map(_unknown_word, words)) or f"unexpected {found[1]}"
     if found := re.search(r"does not accept (?:option|nested key) '([^']+)'", message):
         return _unknown_option(found[1])
     if found := re.search(r"invalid choice: '([^']+)' \(choose from (.+)\)", message):
         choices = re.findall(r"\w+", found[2])
         return f"no subcommand {found[1]!r}{nearest(found[1], choices)}\nThere are: {', '.join(choices)}"
-    if found := re.search(r"(?:Option|Key) '([^']+)' is not (?:accepted|expected)(?:.+class_path='([^']+)')?", message):
-        return _unknown_parameter(where, found[2] or classes[-1], found[1])
+    if problem := _broken_module(message):
+        return f"{where}: {problem}"
+    if refused := _refused_parameters(message):
+        return _unknown_parameter(where, *refused)
     if found := re.search(r"No module named '([^']+)'", message):
         files = [path.stem for path in Path.cwd().glob("*.py")]
         return f"{where}: no module {found[1]!r}{nearest(found[1], files)}\nYour own are looked for in {Path.cwd()}"
     if found := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
         return f"{where}: module {found[1]} has no {found[2]!r}{nearest(found[2], dir(sys.modules.get(found[1])))}"
+    if classes and (found := re.search(r"arguments are required: (.+)", message)):
+        missing = [f"{where}.{name.strip()}" for name in found[1].split(",")]
+        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for {classes[-1]}"
     if found := re.search(r"does not correspond to a subclass of (\S+)", message):
         return f"{where}: expected a {found[1]}, got {_given_value(message)}"
-    if classes and (found := re.search(r'arguments are required: (\S+)|Key "(\S+)" is required', message)):
-        return f"{where}.{found[1] or found[2]} is missing: {classes[-1]} needs it"
     looked_up = re.search(r"Expected a dot import path string: (\S+)", message)
-    if (kinds := _expected_types(message)) and not (looked_up and kinds == "list"):
-        words = re.findall(r"'([^']+)'", kinds)
-        value = _given_value(message)
-        return f"{where}: expected {kinds}; got {value}{nearest(value, words)}"
-    if looked_up:
+    if looked_up and (_base_class(where) or not _expected_types(message)):
         name = looked_up[1]
         return f"{where}: no class {name!r}{_nearest_class(where, name)}\nName your own as in my_file.MyClass"
+    if kinds := _expected_types(message):
+        value, words = _given_value(message), re.findall(r"'([^']+)'", kinds)
+        return f"{where}: expected {kinds}; got {value}{nearest(value, words)}"
     return without_listings(message)
+
+
+def _broken_module(message: str) -> str:
+    """What is wrong with the file of the class that ``message`` is about, if importing it fails."""
+    for class_path in re.findall(r"Given value: ([\w.]+)$|'class_path': '([\w.]+)'", message, re.MULTILINE):
+        module = "".join(class_path).rpartition(".")[0]
+        try:
+            import_module(module or "builtins")
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                return f"{module} needs the module {error.name!r}, which is not installed ({where_raised(error)})"
+        except Exception as error:
+            return f"{module} cannot be imported: {error}\n({where_raised(error)})"
+    return ""
+
+
+def _refused_parameters(message: str) -> tuple[str, str] | None:
+    """Class and parameter that it does not take; the base class only where no other was tried."""
+    pairs = re.findall(
+        r"class_path '([^']+)':(?:(?!class_path ').)*?Option '([^']+)' is not accepted(?:[^\n]+class_path='([^']+)')?",
+        message,
+        re.DOTALL,
+    )
+    named = [(inner or outer, name) for outer, name, inner in pairs]
+    bases = {base.__name__ for base in _CLASSES_OF.values()}
+    return next((pair for pair in named if pair[0].rpartition(".")[2] not in bases), named[0] if named else None)
 
 
 def _given_value(message: str) -> str:
@@ -130,7 +172,7 @@ def _plain_type(name: str) -> str:
     ('int', "'min' or 'max'")
     """
     if found := re.fullmatch(r"<class '(.+)'>", name):
-        return found[1]
+        return "list" if found[1].startswith("collections.abc.") else found[1]
     if found := re.fullmatch(r"typing\.Literal\[(.+)\]", name):
         return found[1].replace(", ", " or ")
     return name
@@ -143,9 +185,17 @@ def without_listings(message: str) -> str:
     return "\n".join(line for line in lines if line and not line.startswith(noise))
 
 
+def _unknown_word(word: str) -> str:
+    if not word.startswith("--"):
+        return f"no option {word!r}; did you mean '-{word}'?"
+    return _unknown_option(word[2:].split("=")[0])
+
+
 def _unknown_option(option: str) -> str:
     """Name the first part of a dotted ``option`` that does not exist, and what was perhaps meant."""
     known = _known_options()
+    if owners := [name for name in _SUBCOMMANDS if option in inspect.signature(getattr(L.Trainer, name)).parameters]:
+        return f"option {option!r} comes after a subcommand, and belongs to {', '.join(owners)}"
     if option in known:
         return f"option {option!r} comes after the subcommand: lightning-accel fit --{option} ..."
     parts = option.split(".")
@@ -158,15 +208,20 @@ def _unknown_option(option: str) -> str:
 
 
 def _known_options() -> set[str]:
-    methods = [getattr(L.Trainer, name) for name in ("fit", "validate", "test", "predict")]
-    of_methods = {name for method in methods for name in inspect.signature(method).parameters}
+    of_methods = {name for each in _SUBCOMMANDS for name in inspect.signature(getattr(L.Trainer, each)).parameters}
     of_trainer = {f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters}
     return _TOP_LEVEL | {"trainer"} | of_trainer | (of_methods - {"self", "datamodule"})
 
 
 def _unknown_parameter(where: str, class_path: str, name: str) -> str:
     module, _, class_name = class_path.rpartition(".")
-    options = _parameters(getattr(import_module(module), class_name))
+    cls = getattr(import_module(module), class_name)
+    if cls in _CLASSES_OF.values():  # no class of the user's was read
+        hint = nearest(name.split(".")[0], ["class_path", "init_args"])
+        return (
+            f"{where}: {name!r} belongs to no class{hint}\nName the class: --{where} CLASS, or class_path in a config"
+        )
+    options = _parameters(cls)
     return f"{where}: {class_path} has no option {name!r}{nearest(name, options)}\nIt has: {', '.join(options)}"
 
 
@@ -183,8 +238,12 @@ def _parameters(cls: type) -> list[str]:
     return list(names)
 
 
+def _base_class(where: str) -> type | None:
+    return next((cls for key, cls in _CLASSES_OF.items() if where.endswith(key)), None)
+
+
 def _nearest_class(where: str, name: str) -> str:
-    base = next((cls for key, cls in _CLASSES_OF.items() if where.endswith(key)), None)
+    base = _base_class(where)
     return "" if base is None else nearest(name, {cls.__name__ for cls in _subclasses(base)})
 
 
@@ -203,8 +262,8 @@ def original(error: BaseException) -> BaseException:
 
 def where_raised(error: BaseException) -> str:
     """The error's type, and the innermost line of the user's own that raised it."""
-    ours = str(Path(__file__).parents[1])
+    libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
     return f"{type(error).__name__}{place}"

@@ -24,9 +24,8 @@ class ConfigSaver(SaveConfigCallback):
         log_dir = trainer.log_dir  # on every process: it is broadcast
         if not trainer.is_global_zero:
             return
-        assert log_dir is not None
         assert trainer.state.fn is not None
-        folder = Path(log_dir)
+        folder = Path(trainer.default_root_dir if log_dir is None else log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         path = folder / f"config_{trainer.state.fn.value}.yaml"
@@ -56,8 +55,10 @@ def require_writable(trainer: L.Trainer) -> None:
     """
     if not trainer.is_global_zero:
         return
-    keepers = [getattr(keeper, "dirpath", None) for keeper in trainer.checkpoint_callbacks]
-    for folder in {trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers), *keepers}:
+    folders = {getattr(logger, "root_dir", None) or logger.save_dir for logger in trainer.loggers}
+    for keeper in trainer.checkpoint_callbacks:
+        folders.add(getattr(keeper, "dirpath", None) or (None if trainer.loggers else trainer.default_root_dir))
+    for folder in folders:
         if folder is None or "://" in str(folder):
             continue
         made = _make_folder(Path(folder))

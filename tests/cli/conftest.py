@@ -51,6 +51,11 @@ class OwnData(L.LightningDataModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
+class BuildsInSetup(OwnModule):
+    def setup(self, stage):
+        self.more = torch.nn.Linear(2, 2)
+
+
 class Broken(OwnModule):
     def __init__(self, width: int):
         super().__init__(width)

@@ -1,7 +1,7 @@
 """What a user can get wrong: one message that names the cause and the way out, no traceback, nothing trained."""
 
+import os
 import re
-import sys
 import traceback
 import zipfile
 
@@ -42,6 +42,17 @@ def config(text):
         ([*OURS, "--model.optimizer=AdmW"], r"model.optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
         ([*OURS, "--model.optimizer.lrr=1"], r"model.optimizer: torch.optim.AdamW has no option 'lrr'"),
         ([*OURS, "--trainer.callbacks=EarlyStoping"], r"trainer.callbacks: no class 'EarlyStoping'; did you mean"),
+        ([*OURS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"], r"did you mean 'monitor'"),
+        ([*OURS, "--trainer.logger=CSVLoger"], r"trainer.logger: no class 'CSVLoger'; did you mean 'CSVLogger'"),
+        ([*OURS, "--optimizer.lr=3"], r"optimizer: 'lr' belongs to no class\nName the class: --optimizer CLASS"),
+        ([*OURS, "--verbose=1"], r"'verbose' comes after a subcommand, and belongs to validate, test"),
+        ([*OURS, "-trainer.max_epochs=1"], r"no option '-trainer.max_epochs=1'; did you mean '--trainer.max_epochs=1'"),
+        (
+            ["fit", *OFF, "--model=bad_syntax.M"],
+            r"bad_syntax cannot be imported: invalid syntax \(bad_syntax.py, line 1",
+        ),
+        (["fit", *OFF, "--model=bad_key.M"], r"bad_key cannot be imported: 'k'\n\(KeyError in .*bad_key.py, line 2\)"),
+        (["fit", *OFF, "--model=bad_need.M"], r"bad_need needs the module 'nosuchpkg', which is not installed"),
         # values
         ([*OURS, "--model.dim=wide"], r"model.dim: expected int; got wide"),
         ([*OURS, "--optimizer=SGD", "--optimizer.lr=fast"], r"optimizer.lr: expected float; got fast"),
@@ -51,13 +62,27 @@ def config(text):
         ([*OURS, "--trainer.strategy=dpp"], r"invalid strategy name: `strategy='dpp'`"),
         # what is missing, or contradicts
         (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
-        (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing: own_module.OwnModule needs it"),
+        (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing for own_module.OwnModule"),
+        ([*OURS, "--lr_interval=step"], r"--lr_interval step has no effect without --lr_scheduler"),
+        ([*OURS, "--optimizer=Adam", "--lr_scheduler=StepLR"], r"lr_scheduler.step_size is missing for .*StepLR"),
+        ([*OURS, "--data.batch_size=0"], r"batch_size must be at least 1; got 0"),
+        ([*OURS, "--config"], r"argument -c/--config: expected one argument"),
+        ([*OURS, "--ckpt_path=folder"], r"folder is a folder that holds no sharded checkpoint"),
         ([*OURS, "--model.num_features=63"], r"num_features=63, but DigitsDataModule has num_features=64"),
         ([*OURS, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"], r"--lr_scheduler needs --optimizer"),
         (["fit", *OFF, "--model=own_module.Broken", "--model.width=3"], r"no_such_attribute"),
         # files
         ([*OURS, "--config=absent.yaml"], r"no config file absent.yaml; did you mean 'present.yaml'\?"),
         (config("model: [a: b\n  c"), r"config wrong.yaml is not YAML: .*line 1"),
+        (config("# only a comment"), r"config wrong.yaml must be a mapping .*it holds nothing"),
+        (
+            config("trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {}"),
+            r"config wrong.yaml is not YAML: 'trainer' stands",
+        ),
+        (
+            config("model: {class_path: MoEClassifier, init_arg: {k: 1}}"),
+            r"'init_arg.k' belongs to no class; .*init_args",
+        ),
         (config("just words"), r"config wrong.yaml must be a mapping .*'just words'"),
         (config("modle: {class_path: MoEClassifier}"), r"no option 'modle'; did you mean 'model'\?"),
         (config("model: {class_path: MoEClassifier}\ntrainer: {max_epoch: 3}"), r"did you mean 'trainer.max_epochs'\?"),
@@ -83,6 +108,10 @@ def test_wrong_input(command, run_folder, arguments, said):
     for name in ("present.yaml", "present.ckpt"):
         (run_folder / name).touch()
     (run_folder / "present.csv").write_text("x,y\n1,a\n")
+    (run_folder / "bad_syntax.py").write_text("def f(:\n")
+    (run_folder / "bad_key.py").write_text("empty = {}\nempty['k']\n")
+    (run_folder / "bad_need.py").write_text("import nosuchpkg\n")
+    (run_folder / "folder").mkdir()
     if isinstance(arguments, tuple):
         arguments, text = arguments
         (run_folder / "wrong.yaml").write_text(text)
@@ -180,6 +209,22 @@ def test_checkpoint_with_objects_is_read_on_request(command, run_folder, checkpo
     assert command(*arguments, "--weights_only=false").status == 0
 
 
+def test_resuming_needs_the_config_of_the_run(command, checkpoints):
+    result = command("fit", *OFF, "--data=DigitsDataModule", f"--ckpt_path={checkpoints}")
+    assert re.search(r"fit needs the model and the optimizer of its run: give --config", result.err)
+
+
+@pytest.mark.usefixtures("own")
+def test_exit_of_own_code_keeps_its_words(command, own):
+    own.write_text(
+        own.read_text() + "\n\nclass Exits(OwnModule):\n    def setup(self, stage):\n        sys.exit('enough')\n"
+    )
+    own.write_text("import sys\n" + own.read_text())
+    arguments = ["fit", *OFF, "--model=own_module.Exits", "--model.width=3", "--data=own_module.OwnData"]
+    result = command(*arguments, "--trainer.logger=false", "--trainer.enable_checkpointing=false")
+    assert (result.status, "enough" in result.err) == (1, True)
+
+
 def test_missing_layers_are_refused_even_where_later_ones_are_built(command, run_folder, checkpoints):
     state = torch.load(checkpoints, weights_only=True)
     del state["state_dict"]["norm.weight"]
@@ -212,15 +257,18 @@ def test_error_in_mid_run_keeps_its_traceback(command):
         command(*arguments, "--trainer.logger=false", "--trainer.enable_checkpointing=false")
 
 
-@pytest.mark.skipif(sys.platform == "win32" or not hasattr(__import__("os"), "geteuid"), reason="needs POSIX modes")
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
 def test_folder_without_write_permission(command, run_folder):
-    import os
-
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
     (run_folder / "locked").mkdir(mode=0o500)
     result = command(*OURS, "--trainer.default_root_dir=locked")
-    assert re.search(r"cannot write to the log folder .*locked: Permission denied", result.err)
+    assert re.search(r"cannot write to the log folder .*locked.*: Permission denied", result.err)
+
+
+@pytest.mark.usefixtures("own")
+def test_folder_that_nothing_is_written_to_may_be_anywhere(command, run_folder):
+    off = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    result = command(*OWN, *off, "--trainer.default_root_dir=own_module.py/logs")
+    assert result.status == 0, result.err
 
 
 def test_module_that_mends_old_checkpoints_is_left_to_do_so(checkpoints):

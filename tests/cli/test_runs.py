@@ -116,8 +116,7 @@ def test_loggers_of_one_name_share_the_run_folder(command, run_folder):
 
 
 def test_best_checkpoint_is_that_of_the_newest_run(command, run_folder):
-    keeper = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {monitor: val/loss, save_last: true}}"
-    fit = ["fit", *QUIET, *DIGITS, *LOGGERS, keeper]
+    fit = ["fit", *QUIET, *DIGITS, *LOGGERS, KEEPER % "monitor: val/loss, save_last: true"]
     assert command(*fit, "--trainer.max_epochs=3").status == 0
     # a diverging second run: its first epoch is its best, its last the newest file
     log = command(
@@ -129,6 +128,67 @@ def test_best_checkpoint_is_that_of_the_newest_run(command, run_folder):
         in command("test", *QUIET, *DIGITS, *LOGGERS, "--ckpt_path=best").log
     )
     assert (run_folder / "runs/x/version_2/config_test.yaml").exists()
+
+
+KEEPER = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {%s}}"
+DIVERGING = ["--trainer.max_epochs=3", "--optimizer=SGD", "--optimizer.lr=1", "--optimizer.maximize=true"]
+
+
+@pytest.mark.parametrize(
+    "keepers",
+    [
+        [
+            KEEPER % "monitor: val/loss",
+            "--trainer.callbacks+=EarlyStopping",
+            "--trainer.callbacks.monitor=val/accuracy",
+        ],
+        [KEEPER % "save_top_k: -1, filename: 'all-{epoch}'", KEEPER % "monitor: val/loss"],
+        [KEEPER % "monitor: val/loss, filename: '{epoch}-{val/loss:.3f}', save_last: true"],
+    ],
+    ids=["beside early stopping", "beside a keeper of all", "in a folder below"],
+)
+def test_best_checkpoint_is_the_monitored_one(command, keepers):
+    assert command("fit", *QUIET, *DIGITS, *DIVERGING, *keepers).status == 0
+    result = command("test", *QUIET, *DIGITS, "--ckpt_path=best")
+    assert re.search(r"best checkpoint of the newest run: \S*epoch=0", result.log), result.err
+    if "last" in keepers[-1]:
+        assert "last.ckpt" in command("test", *QUIET, *DIGITS, "--ckpt_path=last").log
+
+
+def test_best_of_several_weights_is_not_guessed(command):
+    keeper = KEEPER % "monitor: val/loss, save_top_k: 3, save_weights_only: true"
+    assert command("fit", *QUIET, *DIGITS, *DIVERGING, keeper).status == 0
+    result = command("test", *QUIET, *DIGITS, "--ckpt_path=best")
+    assert result.status == 2
+    assert re.search(r"the 3 files in \S+ do not say which is the best", result.err)
+
+
+def test_settings_other_than_the_checkpoints_are_told(command):
+    assert command("fit", *QUIET, *DIGITS, "--trainer.max_epochs=1").status == 0
+    log = command("test", *QUIET, *DIGITS, "--model.k=1", "--ckpt_path=best").log
+    assert "settings other than the checkpoint's: k: 2 in the checkpoint, 1 in the model" in log
+    assert "no --ckpt_path is given" in command("test", *QUIET, *DIGITS).log
+
+
+@pytest.mark.usefixtures("own")
+def test_layers_built_in_setup_load_from_their_own_checkpoint(command):
+    own = ["--model=own_module.BuildsInSetup", *OWN[1:]]
+    assert command("fit", *QUIET, *own, "--trainer.max_epochs=1").status == 0
+    result = command("test", *QUIET, *own, "--ckpt_path=best")
+    assert result.status == 0, result.err
+
+
+def test_other_rows_than_the_trained_ones_are_refused(command, run_folder):
+    """Columns in another order would be read as each other."""
+    table = pd.DataFrame({"a": range(60), "b": [x % 7 for x in range(60)], "y": ["u", "v"] * 30})
+    table.to_csv("t.csv", index=False)
+    data = ["--data=TabularDataModule", "--data.path=t.csv", "--data.target=y"]
+    assert command("fit", *QUIET, *SMALL, *data, "--trainer.max_epochs=1").status == 0
+    assert command("test", *QUIET, *SMALL, *data, "--ckpt_path=best").status == 0
+    table[["b", "a", "y"]].to_csv("t.csv", index=False)
+    result = command("test", *QUIET, *SMALL, *data, "--ckpt_path=best")
+    assert result.status == 1
+    assert re.search(r"trained on other data than t.csv .*columns \['a', 'b'\] there, \['b', 'a'\] here", result.err)
 
 
 def test_model_comes_from_the_checkpoint_where_the_config_has_none(command, run_folder):
