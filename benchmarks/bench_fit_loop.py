@@ -73,11 +73,13 @@ def _digits() -> DigitsDataModule:
     return data
 
 
-def bare_loop(loader: DataLoader, epochs: int, device: torch.device) -> tuple[list[float], MoEClassifier]:
+def bare_loop(
+    loader: DataLoader, epochs: int, device: torch.device, fused: bool = False
+) -> tuple[list[float], MoEClassifier]:
     """Seconds of each epoch but the first, and the trained model."""
     torch.manual_seed(0)
     model = MoEClassifier(64, 10).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused or None)
     seconds = []
     for _ in range(epochs):
         start = time.perf_counter()
@@ -98,7 +100,7 @@ def fitted(
     """The same from a Trainer with arguments ``kwargs``."""
     torch.manual_seed(0)
     model, timer = module(64, 10), EpochTimer()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {"log_every_n_steps": 10, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     if kwargs.get("barebones"):
         quiet, kwargs = {}, {"barebones": True}
     trainer = L.Trainer(
@@ -114,7 +116,7 @@ def fitted(
 
 
 def whole_run(epochs: int, device: torch.device) -> tuple[list[float], MoEClassifier]:
-    """What configs/moe_digits.yaml asks of the Trainer."""
+    """With loggers, checkpoints of the best epoch and a progress bar."""
     with tempfile.TemporaryDirectory() as folder:
         return fitted(
             MoEClassifier,
@@ -153,10 +155,11 @@ def subjects(device: torch.device) -> dict[str, dict[str, Subject]]:
         "step": {
             "bare loop": lambda epochs: bare_loop(loader, epochs, device),
             "bare loop, rows collated one by one": lambda epochs: bare_loop(plain, epochs, device),
+            "bare loop, fused AdamW": lambda epochs: bare_loop(loader, epochs, device, fused=True),
             "Trainer, barebones": lambda epochs: fitted(MoEClassifier, epochs, device, barebones=True),
             "Trainer, our logging": lambda epochs: fitted(MoEClassifier, epochs, device),
             "Trainer, every figure logged at every step": lambda epochs: fitted(LogEveryStep, epochs, device),
-            "Trainer, as in configs/moe_digits.yaml": lambda epochs: whole_run(epochs, device),
+            "Trainer, our logging, loggers, progress bar, checkpoints": lambda epochs: whole_run(epochs, device),
         },
         "batch": {
             "TensorRows": lambda epochs: loader_alone(loader, epochs),

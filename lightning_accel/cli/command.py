@@ -139,6 +139,7 @@ class AccelCLI(LightningCLI):
             if config.lr_scheduler is None:
                 return optimizer
             scheduler = instantiate_class(optimizer, config.lr_scheduler)
+            _require_long_enough(scheduler, module.trainer, config.lr_interval)
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,
@@ -153,6 +154,17 @@ class AccelCLI(LightningCLI):
                 score = keeper.best_model_score
                 figure = "" if score is None else f" ({keeper.monitor} {score.item():.4g})"
                 rank_zero_info(f"best checkpoint: {keeper.best_model_path}{figure}")
+
+
+def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str) -> None:
+    """Refuse a schedule of fixed length (OneCycleLR) that would end, with an error of torch's, in mid-run."""
+    steps = (trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs) or 0
+    total = getattr(scheduler, "total_steps", None)
+    if total is not None and total < steps < float("inf"):
+        raise UsageError(
+            f"{type(scheduler).__name__} ends after {total} steps, but the run takes {steps:.0f} of its lr_interval, "
+            f"{interval!r}; give the scheduler the length of the run"
+        )
 
 
 class _Progress(L.Callback):

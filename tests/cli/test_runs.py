@@ -66,6 +66,16 @@ def test_optimizer_and_scheduler_from_the_command_line(command, run_folder):
         assert state["optimizer_states"][0]["param_groups"][0]["lr"] == lr
 
 
+def test_schedule_shorter_than_the_run_is_refused(command, run_folder):
+    cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", "--lr_interval=step"]
+    fit = ["fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle, "--trainer.max_epochs=2"]
+    result = command(*fit, "--lr_scheduler.total_steps=3")
+    assert result.status == 2
+    assert "OneCycleLR ends after 3 steps, but the run takes 4 of its lr_interval, 'step'" in result.err
+    assert not list(run_folder.rglob("*.ckpt"))
+    assert command(*fit, "--lr_scheduler.total_steps=4").status == 0
+
+
 def test_scheduler_that_watches_a_metric(command):
     plateau = ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/loss"]
     result = command(
