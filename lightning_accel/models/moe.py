@@ -173,6 +173,12 @@ class MoEClassifier(L.LightningModule):
         self.expert_load.reset()
         self.train_accuracy.reset()
 
+    def on_validation_epoch_start(self) -> None:
+        # Trainer.validate leaves metrics whose tensors were made in inference mode; the validation in fit, which runs
+        # outside it, could not update them
+        self.val_loss.reset()
+        self.val_accuracy.reset()
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_loss, self.val_accuracy)
 

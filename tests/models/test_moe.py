@@ -70,6 +70,16 @@ def test_validation_figures_are_means_over_rows_not_batches(small):
     assert result["val/accuracy"] == pytest.approx(float((logits.argmax(dim=1) == target).float().mean()))
 
 
+def test_one_model_through_every_trainer_call_and_back(small):
+    data = DataLoader(rows(), batch_size=7)
+    for _ in range(2):
+        quiet_trainer().validate(small, data, verbose=False)
+        quiet_trainer(accumulate_grad_batches=2).fit(small, data, data)
+        quiet_trainer().test(small, data, verbose=False)
+        assert len(quiet_trainer().predict(small, data)) == 4
+        quiet_trainer(max_epochs=-1, max_steps=3).fit(small, data, data)  # ends in mid-epoch
+
+
 def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run_folder):
     model = MoEClassifier(dim=8, expert_dim=8)
     keeper = ModelCheckpoint(dirpath="kept")
