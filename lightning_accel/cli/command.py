@@ -100,6 +100,8 @@ class AccelCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        if self.subcommand == "fit" and config.ckpt_path in ("best", "last"):
+            raise UsageError(f"to resume, name the file; --ckpt_path {config.ckpt_path} is not for fit")
         if config.lr_scheduler is not None and config.optimizer is None:
             raise UsageError("--lr_scheduler needs --optimizer, whose learning rate it changes; add the optimizer")
         if config.lr_interval == "step" and config.lr_scheduler is None:

@@ -156,12 +156,16 @@ class MoEClassifier(L.LightningModule):
         return loss + self.balance_weight * balance_loss
 
     def _is_logging_step(self) -> bool:
-        # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record, and at
-        # the end of the epoch for callbacks that watch the loss
+        # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record, at the
+        # end of the epoch, and at every step where a callback or scheduler watches the loss
         if self._trainer is None:
             return False
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        return every > 0 and ((self.global_step + 1) % every == 0 or self.trainer.is_last_batch)
+        trainer: Any = self.trainer  # connectors set the attributes that are read here
+        every = trainer.log_every_n_steps
+        if every == 0 or (self.global_step + 1) % every == 0 or trainer.is_last_batch:
+            return every > 0
+        watchers = [*trainer.callbacks, *trainer.lr_scheduler_configs]
+        return any(str(getattr(watcher, "monitor", None)).startswith("train/") for watcher in watchers)
 
     def on_train_epoch_end(self) -> None:
         if not self.expert_load.update_called:  # by a subclass's own training_step

@@ -144,6 +144,13 @@ def test_training_loss_can_be_watched_in_epochs_shorter_than_the_logging_interva
     assert keeper.best_model_score is not None
 
 
+def test_training_loss_can_be_watched_in_mid_epoch(small, tmp_path):
+    keeper = ModelCheckpoint(dirpath=tmp_path, monitor="train/loss")
+    trainer = quiet_trainer(enable_checkpointing=True, callbacks=[keeper], max_epochs=-1, max_steps=3)
+    trainer.fit(small, DataLoader(rows(), batch_size=6))
+    assert keeper.best_model_path.endswith("step=3.ckpt")
+
+
 def test_training_step_needs_no_trainer(small):
     assert small.training_step(rows().tensors, 0).requires_grad
 
