@@ -29,7 +29,7 @@ def read_table(
     try:
         if suffixes[-1] == ".parquet":
             table = pd.read_parquet(path)
-            table = table.mask(table.astype(str).isin(list(missing))) if missing else table
+            table = table.mask(table.isin([*missing, *_numbers_among(missing)])) if missing else table
         else:
             _require_distinct_names(pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str), path)
             with warnings.catch_warnings():
@@ -51,6 +51,10 @@ def read_table(
     if table.empty:
         raise ValueError(f"{path} has a header but no rows")
     return table.rename(columns=str)
+
+
+def _numbers_among(texts: Sequence[str]) -> list[float]:
+    return pd.to_numeric(pd.Series(texts, dtype=object), errors="coerce").dropna().tolist()
 
 
 def _require_distinct_names(header: pd.DataFrame, path: Path) -> None:

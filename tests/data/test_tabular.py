@@ -132,8 +132,9 @@ def test_without_a_file_to_predict_the_test_rows_are(make):
 
 
 @pytest.mark.parametrize("name", ["trees.csv", "trees.parquet"])
-def test_own_marks_of_missing_values(make, table, name):
-    data = make(table.assign(width=[-999, 4, 5] * 20), missing=["-999"], name=name)
+@pytest.mark.parametrize("mark", [-999, -999.0])
+def test_own_marks_of_missing_values(make, table, name, mark):
+    data = make(table.assign(width=[mark, 4, 5] * 20), missing=["-999"], name=name)
     assert "missingindicator_width" in data.feature_names
     rows = torch.cat([rows.tensors[0] for rows in (data.train_rows, data.val_rows, data.test_rows)])
     values = rows[:, 1].unique()  # the two numbers and their median, which took the place of -999
