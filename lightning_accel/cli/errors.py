@@ -107,6 +107,8 @@ def explain(message: str) -> str:
         return f"{where}: {problem}"
     if refused := _refused_parameters(message):
         return _unknown_parameter(where, *refused)
+    if _base_class(where) and not classes and (name := _nested_key(message)):
+        return _no_class(where, name)
     if found := re.search(r"No module named '([^']+)'", message):
         files = [path.stem for path in Path.cwd().glob("*.py")]
         return f"{where}: no module {found[1]!r}{nearest(found[1], files)}\nYour own are looked for in {Path.cwd()}"
@@ -155,6 +157,12 @@ def _refused_parameters(message: str) -> tuple[str, str] | None:
 
 def _given_value(message: str) -> str:
     found = re.search(r"(?:Given|Got) value: (.+?)(?:\. Got value: .+)?$", message, re.MULTILINE)
+    return "" if found is None else found[1]
+
+
+def _nested_key(message: str) -> str:
+    """The argument that was given to an option that has no class to take it."""
+    found = re.search(r"Given value: (?:NestedArg\(key=|\{)'(?!class_path'|init_args')([^']+)'", message)
     return "" if found is None else found[1]
 
 
@@ -217,12 +225,14 @@ def _unknown_parameter(where: str, class_path: str, name: str) -> str:
     module, _, class_name = class_path.rpartition(".")
     cls = getattr(import_module(module), class_name)
     if cls in _CLASSES_OF.values():  # no class of the user's was read
-        hint = nearest(name.split(".")[0], ["class_path", "init_args"])
-        return (
-            f"{where}: {name!r} belongs to no class{hint}\nName the class: --{where} CLASS, or class_path in a config"
-        )
+        return _no_class(where, name)
     options = _parameters(cls)
     return f"{where}: {class_path} has no option {name!r}{nearest(name, options)}\nIt has: {', '.join(options)}"
+
+
+def _no_class(where: str, name: str) -> str:
+    hint = nearest(name.split(".")[0], ["class_path", "init_args"])
+    return f"{where}: {name!r} belongs to no class{hint}\nName the class: --{where} CLASS, or class_path in a config"
 
 
 def _parameters(cls: type) -> list[str]:

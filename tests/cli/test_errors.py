@@ -45,6 +45,17 @@ def config(text):
         ([*OURS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"], r"did you mean 'monitor'"),
         ([*OURS, "--trainer.logger=CSVLoger"], r"trainer.logger: no class 'CSVLoger'; did you mean 'CSVLogger'"),
         ([*OURS, "--optimizer.lr=3"], r"optimizer: 'lr' belongs to no class\nName the class: --optimizer CLASS"),
+        (
+            [*OURS, "--trainer.logger.save_dir=x"],
+            r"trainer.logger: 'save_dir' belongs to no class\nName the class: --trainer.logger CLASS",
+        ),
+        (
+            config("trainer: {logger: {save_dir: x}}"),
+            r"trainer.logger: 'save_dir' belongs to no class\nName the class: --trainer.logger CLASS",
+        ),
+        ([*OURS, "--trainer.strategy.timeout=x"], r"'timeout' belongs to no class\nName the class: --trainer.strategy"),
+        ([*OURS, "--trainer.logger=CSVLogger", "--trainer.logger.name=[]"], r"expected str"),
+        ([*OURS, "--trainer.logger+=CSVLogger", "--trainer.logger.save_dirr=x"], r"did you mean 'save_dir'"),
         ([*OURS, "--verbose=1"], r"'verbose' comes after a subcommand, and belongs to validate, test"),
         ([*OURS, "-trainer.max_epochs=1"], r"no option '-trainer.max_epochs=1'; did you mean '--trainer.max_epochs=1'"),
         (
