@@ -6,10 +6,9 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import yaml
@@ -81,11 +80,36 @@ def _require_config_file(path: Path) -> None:
 class _StrictLoader(yaml.SafeLoader):
     """YAML in which a key that stands twice is an error: the parser's own loader keeps the last and drops the first."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} stands twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
+    def get_single_node(self) -> yaml.Node | None:
+        root: yaml.Node | None = super().get_single_node()
+        for mapping in _mappings(root):  # now, since merge keys (<<) will add the keys of one mapping to another's
+            _require_unique_keys(mapping)
+        return root
+
+
+def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
+    """Every mapping, once: the node of an anchor stands in several places, perhaps in itself."""
+    seen, waiting = set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+
+
+def _require_unique_keys(mapping: yaml.MappingNode) -> None:
+    seen = set()
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if (key.tag, key.value) in seen:
+            raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+        seen.add((key.tag, key.value))  # the tag tells 1 from '1'
 
 
 def explain(message: str) -> str:

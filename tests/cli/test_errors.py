@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from lightning_accel import MoEClassifier
+from lightning_accel.cli.checkpoints import Checkpoint
+from lightning_accel.cli.errors import UsageError, require_config_files
 
 OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
@@ -227,6 +229,41 @@ def test_resuming_needs_the_config_of_the_run(command, checkpoints):
     assert re.search(r"fit needs the model and the optimizer of its run: give --config", result.err)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a {x: 1}\ndeep: {b: &b {<<: *a, x: 2}}\nc: {<<: *b, x: 3}\nd: *b\n",
+        "a: &a {x: 1}\nb: &b {x: 2}\nc: {<<: [*a, *b], x: 3}\n",
+        "a: {1: one, '1': text}\n",
+        "a: [{x: 1}, {x: 1}]\n",
+        "a: &a [*a]\n",
+    ],
+    ids=["merged from deeper", "merged from two", "number and text", "list", "holds itself"],
+)
+def test_yaml_whose_keys_differ_is_accepted(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    require_config_files(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {x: 1, y: 2, x: 1}\n", r"'x' stands twice.*line 1, column 17"),
+        ("a:\n  - b: 1\n    b: 2\n", r"'b' stands twice.*line 3"),
+        ("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}\n", r"'x' stands twice.*line 2"),
+        ("a: &a {x: 1, x: 2}\nb: {<<: *a}\n", r"'x' stands twice.*line 1"),
+        ("a: {'x': 1, x: 2}\n", r"'x' stands twice"),
+        ("? {x: 1, x: 2}\n: 1\n", r"'x' stands twice"),
+    ],
+)
+def test_key_that_stands_twice_is_refused_at_any_depth(tmp_path, text, said):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=rf"(?s){said}"):
+        require_config_files(["--config", str(path)])
+
+
 @pytest.mark.usefixtures("own")
 def test_exit_of_own_code_keeps_its_words(command, own):
     own.write_text(
@@ -285,9 +322,6 @@ def test_folder_that_nothing_is_written_to_may_be_anywhere(command, run_folder):
 
 
 def test_module_that_mends_old_checkpoints_is_left_to_do_so(checkpoints):
-    from lightning_accel.cli.checkpoints import Checkpoint
-    from lightning_accel.cli.errors import UsageError
-
     class Mending(MoEClassifier):
         def on_load_checkpoint(self, checkpoint):
             pass
