@@ -66,6 +66,11 @@ class Checkpoint:
             return None
         return {"class_path": settings.pop("_class_path"), "init_args": settings}
 
+    def schedule_length(self) -> int | None:
+        """The ``total_steps`` of the first scheduler, if it has a fixed length."""
+        states = self.content.get("lr_schedulers") or [{}]  # none where weights alone were saved
+        return states[0].get("total_steps")
+
     def require_fits(self, model: L.LightningModule) -> None:
         """Compare names and shapes with those of ``model``, as far as they are settled before it is set up.
 

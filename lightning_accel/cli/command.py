@@ -1,6 +1,7 @@
 """``lightning-accel {fit,validate,test,predict}``."""
 
 import logging
+import math
 import os
 import sys
 import warnings
@@ -135,13 +136,14 @@ class AccelCLI(LightningCLI):
         config = self.config_init[self.subcommand]
         if config.optimizer is None:
             return
+        saved_length = None if self.checkpoint is None else self.checkpoint.schedule_length()
 
         def configure_optimizers(module: L.LightningModule) -> Any:
             optimizer = instantiate_class(module.parameters(), config.optimizer)
             if config.lr_scheduler is None:
                 return optimizer
             scheduler = instantiate_class(optimizer, config.lr_scheduler)
-            _require_long_enough(scheduler, module.trainer, config.lr_interval)
+            _require_long_enough(scheduler, module.trainer, config.lr_interval, saved_length)
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,
@@ -158,15 +160,39 @@ class AccelCLI(LightningCLI):
                 rank_zero_info(f"best checkpoint: {keeper.best_model_path}{figure}")
 
 
-def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str) -> None:
-    """Refuse a schedule of fixed length (OneCycleLR) that would end, with an error of torch's, in mid-run."""
-    steps = (trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs) or 0
+def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, saved_length: int | None) -> None:
+    """Refuse a schedule of fixed length (OneCycleLR) that would end, with an error of torch's, in mid-run.
+
+    A run that is resumed goes on with the length that its checkpoint holds, ``saved_length``.
+    """
     total = getattr(scheduler, "total_steps", None)
-    if total is not None and total < steps < float("inf"):
+    if total is None:
+        return
+    name, steps = type(scheduler).__name__, _planned_steps(trainer, interval)
+    needed = f"but the run takes {steps:.0f} of its lr_interval, {interval!r}"
+    if total < steps < float("inf"):
+        raise UsageError(f"{name} ends after {total} steps, {needed}; give the scheduler the length of the run")
+    if saved_length is not None and saved_length < steps < float("inf"):
+        limit = "max_steps" if interval == "step" else "max_epochs"
         raise UsageError(
-            f"{type(scheduler).__name__} ends after {total} steps, but the run takes {steps:.0f} of its lr_interval, "
-            f"{interval!r}; give the scheduler the length of the run"
+            f"a resumed run goes on with the {name} of its checkpoint, which ends after {saved_length} steps, "
+            f"{needed}; end it there with --trainer.{limit} {saved_length}, or train anew, without --ckpt_path"
         )
+
+
+def _planned_steps(trainer: L.Trainer, interval: str) -> float:
+    """How often the run steps a scheduler, from its first epoch on; infinite where that is not known."""
+    if interval == "step":
+        return trainer.estimated_stepping_batches
+    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs
+    if trainer.max_steps == -1:
+        return epochs
+    trainer.fit_loop.setup_data()  # it counts the batches
+    batches = trainer.num_training_batches
+    if batches == float("inf"):
+        return batches
+    steps_per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+    return min(epochs, trainer.max_steps // max(steps_per_epoch, 1))  # an epoch that is cut short steps no scheduler
 
 
 class _Progress(L.Callback):

@@ -76,6 +76,53 @@ def test_schedule_shorter_than_the_run_is_refused(command, run_folder):
     assert command(*fit, "--lr_scheduler.total_steps=4").status == 0
 
 
+@pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("limits", "total_steps", "enough"),
+    [
+        (["--trainer.max_epochs=3"], 2, False),
+        (["--trainer.max_epochs=3"], 3, True),
+        (["--trainer.max_epochs=9", "--trainer.max_steps=5"], 2, True),  # the third epoch ends in the middle
+        (["--trainer.max_epochs=9", "--trainer.max_steps=6"], 2, False),
+        (["--trainer.max_steps=6"], 2, False),
+        (["--trainer.max_steps=3", "--trainer.accumulate_grad_batches=2"], 2, False),
+        (["--trainer.max_steps=2", "--trainer.accumulate_grad_batches=2"], 2, True),
+    ],
+)
+def test_schedule_by_epochs_is_held_against_the_epochs_that_end(command, limits, total_steps, enough):
+    cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", f"--lr_scheduler.total_steps={total_steps}"]
+    result = command("fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle, *limits, "--trainer.logger=false")
+    assert result.status == (0 if enough else 2), result.err
+    assert enough or "OneCycleLR ends after 2 steps, but the run takes 3 of its lr_interval, 'epoch'" in result.err
+
+
+@pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using:RuntimeWarning")
+@pytest.mark.parametrize(("interval", "length", "longer"), [("step", 2, 4), ("epoch", 1, 2)])
+def test_schedule_of_the_checkpoint_shorter_than_the_resumed_run_is_refused(
+    command, run_folder, interval, length, longer
+):
+    cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", f"--lr_interval={interval}"]
+    fit = ["fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle]
+    assert command(*fit, "--trainer.max_epochs=1", f"--lr_scheduler.total_steps={length}").status == 0
+    resume = [*fit, "--ckpt_path", only(run_folder, "lightning_logs/*/checkpoints/*.ckpt")]
+    result = command(*resume, "--trainer.max_epochs=2", f"--lr_scheduler.total_steps={longer}")
+    assert result.status == 2
+    assert re.search(
+        rf"goes on with the OneCycleLR of its checkpoint, which ends after {length} steps, but the run takes {longer} "
+        rf"of its lr_interval, '{interval}'; end it there with --trainer.max_{interval}s {length}, or train anew",
+        result.err,
+    )
+
+
+def test_resumed_run_ends_with_the_schedule_of_its_checkpoint(command, run_folder):
+    cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", "--lr_interval=step"]
+    fit = ["fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle, "--lr_scheduler.total_steps=4"]
+    assert command(*fit, "--trainer.max_epochs=1").status == 0
+    half = only(run_folder, "lightning_logs/*/checkpoints/*.ckpt")
+    result = command(*fit, "--trainer.max_epochs=2", "--ckpt_path", half)
+    assert result.status == 0, result.err
+
+
 def test_scheduler_that_watches_a_metric(command):
     plateau = ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/loss"]
     result = command(
