@@ -1,5 +1,6 @@
 """Tables of the user's own, for classification. Shapes: B rows, D features."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class TabularDataModule(L.LightningDataModule):
     numbers and text is refused until ``categorical`` names it. Classes keep their proportions in every split, and the
     same file and ``split_seed`` give the same split everywhere.
 
-    After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``.
+    After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
+    ``length``, ``colour=red`` and ``missingindicator_length``.
 
     A checkpoint keeps what was fitted; loading it beside another file, split or order of columns is refused, since the
     model would read features it was not trained on, or be tested on rows it was.
@@ -61,8 +63,9 @@ class TabularDataModule(L.LightningDataModule):
     Raises:
         FileNotFoundError: if a file is not there.
         ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
-            or not a table, lacks a column or its name, repeats one, holds text among numbers, infinities, dates or no
-            class, or has too few rows of a class to split; in ``load_state_dict``, if other rows were fitted.
+            or not a table, lacks a column or its name, repeats one, gives two features one name, holds text among
+            numbers, infinities, dates or no class, or has too few rows of a class to split; in ``load_state_dict``, if
+            other rows were fitted.
     """
 
     num_features: int
@@ -127,7 +130,7 @@ class TabularDataModule(L.LightningDataModule):
             raise ValueError(f"{self.path} has no column left for features beside {self.target!r} and those ignored")
         features, is_number = self._read_features(table, self.path)
         encoder = _make_encoder(is_number).fit(features.iloc[train])
-        self.feature_names = list(encoder.get_feature_names_out())
+        self.feature_names = _feature_names(encoder, self.path)
         self.num_features = len(self.feature_names)
         self._centres = np.asarray(features.iloc[train].mean(numeric_only=True)).tolist()
         rows, targets = _to_tensor(encoder.transform(features)), torch.from_numpy(labels)
@@ -202,14 +205,25 @@ def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:
     numbers = make_pipeline(
         SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True), StandardScaler()
     )
-    categories = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    categories = OneHotEncoder(
+        handle_unknown="ignore", sparse_output=False, feature_name_combiner=lambda column, value: f"{column}={value}"
+    )
     return ColumnTransformer(
         [
             ("number", numbers, [name for name, number in is_number.items() if number]),
             ("category", categories, [name for name, number in is_number.items() if not number]),
-        ],
-        verbose_feature_names_out=False,
+        ]
     )
+
+
+def _feature_names(encoder: ColumnTransformer, path: Path) -> list[str]:
+    names = [name.partition("__")[2] for name in encoder.get_feature_names_out()]  # less number__ and category__
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"{path} gives two features the name {twice[0]!r}: a column and what is made of another, or two "
+            "categories; rename a column, or list it under ignore"
+        )
+    return names
 
 
 def _to_tensor(features: np.ndarray) -> Tensor:

@@ -43,7 +43,7 @@ def test_features_match_a_computation_by_hand(make, table):
     data = make()
     assert data.class_names == ["ash", "elm", "oak"]
     assert data.feature_names == [
-        "length", "width", "wet", "missingindicator_length", "colour_<missing>", "colour_green", "colour_red",
+        "length", "width", "wet", "missingindicator_length", "colour=<missing>", "colour=green", "colour=red",
     ]  # fmt: skip
     assert data.num_features == 7
     assert data.num_classes == 3
@@ -102,16 +102,16 @@ def test_parquet_categories_and_whole_number_classes(make, table):
     frame = table.assign(colour=table["colour"].astype("category"), kind=np.repeat([10, 9, 2], 20))
     data = make(frame, name="trees.parquet")
     assert data.class_names == ["2", "9", "10"]
-    assert "colour_red" in data.feature_names
+    assert "colour=red" in data.feature_names
 
 
 @pytest.mark.parametrize("name", ["trees.csv", "trees.parquet"])
 def test_numbers_as_categories_keep_their_names_beside_missing_values(make, table, name):
     data = make(table.assign(width=pd.array([1, 2, None] * 20, dtype="Int64")), categorical=["width"], name=name)
     assert {name for name in data.feature_names if name.startswith("width")} == {
-        "width_1",
-        "width_2",
-        "width_<missing>",
+        "width=1",
+        "width=2",
+        "width=<missing>",
     }
 
 
@@ -148,9 +148,31 @@ def test_texts_stay_as_they_are_written_in_every_file(make, table, tmp_path):
     pd.DataFrame({"code": ["02345", "A1"], "grade": ["1", "x"]}).to_csv(tmp_path / "new.csv", index=False)
     frame = pd.DataFrame({"code": codes, "grade": ["A", "B"] * 30, "kind": ["01", "10", "2"] * 20})
     data = make(frame, categorical=["code"], ignore=[], predict_path=tmp_path / "new.csv")
-    assert data.feature_names == ["code_01234", "code_02345", "code_1.0", "grade_A", "grade_B"]
+    assert data.feature_names == ["code=01234", "code=02345", "code=1.0", "grade=A", "grade=B"]
     assert data.class_names == ["01", "2", "10"]
     assert data.predict_rows.tensors[0].tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_category_beside_a_column_of_its_name(make, table):
+    """A table that holds a column and, beside it, what somebody has made of it."""
+    data = make(table.assign(colour_red=1.0), ignore=["key", "wet"])
+    assert data.feature_names[2:] == [
+        "colour_red", "missingindicator_length", "colour=<missing>", "colour=green", "colour=red",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"colour=red": 1.0},
+        {"missingindicator_length": 1.0},
+        {"a": "b=c", "a=b": "c"},
+    ],
+)
+def test_features_of_one_name_are_refused(make, table, columns):
+    name = "a=b=c" if "a" in columns else next(iter(columns))
+    with pytest.raises(ValueError, match=f"trees.csv gives two features the name {name!r}.*rename"):
+        make(table.assign(**columns))
 
 
 def test_decimal_comma(make):
