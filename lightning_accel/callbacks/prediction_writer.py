@@ -19,14 +19,16 @@ class PredictionWriter(BasePredictionWriter):
     ``predict_step`` returns a tensor (B,) or (B, M), or a dict of such tensors and of lists of B values; each name
     becomes a column, or M columns ``name_0`` ..., and ``row`` counts the rows of the data from 0. Rows from several
     processes are gathered, those that a sampler repeated to give every process equally many are written once, and
-    several data loaders give a column ``loader``.
+    several data loaders give a column ``loader``; columns that only some of them have are blank for the others.
 
     Args:
         filename: absolute, or relative to the run folder (the Trainer's ``log_dir``).
 
     Raises:
-        TypeError: at the first batch, if ``predict_step`` returned something else; the message says what.
-        ValueError: likewise, if it did not return one value for each row, or two columns of one name.
+        TypeError: at the first batch, if ``predict_step`` returned something else; the message says what. At the end,
+            if there was no batch.
+        ValueError: likewise, if it did not return one value for each row, or two columns of one name. At the end, if
+            the batches of a loader do not all have the same columns.
     """
 
     def __init__(self, filename: str = "predictions.csv") -> None:
@@ -58,9 +60,12 @@ class PredictionWriter(BasePredictionWriter):
         log_dir = trainer.log_dir
         path = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.filename
         loaders = [predictions] if len(batch_indices) == 1 else predictions
+        if not trainer.strategy.reduce_boolean_decision(any(map(len, loaders)), all=False):
+            raise TypeError("PredictionWriter has nothing to write: no loader gave a batch. Give predict some rows")
         tables = [_gather(make_table(batches, rows)) for batches, rows in zip(loaders, batch_indices, strict=True)]
         if trainer.is_global_zero:
-            table = tables[0] if len(tables) == 1 else pd.concat(tables, keys=range(len(tables)), names=["loader"])
+            filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
+            table = tables[0] if len(tables) == 1 else pd.concat(filled, names=["loader"])
             path.parent.mkdir(parents=True, exist_ok=True)
             table.to_csv(path)
             rank_zero_info(f"wrote {len(table)} predictions to {path}")
@@ -70,14 +75,27 @@ class PredictionWriter(BasePredictionWriter):
 def make_table(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> pd.DataFrame:
     """One line for each of ``rows``, the numbers of the rows in each of ``batches``; unnumbered if none are known.
 
+    Raises:
+        ValueError: if the batches do not all have the same columns.
+
     >>> make_table([{"label": torch.tensor([3, 1])}, {"label": torch.tensor([4])}], [[0, 1], [2]]).label.tolist()
     [3, 1, 4]
     """
     if not batches:
-        raise TypeError("PredictionWriter has nothing to write: predict_step returned None, or there was no batch")
+        return pd.DataFrame()
     numbers = rows if any(rows) else [None] * len(batches)  # an IterableDataset has none
     tables = [_batch_table(batch, numbered) for batch, numbered in zip(batches, numbers, strict=True)]
-    return pd.concat(tables, ignore_index=not any(rows))
+    return _stack(tables, ignore_index=not any(rows))
+
+
+def _stack(tables: Sequence[pd.DataFrame], ignore_index: bool = False) -> pd.DataFrame:
+    names: list[set[object]] = [set(table.columns) for table in tables]
+    if lacking := set.union(*names) - set.intersection(*names):  # pandas would fill them with blanks
+        raise ValueError(
+            f"predict_step must return the same columns for every batch; some lack {sorted(map(str, lacking))}. Return "
+            "them always, with nan or None where there is no value"
+        )
+    return pd.concat(tables, ignore_index=ignore_index)
 
 
 def _batch_table(batch: Any, rows: Sequence[int] | None) -> pd.DataFrame:
@@ -100,18 +118,33 @@ def _columns(batch: Any) -> dict[str, Any]:
             parts = {f"{name}_{i}": column for i, column in enumerate(values.unbind(dim=1))} if values.ndim == 2 else {}
             new = {key: column.numpy() for key, column in (parts or {name: values}).items()}
         elif isinstance(values, list):
-            new = {name: [value.item() if isinstance(value, Tensor) else value for value in values]}
+            new = {name: [_plain(value, name) for value in values]}
         else:
-            shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
-            raise TypeError(
-                "PredictionWriter writes tensors (B,) or (B, M), lists, and dicts of them; predict_step returned "
-                f"{type(values).__name__}{shape} for {name!r}. Change predict_step, or use your own "
-                "lightning.pytorch.callbacks.BasePredictionWriter"
-            )
+            raise _unwritable(_kind(values), name, "Change predict_step")
         if twice := new.keys() & {*columns, "row", "loader"}:
             raise ValueError(f"predict_step returned two columns named {min(twice)!r}, or one that numbers the rows")
         columns |= new
     return columns
+
+
+def _plain(value: Any, name: str) -> Any:
+    if not isinstance(value, Tensor | np.ndarray):
+        return value
+    if len(value.reshape(-1)) != 1:
+        raise _unwritable(f"list of {_kind(value)}", name, "Make them one tensor (B, M) with torch.stack")
+    return value.item()
+
+
+def _kind(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor | np.ndarray) else ""
+    return f"{type(value).__name__}{shape}"
+
+
+def _unwritable(kind: str, name: str, remedy: str) -> TypeError:
+    return TypeError(
+        "PredictionWriter writes tensors (B,) or (B, M), lists of B values, and dicts of them; predict_step returned "
+        f"{kind} for {name!r}. {remedy}, or use your own lightning.pytorch.callbacks.BasePredictionWriter"
+    )
 
 
 def _gather(table: pd.DataFrame) -> pd.DataFrame:
@@ -122,7 +155,8 @@ def _gather(table: pd.DataFrame) -> pd.DataFrame:
         if torch.distributed.get_rank() == 0:
             tables = [None] * torch.distributed.get_world_size()
         torch.distributed.gather_object(table, tables)
-        table = table if tables is None else pd.concat(tables)
+        filled = [table for table in tables or [table] if len(table.columns)]
+        table = _stack(filled) if filled else table
     if table.index.name is None:
         return table.reset_index(drop=True).rename_axis("row")
     return (table[~table.index.duplicated()] if gathered else table).sort_index(kind="stable")

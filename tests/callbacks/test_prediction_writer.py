@@ -1,4 +1,5 @@
 import lightning as L
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -55,9 +56,46 @@ def test_several_loaders(tmp_path):
     assert table["row"].tolist() == table["prediction"].tolist() == [0, 1, 0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
+def test_loader_without_rows_costs_the_others_nothing(tmp_path):
+    table = predict(lambda x: x, [loader(2), loader(0), loader(1)], tmp_path)
+    assert table["loader"].tolist() == [0, 0, 2]
+    assert table["row"].tolist() == table["prediction"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+def test_loaders_all_without_rows_are_refused(tmp_path):
+    empty = DataLoader(Stream(0))
+    with pytest.raises(TypeError, match="nothing to write: no loader gave a batch"):
+        predict(lambda x: x, [empty, empty], tmp_path)
+
+
+def test_loaders_may_differ_in_their_columns(tmp_path):
+    table = predict(lambda x: {"a": x} if len(x) == 2 else {"b": x}, [loader(2), loader(1)], tmp_path)
+    assert table["a"].tolist()[:2] == [0, 1]
+    assert table["b"].isna().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda x: {"a": x, "b": x} if len(x) == 3 else {"a": x}, r"same columns for every batch; some lack \['b'\]"),
+        (lambda x: {"a": x} if len(x) == 3 else {"a": x, 7: x}, r"same columns for every batch; some lack \['7'\]"),
+        (lambda x: torch.zeros(len(x), len(x)), r"some lack \['prediction_1', 'prediction_2'\]"),
+    ],
+)
+def test_batches_of_other_columns_are_refused(tmp_path, answer, said):
+    with pytest.raises(ValueError, match=said):
+        predict(answer, loader(), tmp_path)
+    assert not (tmp_path / "predictions.csv").exists()
+
+
 class Stream(IterableDataset):
+    def __init__(self, num_rows=5):
+        self.num_rows = num_rows
+
     def __iter__(self):
-        return iter(torch.arange(5))
+        return iter(torch.arange(self.num_rows))
 
 
 @pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
@@ -72,6 +110,8 @@ def test_stream_is_numbered_as_it_came(tmp_path):
     [
         (lambda x: x.view(1, 1, -1), r"returned Tensor of shape \(1, 1, 3\) for 'prediction'"),
         (lambda x: {"a": 3}, r"returned int for 'a'"),
+        (lambda x: [row.expand(2) for row in x], r"list of Tensor of shape \(2,\) for 'prediction'.*torch.stack"),
+        (lambda x: {"a": [np.ones((2, 2)) for _ in x]}, r"list of ndarray of shape \(2, 2\) for 'a'"),
         (lambda x: x[:2], r"each of the 3 rows of a batch; got \{'prediction': 2\}"),
         (lambda x: {"a": x, "b": x[:1]}, r"each of the 3 rows of a batch; got \{'a': 3, 'b': 1\}"),
         (lambda x: {"s": torch.zeros(len(x), 2), "s_0": x}, r"two columns named 's_0'"),
@@ -92,8 +132,12 @@ def test_what_does_not_fit_a_table_is_refused_at_the_first_batch(tmp_path, answe
 
 
 def test_arrays_and_lists_of_tensors(tmp_path):
-    table = predict(lambda x: {"a": x.numpy(), "b": list(x), "c": x.numpy().astype(str)}, loader(), tmp_path)
-    assert table["a"].tolist() == table["b"].tolist() == table["c"].tolist() == list(range(7))
+    def answer(x):
+        return {"a": x.numpy(), "b": list(x), "c": x.numpy().astype(str), "d": [row.view(1) for row in x]}
+
+    table = predict(answer, loader(), tmp_path)
+    for name in "abcd":
+        assert table[name].tolist() == list(range(7))
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):
@@ -109,6 +153,30 @@ def check_predict(rank, folder, own_sampler):
     data = TensorDataset(torch.arange(7))
     kwargs = {"sampler": DistributedSampler(data, 2, rank, shuffle=False)} if own_sampler else {}
     predict(both, DataLoader(data, batch_size=3, **kwargs), folder, devices=2, strategy="ddp")
+
+
+class OfOneRank(Stream):
+    """Rows on the first rank alone."""
+
+    def __iter__(self):
+        return iter(torch.arange(self.num_rows if torch.distributed.get_rank() == 0 else 0))
+
+
+def check_empty(rank, folder, num_rows):
+    data = DataLoader(OfOneRank(num_rows), batch_size=2)
+    if num_rows:
+        predict(both, data, folder, devices=2, strategy="ddp")
+        return
+    with pytest.raises(TypeError, match="nothing to write"):  # on both: neither waits for the other
+        predict(both, data, folder, devices=2, strategy="ddp")
+
+
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_rank_without_rows(tmp_path, num_rows):
+    run_ranks(check_empty, tmp_path, num_rows)
+    if num_rows:
+        assert pd.read_csv(tmp_path / "predictions.csv")["double"].tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("own_sampler", [False, True])
