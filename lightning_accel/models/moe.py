@@ -1,9 +1,11 @@
 """Mixture-of-experts classifier. Shapes: B rows, D features, C classes, E experts."""
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -72,7 +74,16 @@ class MoEClassifier(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
+        # NumPy's numbers and arrays would make the checkpoint unsafe to load
+        num_features = None if num_features is None else index(num_features)
+        num_classes = None if num_classes is None else index(num_classes)
+        dim, num_experts, k, expert_dim = map(index, (dim, num_experts, k, expert_dim))
+        dropout, balance_weight = float(dropout), float(balance_weight)
+        class_names = None if class_names is None else _list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
+        for name, value in self.hparams.items():  # those of a subclass's constructor, too
+            if isinstance(value, np.generic | np.ndarray):
+                self.hparams[name] = value.tolist()
         self.num_features = num_features
         self.num_classes = num_classes
         self.class_names = class_names
@@ -94,7 +105,6 @@ class MoEClassifier(L.LightningModule):
         for name, plain in (("num_features", int), ("num_classes", int), ("class_names", _list_of_str)):
             offered, given = getattr(datamodule, name, None), getattr(self, name)
             offered = None if offered is None else plain(offered)  # NumPy's would make the checkpoint unsafe to load
-            given = None if given is None else plain(given)
             if given is None:
                 setattr(self, name, offered)
                 self.hparams[name] = offered
@@ -127,9 +137,10 @@ class MoEClassifier(L.LightningModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load, taking sizes that were not given from the shapes in ``state_dict``."""
-        if self.head is None and {"head.1.weight", "encoder.1.weight"} <= state_dict.keys():
+        if self.head is None and "head.1.weight" in state_dict:
             self.num_classes = len(state_dict["head.1.weight"])
-            self.num_features = state_dict["encoder.1.weight"].shape[1]
+            if self.encoder is None and "encoder.1.weight" in state_dict:
+                self.num_features = state_dict["encoder.1.weight"].shape[-1]
             self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
 

@@ -132,6 +132,47 @@ def test_sizes_that_are_numpys_stay_out_of_the_checkpoint(run_folder):
     assert torch.load("plain.ckpt", weights_only=True)["hyper_parameters"]["class_names"] == list("0123456789")
 
 
+class Renamed(MoEClassifier):
+    """Hyperparameters are then what this constructor was called with, too."""
+
+    def __init__(self, num_classes, dim):
+        super().__init__(6, num_classes, dim=dim, expert_dim=8)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: MoEClassifier(
+            num_features=np.int64(6),
+            num_classes=np.int64(3),
+            dim=np.int32(8),
+            num_experts=np.int64(4),
+            k=np.int64(1),
+            expert_dim=np.int64(8),
+            dropout=np.float64(0.1),
+            balance_weight=np.float64(0.5),
+            class_names=np.array(["a", "b", "c"]),
+        ),
+        lambda: Renamed(np.int64(3), np.int32(8)),
+    ],
+    ids=["itself", "subclass"],
+)
+def test_numpys_arguments_stay_out_of_the_checkpoint(build, run_folder):
+    model = build()
+    trainer = quiet_trainer(limit_val_batches=0)
+    trainer.fit(model, DataLoader(rows(), batch_size=12))
+    trainer.save_checkpoint("plain.ckpt")
+    loaded = type(model).load_from_checkpoint("plain.ckpt", weights_only=True)
+    assert dict(loaded.hparams) == dict(model.hparams)
+    x = rows().tensors[0]
+    torch.testing.assert_close(loaded.eval()(x).logits, model.eval()(x).logits, rtol=0, atol=0)
+
+
+def test_sizes_that_are_no_whole_numbers_are_refused():
+    with pytest.raises(TypeError, match="float"):
+        MoEClassifier(6, 3, dim=8.5)
+
+
 def test_names_must_be_as_many_as_classes():
     with pytest.raises(ValueError, match="num_classes is 3, but there are 2 class_names"):
         MoEClassifier(6, 3, class_names=["a", "b"])
@@ -165,6 +206,31 @@ def test_own_encoder_takes_the_place_of_num_features():
     model = MoEClassifier(encoder=encoder, dim=8, expert_dim=8)
     quiet_trainer(limit_train_batches=2, limit_val_batches=1).fit(model, DigitsDataModule())
     assert model(torch.randn(2, 1, 8, 8)).logits.shape == (2, 10)
+
+
+class ConvMoE(MoEClassifier):
+    """Layer 1 of its encoder is not the linear layer of the default one."""
+
+    def __init__(self, norm: bool):
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norm else nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 8)]
+        super().__init__(encoder=nn.Sequential(*layers), dim=8, expert_dim=8)
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["weight of one dimension", "no weight"])
+def test_subclass_with_its_own_encoder_loads_its_checkpoint(run_folder, norm):
+    model = ConvMoE(norm)
+    trainer = quiet_trainer(limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(model, DigitsDataModule())
+    trainer.save_checkpoint("conv.ckpt")
+    loaded = ConvMoE.load_from_checkpoint("conv.ckpt", weights_only=True)
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(loaded.eval()(x).logits, model.eval()(x).logits, rtol=0, atol=0)
+
+
+def test_checkpoint_with_own_encoder_names_it_where_it_is_not_given():
+    state = MoEClassifier(num_classes=3, encoder=nn.Sequential(nn.Flatten(), nn.LayerNorm(4)), dim=4).state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for encoder.1.weight"):
+        MoEClassifier(dim=4).load_state_dict(state)
 
 
 class SmoothedMoE(MoEClassifier):
