@@ -48,15 +48,15 @@ class LogEveryStep(MoEClassifier):
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, target = batch
-        logits, balance_loss, expert_counts = self(x)
+        logits, report = self(x)
         loss = F.cross_entropy(logits, target)
         self.train_accuracy(logits, target)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         self.log("train/loss", loss, prog_bar=True)
-        self.log("train/balance_loss", balance_loss)
-        load = expert_counts / expert_counts.sum()
+        self.log("train/balance_loss", report.balance_loss)
+        load = report.expert_counts / report.expert_counts.sum()
         self.log_dict({f"train/expert_load_{e}": share for e, share in enumerate(load)}, on_step=False, on_epoch=True)
-        return loss + self.balance_weight * balance_loss
+        return loss + self.auxiliary_loss(report)
 
     def on_train_epoch_end(self) -> None:
         pass
@@ -84,8 +84,8 @@ def bare_loop(
     for _ in range(epochs):
         start = time.perf_counter()
         for x, target in loader:
-            logits, balance_loss, _ = model(x.to(device, non_blocking=True))
-            loss = F.cross_entropy(logits, target.to(device, non_blocking=True)) + model.balance_weight * balance_loss
+            logits, report = model(x.to(device, non_blocking=True))
+            loss = F.cross_entropy(logits, target.to(device, non_blocking=True)) + model.auxiliary_loss(report)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

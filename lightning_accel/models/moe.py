@@ -5,7 +5,6 @@ from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -14,7 +13,10 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.nn.moe import MixtureOfExperts
+from lightning_accel.models.hooks import is_logging_step, keep_plain_hyperparameters
+from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
+from lightning_accel.nn.gating import GateFactory
+from lightning_accel.ops.expert_mlp import Activation
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -23,17 +25,17 @@ class ClassifierOutput(NamedTuple):
     """Scores of the classes, and what the gate did to get them."""
 
     logits: Tensor  # (B, C)
-    balance_loss: Tensor  # () float32, 1 when every expert gets an equal share
-    expert_counts: Tensor  # (E,) int64, slots that each expert filled
+    report: GateReport
 
 
 class MoEClassifier(L.LightningModule):
     """Classify rows: an encoder, a residual mixture of experts in which each row visits ``k`` of them, a head.
 
     Batches are pairs of rows, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
-    ``balance_weight`` times the gate's balance loss. Logged: ``train/loss`` (cross entropy) and
-    ``train/balance_loss``; at the end of each training epoch ``train/accuracy`` and ``train/expert_load_0`` ...,
-    the share of the slots that each expert filled in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
+    ``balance_weight`` times the gate's balance loss and ``z_weight`` times its z-loss. Logged: ``train/loss`` (cross
+    entropy), ``train/balance_loss`` and what :func:`lightning_accel.nn.summarise_load` tells of the gate; at the end of
+    each training epoch ``train/accuracy`` and ``train/expert_load_0`` ..., the share of the slots that each expert was
+    asked for in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
         num_features: values in a row once flattened; by default the datamodule's attribute of that name.
@@ -43,7 +45,14 @@ class MoEClassifier(L.LightningModule):
         k: experts that each row visits.
         expert_dim: hidden width of each expert.
         dropout: share of the mixture's output that is dropped in training.
+        activation: of the experts: ``gelu``, ``relu`` or ``silu``.
+        gated: whether the first layer of an expert is gated.
+        shared_dim: hidden width of an expert that every row visits; 0 for none.
+        capacity_factor: bounds the slots of an expert, see :class:`lightning_accel.nn.MixtureOfExperts`.
+        gate: called with ``dim``, ``num_experts`` and ``k``; makes the gate. Hyperparameters hold it if a config named
+            it, else give it to ``load_from_checkpoint`` again.
         balance_weight: what the balance loss counts for.
+        z_weight: what the z-loss counts for.
         encoder: maps rows (B, ...) to (B, ``dim``), and makes ``num_features`` unneeded; by default flatten, linear
             layer, GELU. Hyperparameters do not hold it: give it to ``load_from_checkpoint`` again.
         class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
@@ -68,7 +77,13 @@ class MoEClassifier(L.LightningModule):
         k: int = 2,
         expert_dim: int = 256,
         dropout: float = 0.0,
+        activation: Activation = "gelu",
+        gated: bool = False,
+        shared_dim: int = 0,
+        capacity_factor: float | None = None,
+        gate: GateFactory = TopKGate,
         balance_weight: float = 0.01,
+        z_weight: float = 0.0,
         encoder: nn.Module | None = None,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
@@ -77,25 +92,35 @@ class MoEClassifier(L.LightningModule):
         # NumPy's numbers and arrays would make the checkpoint unsafe to load
         num_features = None if num_features is None else index(num_features)
         num_classes = None if num_classes is None else index(num_classes)
-        dim, num_experts, k, expert_dim = map(index, (dim, num_experts, k, expert_dim))
-        dropout, balance_weight = float(dropout), float(balance_weight)
+        dim, num_experts, k, expert_dim, shared_dim = map(index, (dim, num_experts, k, expert_dim, shared_dim))
+        dropout, balance_weight, z_weight = float(dropout), float(balance_weight), float(z_weight)
         class_names = None if class_names is None else _list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
-        for name, value in self.hparams.items():  # those of a subclass's constructor, too
-            if isinstance(value, np.generic | np.ndarray):
-                self.hparams[name] = value.tolist()
+        keep_plain_hyperparameters(self)
         self.num_features = num_features
         self.num_classes = num_classes
         self.class_names = class_names
         self.balance_weight = balance_weight
+        self.z_weight = z_weight
         self.make_optimizer = optimizer
         self.dim = dim
         self.encoder = encoder
-        self.mixture = MixtureOfExperts(dim, expert_dim, num_experts, k)
+        self.mixture = MixtureOfExperts(
+            dim,
+            expert_dim,
+            num_experts,
+            k,
+            activation=activation,
+            gated=gated,
+            shared_dim=shared_dim,
+            capacity_factor=capacity_factor,
+            gate=gate,
+        )
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.head: nn.Module | None = None
-        self.expert_load = _ExpertLoad(num_experts)
+        self.expert_load = ExpertLoad([self.mixture.gate])
+        self.epoch_load = _EpochLoad(num_experts)
         if num_classes is not None and (encoder is not None or num_features is not None):
             self.configure_model()
 
@@ -152,40 +177,39 @@ class MoEClassifier(L.LightningModule):
         if self.encoder is None or self.head is None:
             raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
         features = self.encoder(x)  # (B, D)
-        mixed, balance_loss, expert_counts = self.mixture(self.norm(features))
-        return ClassifierOutput(self.head(features + self.dropout(mixed)), balance_loss, expert_counts)
+        mixed, report = self.mixture(self.norm(features))
+        return ClassifierOutput(self.head(features + self.dropout(mixed)), report)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, target = batch
-        logits, balance_loss, expert_counts = self(x)
+        logits, report = self(x)
         loss = F.cross_entropy(logits, target)
         self.train_accuracy.update(logits, target)
-        self.expert_load.update(expert_counts)
-        if self._is_logging_step():
+        self.expert_load.add([report])
+        self.epoch_load.update(report.expert_counts)
+        if is_logging_step(self):
             self.log("train/loss", loss, prog_bar=True)
-            self.log("train/balance_loss", balance_loss)
-        return loss + self.balance_weight * balance_loss
+            self.log("train/balance_loss", report.balance_loss)
+        return loss + self.auxiliary_loss(report)
 
-    def _is_logging_step(self) -> bool:
-        # self.log takes a few hundred microseconds, so it is called at the steps alone that the loggers record, at the
-        # end of the epoch, and at every step where a callback or scheduler watches the loss
-        if self._trainer is None:
-            return False
-        trainer: Any = self.trainer  # connectors set the attributes that are read here
-        every = trainer.log_every_n_steps
-        if every == 0 or (self.global_step + 1) % every == 0 or trainer.is_last_batch:
-            return every > 0
-        watchers = [*trainer.callbacks, *trainer.lr_scheduler_configs]
-        return any(str(getattr(watcher, "monitor", None)).startswith("train/") for watcher in watchers)
+    def auxiliary_loss(self, report: GateReport) -> Tensor:
+        """What the gate adds to the loss, ()."""
+        return self.balance_weight * report.balance_loss + self.z_weight * report.z_loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        statistics = self.expert_load.step()
+        if statistics and is_logging_step(self):
+            self.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
+            self.expert_load.warn_if_collapsed()
 
     def on_train_epoch_end(self) -> None:
-        if not self.expert_load.update_called:  # by a subclass's own training_step
+        if not self.epoch_load.update_called:  # by a subclass's own training_step
             return
-        load = self.expert_load.compute().tolist()
+        load = self.epoch_load.compute().tolist()
         figures = {f"train/expert_load_{expert}": share for expert, share in enumerate(load)}
         figures["train/accuracy"] = self.train_accuracy.compute()
         self.log_dict(figures, sync_dist=True)  # equal on all processes: it keeps Lightning from warning
-        self.expert_load.reset()
+        self.epoch_load.reset()
         self.train_accuracy.reset()
 
     def on_validation_epoch_start(self) -> None:
@@ -223,8 +247,8 @@ def _list_of_str(names: Sequence[object]) -> list[str]:
     return [str(name) for name in names]
 
 
-class _ExpertLoad(Metric):
-    """Share of the slots that each expert filled, (E,), over all batches and processes."""
+class _EpochLoad(Metric):
+    """Share of the slots that each expert was asked for, (E,), over all batches and processes."""
 
     counts: Tensor
 

@@ -1,6 +1,23 @@
 """Layers: plain ``nn.Module``s that run without Lightning."""
 
-from lightning_accel.nn.gating import Routing, TopKGate
-from lightning_accel.nn.moe import MixtureOfExperts, MixtureOutput
+from lightning_accel.nn.expert_load import ExpertLoad, LoadStatistics, summarise_load
+from lightning_accel.nn.feed_forward import FeedForward
+from lightning_accel.nn.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
+from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
+from lightning_accel.nn.moe_weights import read_transformers, write_transformers
 
-__all__ = ["MixtureOfExperts", "MixtureOutput", "Routing", "TopKGate"]
+__all__ = [
+    "ExpertChoiceGate",
+    "ExpertLoad",
+    "Experts",
+    "FeedForward",
+    "GateReport",
+    "LoadStatistics",
+    "MixtureOfExperts",
+    "MixtureOutput",
+    "Routing",
+    "TopKGate",
+    "read_transformers",
+    "summarise_load",
+    "write_transformers",
+]

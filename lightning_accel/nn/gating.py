@@ -1,42 +1,229 @@
-"""Token-to-expert gating. Shapes: N tokens, D features, E experts, K experts per token."""
+"""Token-to-expert gating. Shapes: N tokens, D features, E experts, K experts a token, S slots (token-expert pairs).
+
+A gate is any module that is called with tokens (N, D) and a mask (N,) or None, and returns a :class:`Routing`. One that
+looks at other tokens than those before a token says so with an attribute ``causal = False``. One with a method
+``update(expert_counts)`` is told, once an optimizer step, how many slots each expert was asked for in that step.
+"""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Routing(NamedTuple):
-    """Which experts each token visits, and how much each of them counts."""
+class GateReport(NamedTuple):
+    """What a gate did with its tokens, in numbers that are to be trained on or looked at."""
 
-    weights: Tensor  # (N, K) float32, float64 for float64 tokens
-    experts: Tensor  # (N, K) int64 in [0, E)
-    expert_counts: Tensor  # (E,) int64, slots that each expert fills; they sum to N * K
-    balance_loss: Tensor  # () dtype of weights, 1 when every expert gets an equal share
+    balance_loss: Tensor  # () float32, or float64 for float64 tokens; 1 when every expert gets an equal share
+    z_loss: Tensor  # () likewise
+    expert_counts: Tensor  # (E,) int64, slots that each expert was asked for
+    dropped: Tensor  # () int64, slots that got no expert for lack of capacity
+    confidence: Tensor  # () likewise float, mean over tokens of the largest probability
+
+
+class Routing(NamedTuple):
+    """Which experts each token visits, and how much each of them counts, a slot for each visit, in any order."""
+
+    token_of_slot: Tensor  # (S,) int64 in [0, N)
+    expert_of_slot: Tensor  # (S,) int64 in [0, E]; E for a slot that is left out
+    weight_of_slot: Tensor  # (S,) float32, float64 for float64 tokens
+    report: GateReport
+
+
+GateFactory: TypeAlias = Callable[[int, int, int], nn.Module]
+"""Called with D, E and K; a gate class is one, and so is ``functools.partial(TopKGate, score="sigmoid")``."""
 
 
 class TopKGate(nn.Module):
     """Route each token to the ``k`` experts that score it highest.
 
-    The weights of a token are its ``k`` largest softmax probabilities, rescaled to sum to 1. With ``k=1`` they stay
-    as they are (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 2): rescaled, the one weight would be the
-    constant 1 and the gate would learn nothing from the task.
+    The scores are probabilities: the softmax over experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), or
+    the sigmoid of each (DeepSeek-V3, https://arxiv.org/abs/2412.19437, eq. 15). All of it is float32 at least, even
+    under autocast: bf16 keeps 8 significant bits, so close scores would tie.
+
+    Both ways to keep experts equally busy work over the whole batch of an optimizer step, across processes and
+    accumulated micro-batches, once :meth:`update` is called in each step (see :class:`lightning_accel.nn.ExpertLoad`,
+    which the modules and callbacks of this package call it through):
+
+    - the balance loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4, without its factor alpha; over K
+      slots a token in place of one): E times the sum over experts of load times mean probability. The load is that of
+      the step before, the only one that every micro-batch and process can know; the first step takes equal loads, and
+      has no gradient. Without ``update``, or in evaluation, the load is that of the tokens at hand.
+    - ``bias_update_rate``, loss-free (Wang et al. 2024, https://arxiv.org/abs/2408.15664, algorithm 1): a bias on the
+      scores, which the choice of experts alone sees, moves by this much a step against the sign of the load error.
 
     Args:
         dim: D.
         num_experts: E.
         k: K.
+        score: ``softmax`` or ``sigmoid``.
+        normalize: rescale the weights of a token to sum to 1; by default where ``k`` is above 1. With ``k=1`` the one
+            weight would be the constant 1, and the gate would learn nothing from the task.
+        scale: factor on the weights, after that.
+        num_groups: groups of neighbouring experts, such as those of one node; E must be a multiple of it.
+        top_groups: groups that a token may visit, those whose two best scores sum highest (DeepSeek-V3, section 2.1.2).
+        noisy: add normal noise, of a learned deviation for each token and expert, to the scores in training (Shazeer
+            et al. 2017, eq. 4).
+        jitter: multiply what the gate sees of a token by uniform noise in [1 - ``jitter``, 1 + ``jitter``] in training
+            (Fedus et al. 2021, appendix C).
+        bias_update_rate: 0 for no bias; 0.001 is what DeepSeek-V3 took.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    causal = True
+
+    expert_slots: Tensor
+    bias_steps: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        k: int = 2,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool | None = None,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        noisy: bool = False,
+        jitter: float = 0.0,
+        bias_update_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _require_sizes(dim, num_experts, k)
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score must be softmax or sigmoid; got {score!r}")
+        if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
+            raise ValueError(
+                "num_groups must divide num_experts, and top_groups lie in [1, num_groups]; got "
+                f"num_groups={num_groups}, num_experts={num_experts}, top_groups={top_groups}"
+            )
+        if k > num_experts // num_groups * top_groups:
+            raise ValueError(
+                f"{top_groups} of {num_groups} groups hold {num_experts // num_groups * top_groups} experts, but a "
+                f"token is to visit k={k}; raise top_groups"
+            )
+        if not 0 <= jitter < 1 or bias_update_rate < 0:
+            raise ValueError(
+                "jitter must lie in [0, 1), and bias_update_rate not be negative; got "
+                f"jitter={jitter}, bias_update_rate={bias_update_rate}"
+            )
+        self.k = k
+        self.num_experts = num_experts
+        self.score = score
+        self.normalize = k > 1 if normalize is None else normalize
+        self.scale = scale
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.jitter = jitter
+        self.bias_update_rate = bias_update_rate
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.noise_weight = nn.Parameter(torch.empty(num_experts, dim)) if noisy else None
+        # integers, which a cast of the module to bf16 leaves as they are: the bias would soon stop to move
+        self.register_buffer("expert_slots", torch.zeros(num_experts, dtype=torch.int64))
+        self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
+        if self.noise_weight is not None:
+            nn.init.zeros_(self.noise_weight)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        """Route tokens ``x`` (N, D), of any floating dtype; those where ``mask`` (N,) is False visit no expert.
+
+        A token of NaNs visits ``k`` experts with weights NaN, so that it shows and no other token is touched.
+        """
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        with torch.autocast(x.device.type, enabled=False):
+            if self.training and self.jitter:
+                x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits = self._logits(x)  # (N, E)
+            probs = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
+            experts = self._choose(probs.detach())  # (N, K)
+            weights = probs.gather(1, experts)
+            if self.normalize:
+                weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+            if self.score == "sigmoid":
+                probs = probs / probs.sum(dim=-1, keepdim=True)  # DeepSeek-V3, eq. 19
+            if mask is not None:
+                experts = experts.masked_fill(~mask.unsqueeze(1), self.num_experts)
+            counts = count_slots(experts, self.num_experts)
+            report = GateReport(
+                self._balance_loss(probs, counts, mask),
+                _mean(logits.logsumexp(dim=-1).square(), mask),
+                counts,
+                counts.new_zeros(()),
+                _mean(probs.detach().amax(dim=-1), mask),
+            )
+        # The first choices of all tokens come before the second ones: where capacity is short, those are left out.
+        tokens = torch.arange(len(x), device=x.device).expand(self.k, -1)
+        return Routing(tokens.flatten(), experts.t().flatten(), (weights * self.scale).t().flatten(), report)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight.to(x.dtype))
+        if self.training and self.noise_weight is not None:
+            deviation = F.softplus(F.linear(x, self.noise_weight.to(x.dtype)))
+            logits = logits + torch.randn_like(logits) * deviation
+        return logits
+
+    def _choose(self, probs: Tensor) -> Tensor:
+        scores = probs.nan_to_num(-1.0)
+        if self.bias_steps is not None:
+            scores = scores + self.bias_update_rate * self.bias_steps.to(scores.dtype)
+        if self.top_groups < self.num_groups:
+            grouped = scores.unflatten(1, (self.num_groups, -1))  # (N, groups, experts of a group)
+            best = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(
+                1, best.topk(self.top_groups, dim=1).indices, True
+            )
+            scores = grouped.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
+        return scores.topk(self.k, dim=1).indices
+
+    def _balance_loss(self, probs: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
+        if self.training:
+            counts = torch.where(self.expert_slots.any(), self.expert_slots, counts)
+        load = counts / counts.sum().clamp(min=1)
+        return self.num_experts * (load * _mean(probs, mask)).sum()
+
+    @torch.no_grad()
+    def update(self, expert_counts: Tensor) -> None:
+        """Take the ``expert_counts`` (E,) of a whole optimizer step, summed over micro-batches and processes."""
+        self.expert_slots.copy_(expert_counts)
+        if self.bias_steps is not None:
+            mean = expert_counts.sum() / self.num_experts
+            self.bias_steps.add_(torch.sign(mean - expert_counts).to(torch.int64))
+
+
+class ExpertChoiceGate(nn.Module):
+    """Let each expert choose the tokens that it scores highest: ``k`` * N / E of them, rounded up, so all are as busy.
+
+    Zhou et al. 2022, https://arxiv.org/abs/2202.09368, eq. 1 and 2. A token may visit no expert, or all; the report
+    counts those that visit none as dropped. Its balance loss is the constant 1. Not for models that generate a
+    sequence: which tokens an expert chooses depends on those that come later.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        k: K, experts that a token visits on average.
 
     Raises:
         ValueError: if ``k`` is not in [1, ``num_experts``].
     """
 
+    causal = False
+
     def __init__(self, dim: int, num_experts: int, k: int = 2) -> None:
         super().__init__()
-        if not 1 <= k <= num_experts:
-            raise ValueError(f"k must lie in [1, num_experts]; got k={k}, num_experts={num_experts}")
+        _require_sizes(dim, num_experts, k)
         self.k = k
         self.num_experts = num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
@@ -45,21 +232,47 @@ class TopKGate(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route tokens ``x`` (N, D), of any floating dtype.
-
-        The balance loss is that of Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 without its factor
-        alpha, over K slots a token in place of one; it is 0 for no tokens.
-        """
-        # Float32 at least, even under AMP: bf16 keeps 8 significant bits, so close scores would tie.
-        dtype = torch.promote_types(x.dtype, torch.float32)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        """Route tokens ``x`` (N, D), of any floating dtype; those where ``mask`` (N,) is False are not chosen."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):
-            probs = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(dim=-1)  # (N, E)
-            weights, experts = probs.topk(self.k, dim=-1)  # (N, K)
-            expert_counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
-            tokens = max(1, len(x))
-            share = expert_counts / (tokens * self.k)  # (E,) of all N * K slots
-            balance_loss = self.num_experts * (share * (probs.sum(dim=0) / tokens)).sum()
-            if self.k > 1:
-                weights = weights / weights.sum(dim=-1, keepdim=True)
-        return Routing(weights, experts, expert_counts, balance_loss)
+            logits = F.linear(x, self.weight.to(x.dtype))  # (N, E)
+            probs = logits.softmax(dim=-1)
+            scores = probs if mask is None else probs.masked_fill(~mask.unsqueeze(1), 0.0)
+            capacity = -(-len(x) * self.k // self.num_experts)
+            weights, tokens = scores.t().topk(capacity, dim=1)  # (E, C)
+            experts = torch.arange(self.num_experts, device=x.device).unsqueeze(1).expand_as(tokens)
+            present = torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask
+            experts = torch.where(present[tokens], experts, self.num_experts)
+            visited = torch.zeros_like(present).index_fill(0, tokens.flatten(), True)
+            report = GateReport(
+                probs.new_ones(()),
+                _mean(logits.logsumexp(dim=-1).square(), mask),
+                count_slots(experts, self.num_experts),
+                (present & ~visited).sum(),
+                _mean(probs.detach().amax(dim=-1), mask),
+            )
+        return Routing(tokens.flatten(), experts.flatten(), weights.flatten(), report)
+
+
+def count_slots(expert_of_slot: Tensor, num_experts: int) -> Tensor:
+    """Slots of each expert, (E,) int64; ``num_experts`` itself, for a slot left out, is not counted."""
+    # bincount would wait for the device to learn the largest value
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_of_slot.device)
+    slots = expert_of_slot.flatten()
+    return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_experts]
+
+
+def _require_sizes(dim: int, num_experts: int, k: int) -> None:
+    if dim < 1:
+        raise ValueError(f"dim must be at least 1; got {dim}")
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k must lie in [1, num_experts]; got k={k}, num_experts={num_experts}")
+
+
+def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over tokens, dimension 0, where ``mask`` is True; 0 for none."""
+    if mask is None:
+        return values.sum(dim=0) / max(1, len(values))
+    kept = mask.view(-1, *[1] * (values.ndim - 1))
+    return torch.where(kept, values, 0).sum(dim=0) / mask.sum().clamp(min=1)

@@ -1,53 +1,43 @@
-"""Mixture of experts. Shapes: N tokens, D features, H hidden features, E experts, K experts per token."""
+"""Mixture of experts. Shapes: N tokens, D features, H hidden features, E experts, K experts a token, S slots."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel.nn.gating import TopKGate
+from lightning_accel.nn.feed_forward import FeedForward, require_sizes
+from lightning_accel.nn.gating import GateFactory, GateReport, TopKGate
+from lightning_accel.nn.moe_weights import read_dense
+from lightning_accel.ops.expert_mlp import Activation, Backend, expert_mlp
 
 
 class MixtureOutput(NamedTuple):
     """What a mixture of experts made of its tokens, and what its gate did."""
 
     features: Tensor  # (..., D), shape and dtype of the input
-    balance_loss: Tensor  # () float32 or float64, 1 when every expert gets an equal share
-    expert_counts: Tensor  # (E,) int64, slots that each expert filled
+    report: GateReport
 
 
-class MixtureOfExperts(nn.Module):
-    """A gate and ``num_experts`` two-layer perceptrons, of which each token visits ``k``; no token is dropped.
+class Experts(nn.Module):
+    """``num_experts`` two-layer perceptrons, their weights stacked into one tensor a layer.
 
-    Expert weights are stacked into one tensor a layer, so every parameter gets a gradient (zero for an idle expert)
-    and DistributedDataParallel never meets an unused one.
-
-    Args:
-        dim: D, width in and out.
-        hidden_dim: H of each expert.
-        num_experts: E.
-        k: K.
-
-    Raises:
-        ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``].
-
-    >>> mixture = MixtureOfExperts(dim=8, hidden_dim=16, num_experts=4)
-    >>> features, balance_loss, expert_counts = mixture(torch.randn(3, 5, 8))
-    >>> features.shape, int(expert_counts.sum())
-    (torch.Size([3, 5, 8]), 30)
+    Every parameter so gets a gradient (zero for an idle expert), and DistributedDataParallel never meets an unused one.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int, k: int = 2) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, num_experts: int, activation: Activation, gated: bool, bias: bool
+    ) -> None:
         super().__init__()
-        if min(dim, hidden_dim) < 1:
-            raise ValueError(f"dim and hidden_dim must be at least 1; got dim={dim}, hidden_dim={hidden_dim}")
-        self.gate = TopKGate(dim, num_experts, k)
-        self.up_weight = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
-        self.up_bias = nn.Parameter(torch.empty(num_experts, hidden_dim))
+        require_sizes(dim, hidden_dim, activation)
+        up_dim = (1 + gated) * hidden_dim
+        self.activation: Activation = activation
+        self.gated = gated
+        self.backend: Backend = "auto"
+        self.up_weight = nn.Parameter(torch.empty(num_experts, up_dim, dim))
         self.down_weight = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
-        self.down_bias = nn.Parameter(torch.empty(num_experts, dim))
+        self.up_bias = nn.Parameter(torch.empty(num_experts, up_dim)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, dim)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,34 +45,145 @@ class MixtureOfExperts(nn.Module):
         for weight, bias in ((self.up_weight, self.up_bias), (self.down_weight, self.down_bias)):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
-            nn.init.uniform_(bias, -bound, bound)
-        self.gate.reset_parameters()
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> MixtureOutput:
-        """Map ``x`` (..., D), of any floating dtype, to the weighted sum of the experts that each token visits."""
+    def forward(self, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor) -> Tensor:
+        """Weighted sum over the slots of each of ``tokens`` (N, D); slots (S,) sorted by expert, ``counts`` (E,)."""
+        layers = self.up_weight, self.down_weight, self.up_bias, self.down_bias
+        return expert_mlp(tokens, token_of_slot, weight_of_slot, counts, *layers, self.activation, self.backend)
+
+    def extra_repr(self) -> str:
+        num, dim, hidden_dim = self.down_weight.shape
+        return f"{dim}, {hidden_dim}, {num}, activation={self.activation}, gated={self.gated}"
+
+
+class MixtureOfExperts(nn.Module):
+    """A gate and ``num_experts`` two-layer perceptrons, of which each token visits ``k``, in place of one perceptron.
+
+    The losses of the gate are in the report that comes with the features; add ``report.balance_loss`` (about 0.01 of
+    it) and ``report.z_loss`` (about 0.001) to the loss in training. They are plain outputs, so that they pass through
+    ``torch.compile``, activation checkpointing and sharding like any other. Where capacity is not bounded no token is
+    dropped.
+
+    Args:
+        dim: D, width in and out.
+        hidden_dim: H of each expert. Many narrow experts with a larger ``k`` ("fine-grained") cost no more than few.
+        num_experts: E.
+        k: K.
+        activation: ``gelu``, ``relu`` or ``silu``.
+        gated: whether the first layer of an expert is gated; ``silu`` and gated is SwiGLU.
+        bias: whether the layers of the experts have biases.
+        shared_dim: hidden width of one more perceptron, which every token visits; 0 for none.
+        capacity_factor: an expert takes at most this times N * K / E slots, rounded up, first choices first; what is
+            over is dropped, and counted in the report. By default there is no bound.
+        gate: called with ``dim``, ``num_experts`` and ``k``; makes the gate.
+
+    Raises:
+        ValueError: if a size is below 1, ``k`` not in [1, ``num_experts``], or ``capacity_factor`` not positive.
+
+    >>> mixture = MixtureOfExperts(dim=8, hidden_dim=16, num_experts=4)
+    >>> features, report = mixture(torch.randn(3, 5, 8))
+    >>> features.shape, int(report.expert_counts.sum())
+    (torch.Size([3, 5, 8]), 30)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        k: int = 2,
+        *,
+        activation: Activation = "gelu",
+        gated: bool = False,
+        bias: bool = True,
+        shared_dim: int = 0,
+        capacity_factor: float | None = None,
+        gate: GateFactory = TopKGate,
+    ) -> None:
+        super().__init__()
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be above 0, or None for no bound; got {capacity_factor}")
+        self.num_experts = num_experts
+        self.capacity_factor = capacity_factor
+        self.gate = gate(dim, num_experts, k)
+        self.experts = Experts(dim, hidden_dim, num_experts, activation, gated, bias)
+        self.shared = FeedForward(dim, shared_dim, activation, gated, bias) if shared_dim else None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput:
+        """Map ``x`` (..., D), of any floating dtype, to the weighted sum of the experts that each token visits.
+
+        Tokens where ``mask`` (...), bool, is False, such as padding, visit none: they get 0 (or what the shared expert
+        gives), and count in no loss and no statistic.
+        """
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
-        routing = self.gate(tokens)
-        slots = routing.experts.flatten()  # (N * K,)
-        order = slots.argsort(stable=True)
-        rows = tokens[order // self.gate.k]  # (N * K, D), grouped by expert
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        visited = self._run_experts(rows, routing.expert_counts)[place].unflatten(0, (-1, self.gate.k))  # (N, K, D)
-        features = (visited * routing.weights.unsqueeze(-1)).sum(dim=1)
-        return MixtureOutput(features.to(x.dtype).view_as(x), routing.balance_loss, routing.expert_counts)
+        token_of_slot, expert_of_slot, weight_of_slot, report = self.gate(
+            tokens, None if mask is None else mask.flatten()
+        )
+        experts, order = expert_of_slot.sort(stable=True)
+        counts = report.expert_counts
+        if self.capacity_factor is not None:
+            capacity = math.ceil(self.capacity_factor * len(order) / self.num_experts)
+            order, counts, dropped = self._drop(experts, order, counts, capacity)
+            report = report._replace(dropped=report.dropped + dropped)
+        features = self.experts(tokens, token_of_slot[order], weight_of_slot[order], counts)
+        if self.shared is not None:
+            features = features + self.shared(tokens)
+        return MixtureOutput(features.to(x.dtype).view_as(x), report)
 
-    def _run_experts(self, rows: Tensor, expert_counts: Tensor) -> Tensor:
-        # unbind, not weight[e]: the backward of each of E selects would build a full-size zero gradient, E**2 in all.
-        experts = zip(
-            rows.split(expert_counts.tolist()),
-            self.up_weight.unbind(),
-            self.up_bias.unbind(),
-            self.down_weight.unbind(),
-            self.down_bias.unbind(),
-            strict=True,
-        )
-        return torch.cat(
-            [
-                F.linear(F.gelu(F.linear(segment, up, up_bias)), down, down_bias)
-                for segment, up, up_bias, down, down_bias in experts
-            ]
-        )
+    def _drop(self, experts: Tensor, order: Tensor, counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the slots past ``capacity`` of each expert to the end of ``order``; also what is left, and how many."""
+        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # the last entry is that of slots left out before
+        place = torch.arange(len(order), device=order.device) - start[experts]
+        kept = torch.where(place < capacity, experts, self.num_experts)
+        left = counts.clamp(max=capacity)
+        return order[kept.argsort(stable=True)], left, (counts - left).sum()
+
+    @classmethod
+    def from_dense(
+        cls,
+        mlp: nn.Module,
+        num_experts: int,
+        k: int = 2,
+        *,
+        capacity_factor: float | None = None,
+        gate: GateFactory = TopKGate,
+    ) -> "MixtureOfExperts":
+        """Turn a trained perceptron into a mixture whose experts are copies of it, so its outputs are equal at first.
+
+        Sparse upcycling: Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055.
+
+        Args:
+            mlp: a :class:`~lightning_accel.nn.FeedForward`, an ``nn.Sequential`` of linear layer, activation, linear
+                layer, or a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as those of Llama.
+            num_experts: E.
+            k: K.
+            capacity_factor: see the class.
+            gate: see the class.
+
+        Raises:
+            TypeError: if ``mlp`` is none of these, or its activation none of ``gelu``, ``relu`` and ``silu``.
+            ValueError: if the weights that the gate gives to a token do not sum to 1, as with ``k=1``.
+        """
+        up, down, up_bias, down_bias, activation = read_dense(mlp)
+        if (up_bias is None) != (down_bias is None):
+            raise TypeError("both layers of the perceptron must have a bias, or none")
+        dim, hidden_dim = down.shape
+        gated = len(up) == 2 * hidden_dim
+        options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": up_bias is not None, "gate": gate}
+        mixture = cls(dim, hidden_dim, num_experts, k, **options, capacity_factor=capacity_factor).to(down)
+        made = mixture.gate
+        if isinstance(made, TopKGate) and not (made.normalize and made.scale == 1):
+            raise ValueError(
+                f"the weights of a token must sum to 1 for the outputs to be equal at first; got k={k}, "
+                f"normalize={made.normalize}, scale={made.scale}. Take k=2 or more, or "
+                "gate=functools.partial(TopKGate, normalize=True)"
+            )
+        ours = mixture.experts
+        copies = (ours.up_weight, up), (ours.down_weight, down), (ours.up_bias, up_bias), (ours.down_bias, down_bias)
+        with torch.no_grad():
+            for parameter, source in copies:
+                if parameter is not None and source is not None:
+                    parameter.copy_(source)
+        return mixture

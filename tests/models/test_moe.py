@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_accel import DigitsDataModule, MoEClassifier
+from lightning_accel import DigitsDataModule, MoEClassifier, TopKGate
 from tests.ranks import run_ranks
 
 
@@ -41,8 +41,8 @@ def test_training_loss_adds_the_weighted_balance_loss(small):
     small.balance_weight = 0.5
     trainer = quiet_trainer()
     small.trainer = trainer
-    logits, balance_loss, _ = small(x)
-    expected = F.cross_entropy(logits, target) + 0.5 * balance_loss
+    logits, report = small(x)
+    expected = F.cross_entropy(logits, target) + 0.5 * report.balance_loss
     torch.testing.assert_close(small.training_step((x, target), 0), expected)
 
 
@@ -54,9 +54,10 @@ def test_every_figure_is_logged(small, tmp_path):
     load = {f"train/expert_load_{i}" for i in range(4)}
     assert logged == load | {
         "train/loss", "train/balance_loss", "train/accuracy", "val/loss", "val/accuracy",
+        "train/load_entropy", "train/max_violation", "train/dropped_fraction", "train/gate_confidence",
     }  # fmt: skip
     assert sum(float(trainer.logged_metrics[name]) for name in load) == pytest.approx(1)
-    assert not small.expert_load.update_called  # each epoch counts its own slots
+    assert not small.epoch_load.update_called  # each epoch counts its own slots
 
 
 def test_validation_figures_are_means_over_rows_not_batches(small):
@@ -236,8 +237,8 @@ def test_checkpoint_with_own_encoder_names_it_where_it_is_not_given():
 class SmoothedMoE(MoEClassifier):
     def training_step(self, batch, batch_idx):
         x, target = batch
-        logits, balance_loss, _ = self(x)
-        return F.cross_entropy(logits, target, label_smoothing=0.1) + 0.1 * balance_loss
+        logits, report = self(x)
+        return F.cross_entropy(logits, target, label_smoothing=0.1) + 0.1 * report.balance_loss
 
 
 def test_subclass_with_its_own_training_step_trains():
@@ -265,18 +266,37 @@ def test_trains_on_cuda(small, precision):
     assert trainer.callback_metrics["val/accuracy"] > 0.6
 
 
-def trained(world_size: int, batch_size: int, rank: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights and figures after two epochs of SGD; no balance loss, since each rank has its own shares of experts."""
+def trained(
+    world_size=1, batch_size=4, rank=0, micro_batches=1
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and figures after two epochs of SGD with every loss that looks at the batch as a whole."""
     torch.manual_seed(3)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    model = MoEClassifier(6, 3, dim=8, num_experts=9, expert_dim=8, balance_weight=0.0, optimizer=sgd)
+    model = MoEClassifier(
+        6,
+        3,
+        dim=8,
+        num_experts=9,
+        expert_dim=8,
+        gate=partial(TopKGate, score="sigmoid", bias_update_rate=0.01),
+        balance_weight=0.5,
+        z_weight=0.1,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
     data = rows(12)
     sampler = None if world_size == 1 else DistributedSampler(data, world_size, rank, shuffle=False)
     trainer = quiet_trainer(
-        devices=world_size, strategy="ddp" if world_size > 1 else "auto", max_epochs=2, limit_val_batches=0
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+        max_epochs=2,
+        limit_val_batches=0,
+        accumulate_grad_batches=micro_batches,
+        log_every_n_steps=1,
     )
     trainer.fit(model, DataLoader(data, batch_size, sampler=sampler))
-    figures = {name: value for name, value in trainer.callback_metrics.items() if "load" in name or "accuracy" in name}
+    of_the_step = ("load", "accuracy", "max_violation", "dropped", "confidence")
+    figures = {
+        name: value for name, value in trainer.callback_metrics.items() if any(part in name for part in of_the_step)
+    }
     return {name: value.clone() for name, value in model.state_dict().items()}, figures
 
 
@@ -286,7 +306,25 @@ def check_trained(rank):
 
 def test_two_ranks_train_the_model_of_one_process():
     """Nine experts and four rows a step: experts that no row of a rank visits do not stop DDP."""
-    expected = trained(world_size=1, batch_size=4)
-    assert len(expected[1]) == 10
+    expected = trained()
+    assert len(expected[1]) == 14
     for actual in run_ranks(check_trained):
         torch.testing.assert_close(actual, expected)
+
+
+def test_micro_batches_train_the_model_of_whole_batches():
+    torch.testing.assert_close(trained(batch_size=1, micro_batches=4), trained())
+
+
+def test_gate_of_a_config_is_in_the_checkpoint(command, run_folder):
+    gate = ["--model.gate=TopKGate", "--model.gate.score=sigmoid", "--model.gate.bias_update_rate=0.01"]
+    options = ["--model=MoEClassifier", "--model.dim=8", "--model.expert_dim=8", "--data=DigitsDataModule"]
+    short = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
+    assert command("fit", *options, *gate, *short).status == 0
+    saved = next(run_folder.glob("**/*.ckpt"))
+    loaded = MoEClassifier.load_from_checkpoint(saved, weights_only=True)
+    assert loaded.mixture.gate.score == "sigmoid"
+    assert loaded.mixture.gate.bias_steps.any()
+    result = command("test", "--data=DigitsDataModule", f"--ckpt_path={saved}", "--trainer.accelerator=cpu")
+    assert result.status == 0, result.err
+    assert "test/accuracy" in result.out

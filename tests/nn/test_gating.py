@@ -1,81 +1,233 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from lightning_accel.nn import TopKGate
+from lightning_accel.nn import ExpertChoiceGate, TopKGate
 
 
 @torch.no_grad()
-def reference(x, weight, k):
-    """Row by row: weights, experts and balance loss."""
-    probs = (x @ weight.T).softmax(dim=-1)
-    weights, experts = torch.zeros(len(x), k), torch.zeros(len(x), k, dtype=torch.int64)
-    visits = torch.zeros(len(weight))
-    for row, p in enumerate(probs):
-        best = sorted(range(len(p)), key=lambda e: -float(p[e]))[:k]
-        for slot, expert in enumerate(best):
-            experts[row, slot] = expert
-            weights[row, slot] = p[expert] if k == 1 else p[expert] / p[best].sum()
-            visits[expert] += 1
-    return weights, experts, len(weight) * float((visits / visits.sum() * probs.mean(dim=0)).sum()), visits
+def reference(x, gate, bias=None, mask=None):
+    """Token by token: {(token, expert): weight}, visits of each expert, balance loss."""
+    logits = x @ gate.weight.T
+    scores = logits.softmax(dim=-1) if gate.score == "softmax" else logits.sigmoid()
+    weights, visits, num_experts = {}, [0] * gate.num_experts, gate.num_experts
+    present = [n for n in range(len(x)) if mask is None or mask[n]]
+    for n in present:
+        chosen_by = scores[n] if bias is None else scores[n] + bias
+        size = num_experts // gate.num_groups
+        groups = [range(g * size, (g + 1) * size) for g in range(gate.num_groups)]
+        groups.sort(key=lambda group: -sum(sorted((float(chosen_by[e]) for e in group), reverse=True)[:2]))
+        allowed = [e for group in groups[: gate.top_groups] for e in group]
+        best = sorted(allowed, key=lambda e: -float(chosen_by[e]))[: gate.k]
+        total = sum(float(scores[n, e]) for e in best) if gate.normalize else 1
+        for e in best:
+            weights[n, e] = gate.scale * float(scores[n, e]) / total
+            visits[e] += 1
+    mean = (scores / scores.sum(dim=-1, keepdim=True))[present].mean(dim=0)
+    load = torch.tensor(visits) / sum(visits)
+    return weights, visits, float(num_experts * (load * mean).sum())
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_matches_routing_row_by_row(k):
-    gate = TopKGate(dim=3, num_experts=5, k=k)
+def slots(routing):
+    triples = zip(*(t.tolist() for t in routing[:3]), strict=True)
+    return {(token, expert): weight for token, expert, weight in triples}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": 1},
+        {"k": 2},
+        {"k": 6},
+        {"k": 1, "normalize": True},
+        {"k": 3, "normalize": False, "scale": 2.5},
+        {"k": 2, "score": "sigmoid"},
+        {"k": 3, "num_groups": 3, "top_groups": 2},
+        {"k": 2, "num_groups": 6, "top_groups": 2, "score": "sigmoid"},
+        {"k": 2, "bias_update_rate": 0.1, "score": "sigmoid"},
+        {"k": 2, "bias_update_rate": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_matches_routing_token_by_token(options, masked):
+    gate = TopKGate(dim=3, num_experts=6, **options)
+    bias = None
+    if gate.bias_steps is not None:
+        gate.bias_steps += torch.tensor([3, -4, 1, 0, 9, -2])
+        bias = 0.1 * gate.bias_steps
     x = torch.randn(7, 3)
-    routing = gate(x)
-    weights, experts, balance_loss, visits = reference(x, gate.weight, k)
-    torch.testing.assert_close(routing.weights, weights)
-    assert routing.experts.equal(experts)
-    assert routing.balance_loss.item() == pytest.approx(balance_loss, rel=1e-5)
-    assert routing.expert_counts.tolist() == visits.tolist()
+    mask = torch.tensor([True, False, True, True, False, True, True]) if masked else None
+    routing = gate(x, mask)
+    weights, visits, balance_loss = reference(x, gate, bias, mask)
+    found = {slot: weight for slot, weight in slots(routing).items() if slot[1] < 6}
+    assert found == pytest.approx(weights, rel=1e-5)
+    assert routing.report.expert_counts.tolist() == visits
+    assert routing.report.balance_loss.item() == pytest.approx(balance_loss, rel=1e-5)
+
+
+def test_other_figures_match_their_formulas():
+    gate, x = TopKGate(dim=3, num_experts=5), torch.randn(7, 3)
+    logits = x @ gate.weight.T
+    report = gate(x).report
+    z_loss = torch.stack([row.exp().sum().log() ** 2 for row in logits]).mean()  # Zoph et al. 2022, eq. 5
+    torch.testing.assert_close(report.z_loss, z_loss)
+    torch.testing.assert_close(report.confidence, logits.softmax(dim=1).max(dim=1).values.mean())
+    assert report.dropped == 0
 
 
 def test_balance_loss_is_one_for_even_shares_and_larger_for_uneven_ones():
     gate = TopKGate(dim=4, num_experts=4, k=1)
     torch.nn.init.zeros_(gate.weight)
     gate.weight.data.fill_diagonal_(1e-4)  # all but uniform probabilities, each row to an expert of its own
-    assert gate(torch.eye(4)).balance_loss.item() == pytest.approx(1, abs=1e-3)
+    assert gate(torch.eye(4)).report.balance_loss.item() == pytest.approx(1, abs=1e-3)
     gate.weight.data.fill_diagonal_(9.0)
-    assert gate(torch.eye(4)[:1]).balance_loss.item() > 3.9
+    assert gate(torch.eye(4)[:1]).report.balance_loss.item() > 3.9
+
+
+def test_balance_loss_in_training_takes_the_load_it_was_told():
+    gate, x = TopKGate(dim=3, num_experts=4), torch.randn(9, 3)
+    probs = (x @ gate.weight.T).softmax(dim=1).mean(dim=0)
+    told = torch.tensor([1, 0, 5, 4])
+    untold = gate(x).report.balance_loss
+    gate.update(told)
+    torch.testing.assert_close(gate(x).report.balance_loss, 4 * (told / 10 * probs).sum())
+    torch.testing.assert_close(gate.eval()(x).report.balance_loss, untold)
+
+
+def test_bias_moves_against_the_load_and_evens_it():
+    gate, x = TopKGate(dim=3, num_experts=5, bias_update_rate=0.01), torch.randn(200, 3)
+    x[:, 0] += 1
+    gate.weight.data[:, 0] = torch.tensor([1.0, 0, 0, 0, -1.0])
+    gate.update(torch.tensor([4, 2, 3, 0, 1]))  # their mean is 2
+    assert gate.bias_steps.tolist() == [-1, 0, -1, 1, 1]
+    before = gate(x).report.expert_counts
+    for _ in range(200):
+        gate.update(gate(x).report.expert_counts)
+    after = gate(x).report.expert_counts
+    assert before.max() > 120
+    assert after.max() < 90  # of 400 slots, 80 each at best
+    assert gate.weight.grad is None
+
+
+def test_bias_survives_a_cast_to_bf16():
+    gate = TopKGate(dim=3, num_experts=4, bias_update_rate=0.001)
+    gate.update(torch.tensor([1, 0, 0, 0]))
+    gate.to(torch.bfloat16)
+    for _ in range(1000):
+        gate.update(torch.tensor([1, 0, 0, 0]))
+    assert gate.bias_steps.tolist() == [-1001, 1001, 1001, 1001]
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_gate_learns_from_its_weights(k):
     x = torch.randn(4, 3, dtype=torch.float64)
     gate = TopKGate(dim=3, num_experts=4, k=k)
-    gate(x).weights[:, 0].sum().backward()
+    gate(x).weight_of_slot[:4].sum().backward()
     assert gate.weight.grad.abs().sum() > 0
 
 
-def test_gradients_of_weights_and_balance_loss():
+@pytest.mark.parametrize("gate_class", [TopKGate, ExpertChoiceGate])
+def test_gradients_of_weights_and_losses(gate_class):
     x = torch.randn(6, 3, dtype=torch.float64)
-    gate = TopKGate(dim=3, num_experts=4).double()
+    gate = gate_class(dim=3, num_experts=4).double()
 
     def run(weight):
         routing = torch.func.functional_call(gate, {"weight": weight}, (x,))
-        return routing.weights, routing.balance_loss
+        return routing.weight_of_slot, routing.report.balance_loss, routing.report.z_loss
 
     assert gradcheck(run, (gate.weight,))
 
 
-def test_scores_are_float32_under_autocast():
-    gate, x = TopKGate(dim=8, num_experts=4), torch.randn(5, 8)
+@pytest.mark.parametrize("gate_class", [TopKGate, ExpertChoiceGate])
+def test_scores_are_float32_under_autocast(gate_class):
+    gate, x = gate_class(dim=8, num_experts=4), torch.randn(5, 8)
     expected = gate(x)
     with torch.autocast("cpu", torch.bfloat16):
         actual = gate(x)
-    assert actual.weights.dtype == torch.float32
+    assert actual.weight_of_slot.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_no_tokens():
-    routing = TopKGate(dim=3, num_experts=2)(torch.empty(0, 3))
-    assert routing.weights.shape == (0, 2)
-    assert routing.balance_loss.item() == 0
+def test_noise_and_jitter_come_in_training_alone():
+    x = torch.randn(50, 3)
+    for options in ({"noisy": True}, {"jitter": 0.3}):
+        gate = TopKGate(dim=3, num_experts=4, **options)
+        assert not gate(x).weight_of_slot.equal(gate(x).weight_of_slot)
+        assert gate.eval()(x).weight_of_slot.equal(gate(x).weight_of_slot)
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_impossible_k_is_refused(k):
-    with pytest.raises(ValueError, match=rf"k must lie in \[1, num_experts\]; got k={k}, num_experts=3"):
-        TopKGate(dim=2, num_experts=3, k=k)
+def test_deviation_of_the_noise_is_what_was_learned():
+    gate = TopKGate(dim=3, num_experts=4, noisy=True)
+    torch.nn.init.normal_(gate.noise_weight)
+    x = torch.randn(1, 3).expand(20000, 3)
+    noise = gate._logits(x) - F.linear(x, gate.weight)
+    torch.testing.assert_close(noise.std(dim=0), F.softplus(gate.noise_weight @ x[0]), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("gate_class", [TopKGate, ExpertChoiceGate])
+def test_no_tokens(gate_class):
+    routing = gate_class(dim=3, num_experts=2)(torch.empty(0, 3))
+    assert routing.weight_of_slot.shape == (0,)
+    assert routing.report.z_loss.item() == 0
+    assert gate_class(dim=3, num_experts=2)(torch.randn(4, 3), torch.zeros(4, dtype=torch.bool)).report.z_loss == 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_ties_give_distinct_experts(score):
+    gate = TopKGate(dim=3, num_experts=6, k=4, score=score, num_groups=3, top_groups=2)
+    torch.nn.init.zeros_(gate.weight)
+    routing = gate(torch.zeros(5, 3))
+    assert len(slots(routing)) == 20
+    torch.testing.assert_close(routing.weight_of_slot, torch.full((20,), 0.25))
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "num_groups": 2, "bias_update_rate": 0.1}], ids=str)
+def test_a_token_of_nans_touches_no_other(options):
+    gate, x = TopKGate(dim=3, num_experts=4, **options), torch.randn(5, 3)
+    expected = slots(gate(x))
+    x[2] = torch.nan
+    actual = slots(gate(x))
+    assert sum(token == 2 for token, _ in actual) == 2
+    assert all(weight != weight for (token, _), weight in actual.items() if token == 2)
+    assert {slot: weight for slot, weight in actual.items() if slot[0] != 2} == {
+        slot: weight for slot, weight in expected.items() if slot[0] != 2
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_experts_choose_the_tokens_that_they_score_highest(masked):
+    gate, x = ExpertChoiceGate(dim=3, num_experts=4, k=2), torch.randn(7, 3)
+    mask = torch.tensor([True, False, True, True, True, True, True]) if masked else None
+    routing = gate(x, mask)
+    probs = (x @ gate.weight.T).softmax(dim=1).detach()
+    present = [n for n in range(7) if mask is None or mask[n]]
+    expected = {}
+    for e in range(4):
+        for n in sorted(present, key=lambda n: -float(probs[n, e]))[:4]:  # 7 tokens * 2 / 4 experts, rounded up
+            expected[n, e] = float(probs[n, e])
+    assert slots(routing) == pytest.approx(expected)
+    assert routing.report.expert_counts.tolist() == [4] * 4
+    assert routing.report.dropped == len(present) - len({n for n, _ in expected})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, r"k must lie in \[1, num_experts\]; got k=0, num_experts=6"),
+        ({"k": 7}, r"k must lie in \[1, num_experts\]; got k=7, num_experts=6"),
+        ({"score": "tanh"}, "score must be softmax or sigmoid; got 'tanh'"),
+        ({"num_groups": 4}, "num_groups must divide num_experts.*num_groups=4, num_experts=6"),
+        ({"num_groups": 3, "top_groups": 4}, r"top_groups lie in \[1, num_groups\].*top_groups=4"),
+        ({"num_groups": 3, "k": 3}, "1 of 3 groups hold 2 experts, but a token is to visit k=3; raise top_groups"),
+        ({"jitter": 1.0}, r"jitter must lie in \[0, 1\)"),
+        ({"bias_update_rate": -0.1}, "bias_update_rate not be negative.*bias_update_rate=-0.1"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TopKGate(dim=2, num_experts=6, **options)
+    if options.keys() == {"k"}:
+        with pytest.raises(ValueError, match=message):
+            ExpertChoiceGate(dim=2, num_experts=6, **options)

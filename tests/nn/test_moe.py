@@ -1,22 +1,28 @@
+import math
+from functools import partial
+
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.nn import MixtureOfExperts
+from lightning_accel.nn import ExpertChoiceGate, FeedForward, MixtureOfExperts, TopKGate
 
 
-def reference(mixture, x):
-    """Every token through each of its experts, one after the other."""
+def reference(mixture, x, capacity=None):
+    """Slot by slot: each token through each of its experts."""
     routing = mixture.gate(x)
-    rows = []
-    for row, weights, experts in zip(x, routing.weights, routing.experts, strict=True):
-        total = torch.zeros_like(row)
-        for weight, e in zip(weights, experts, strict=True):
-            hidden = F.gelu(mixture.up_weight[e] @ row + mixture.up_bias[e])
-            total = total + weight * (mixture.down_weight[e] @ hidden + mixture.down_bias[e])
-        rows.append(total)
-    return torch.stack(rows)
+    experts, taken = mixture.experts, [0] * mixture.num_experts
+    rows = [torch.zeros_like(row) for row in x]
+    for token, e, weight in zip(routing.token_of_slot, routing.expert_of_slot, routing.weight_of_slot, strict=True):
+        taken[e] += 1
+        if capacity is None or taken[e] <= capacity:
+            hidden = F.gelu(experts.up_weight[e] @ x[token] + experts.up_bias[e])
+            rows[token] = rows[token] + weight * (experts.down_weight[e] @ hidden + experts.down_bias[e])
+    return torch.stack(rows), sum(max(0, t - capacity) for t in taken) if capacity else 0
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(7, 3, 1), (7, 3, 2), (5, 9, 3), (1, 4, 4)])
@@ -25,7 +31,7 @@ def test_matches_loop_over_tokens(num_tokens, num_experts, k):
     x = torch.randn(num_tokens, 5, dtype=torch.float64, requires_grad=True)
     probe = torch.randn(num_tokens, 5, dtype=torch.float64)
     grads = []
-    for output in (mixture(x).features, reference(mixture, x)):
+    for output in (mixture(x).features, reference(mixture, x)[0]):
         grads.append((output, *torch.autograd.grad((output * probe).sum(), [x, *mixture.parameters()])))
     torch.testing.assert_close(*grads)
 
@@ -43,22 +49,22 @@ def test_gradients():
 
 def test_idle_expert_gets_a_zero_gradient():
     mixture = MixtureOfExperts(dim=3, hidden_dim=2, num_experts=6, k=1)
-    features, _, expert_counts = mixture(torch.randn(2, 3))
+    features, report = mixture(torch.randn(2, 3))
     features.sum().backward()
-    idle = expert_counts == 0
+    idle = report.expert_counts == 0
     assert idle.any()
     assert all(parameter.grad is not None for parameter in mixture.parameters())
-    assert mixture.up_weight.grad[idle].abs().sum() == 0
+    assert mixture.experts.up_weight.grad[idle].abs().sum() == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (4,), (2, 3, 4)])
 def test_any_leading_shape(shape):
     mixture = MixtureOfExperts(dim=4, hidden_dim=3, num_experts=3)
     x = torch.randn(shape)
-    features, balance_loss, expert_counts = mixture(x)
+    features, report = mixture(x)
     assert features.shape == shape
-    assert int(expert_counts.sum()) == 2 * x.numel() // 4
-    (features.sum() + balance_loss).backward()
+    assert int(report.expert_counts.sum()) == 2 * x.numel() // 4
+    (features.sum() + report.balance_loss).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -77,7 +83,7 @@ def test_autocast_keeps_the_gate_and_rounds_the_experts():
     expected = mixture(x)
     with torch.autocast("cpu", torch.bfloat16):
         actual = mixture(x)
-    assert actual.expert_counts.equal(expected.expert_counts)
+    assert actual.report.expert_counts.equal(expected.report.expert_counts)
     assert actual.features.dtype == torch.float32
     assert not actual.features.equal(expected.features)
     torch.testing.assert_close(actual.features, expected.features, rtol=0, atol=0.05)
@@ -90,12 +96,119 @@ def test_cuda_matches_cpu(dtype):
     expected = mixture(x)
     actual = mixture.to("cuda", dtype)(x.to("cuda", dtype))
     if dtype == torch.float32:
-        assert actual.expert_counts.cpu().equal(expected.expert_counts)
+        assert actual.report.expert_counts.cpu().equal(expected.report.expert_counts)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(actual.features.float().cpu(), expected.features, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("capacity_factor", [0.4, 1.0, 9.0])
+def test_capacity_leaves_out_what_is_over_and_counts_it(capacity_factor):
+    mixture = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=4, capacity_factor=capacity_factor).double()
+    x = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    features, report = mixture(x)
+    expected, dropped = reference(mixture, x, capacity=math.ceil(capacity_factor * 22 / 4))
+    torch.testing.assert_close(features, expected)
+    assert report.dropped == dropped
+    assert report.expert_counts.sum() == 22  # what was asked for
+    parameters = [x, *mixture.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(features.square().sum(), parameters),
+        torch.autograd.grad(expected.square().sum(), parameters),
+    )
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+def test_masked_tokens_leave_no_trace(capacity_factor):
+    mixture = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=4, capacity_factor=capacity_factor)
+    x, mask = torch.randn(3, 4, 5), torch.rand(3, 4) > 0.4
+    features, report = mixture(x, mask)
+    x[~mask] = torch.nan
+    again, report_again = mixture(x, mask)
+    torch.testing.assert_close(again, features, rtol=0, atol=0)
+    torch.testing.assert_close(report_again, report, rtol=0, atol=0)
+    assert features[~mask].abs().sum() == 0
+    assert report.expert_counts.sum() == 2 * mask.sum()
+    if capacity_factor is None:
+        alone = mixture(x[mask])
+        torch.testing.assert_close(features[mask], alone.features)
+        torch.testing.assert_close(report, alone.report)
+
+
+def test_shared_expert_is_added_for_every_token():
+    mixture, x = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=4, shared_dim=7), torch.randn(9, 5)
+    both = mixture(x).features
+    shared, mixture.shared = mixture.shared, None
+    torch.testing.assert_close(both, mixture(x).features + shared(x))
+
+
+def test_each_expert_chooses_its_tokens():
+    mixture = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=4, gate=ExpertChoiceGate).double()
+    x = torch.randn(9, 5, dtype=torch.float64)
+    torch.testing.assert_close(mixture(x).features, reference(mixture, x)[0])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_upcycled_mixture_equals_the_dense_one(gated, bias):
+    dense, x = FeedForward(5, 7, "gelu", gated, bias), torch.randn(11, 5)
+    mixture = MixtureOfExperts.from_dense(dense, num_experts=6, k=3, gate=partial(TopKGate, score="sigmoid"))
+    torch.testing.assert_close(mixture(x).features, dense(x))
+    sequential = nn.Sequential(nn.Linear(5, 7, bias), nn.SiLU(), nn.Dropout(0.1), nn.Linear(7, 5, bias)).double()
+    mixture = MixtureOfExperts.from_dense(sequential, num_experts=6, capacity_factor=100.0)
+    torch.testing.assert_close(mixture(x.double()).features, sequential.eval()(x.double()))
+
+
+def test_what_cannot_be_upcycled_is_refused():
+    dense = FeedForward(5, 7)
+    with pytest.raises(ValueError, match=r"must sum to 1 .* k=1, normalize=False.*Take k=2 or more, or"):
+        MixtureOfExperts.from_dense(dense, num_experts=4, k=1)
+    x = torch.randn(3, 5)
+    one = MixtureOfExperts.from_dense(dense, num_experts=4, k=1, gate=partial(TopKGate, normalize=True))
+    torch.testing.assert_close(one(x).features, dense(x))
+    with pytest.raises(TypeError, match=r"need a FeedForward, an nn.Sequential of linear layer, activation, linear"):
+        MixtureOfExperts.from_dense(nn.Linear(5, 5), num_experts=4)
+    tanh = nn.Sequential(nn.Linear(5, 7), nn.GELU(approximate="tanh"), nn.Linear(7, 5))
+    with pytest.raises(TypeError, match="one of gelu, relu, silu, the exact ones; got GELU"):
+        MixtureOfExperts.from_dense(tanh, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    "gate", [TopKGate, ExpertChoiceGate, partial(TopKGate, score="sigmoid", noisy=True, bias_update_rate=0.01)], ids=str
+)
+def test_compiles_whole_and_once_for_any_routing(gate):
+    torch._dynamo.reset()
+    mixture = MixtureOfExperts(dim=8, hidden_dim=6, num_experts=4, gate=gate, shared_dim=3, capacity_factor=1.0).eval()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mixture, fullgraph=True, backend=counter)
+    for scale in (1.0, 30.0, -5.0):
+        x = scale * torch.randn(9, 8)
+        torch.testing.assert_close(compiled(x), mixture(x))
+    assert counter.frame_count == 1
+
+
+def test_activation_checkpointing_and_second_backends_change_nothing():
+    mixture, x = MixtureOfExperts(dim=8, hidden_dim=6, num_experts=4), torch.randn(9, 8)
+    results = []
+    for run, backend in (
+        (mixture, "auto"),
+        (partial(checkpoint, mixture, use_reentrant=False), "auto"),
+        (mixture, "loop"),
+    ):
+        mixture.experts.backend = backend
+        features, report = run(x)
+        loss = features.square().sum() + report.balance_loss + report.z_loss
+        results.append((features, *report, *torch.autograd.grad(loss, list(mixture.parameters()))))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], results[0])
+
+
+@pytest.mark.parametrize("capacity_factor", [0.0, -1.0])
+def test_impossible_capacity_is_refused(capacity_factor):
+    with pytest.raises(ValueError, match="capacity_factor must be above 0, or None for no bound"):
+        MixtureOfExperts(dim=2, hidden_dim=2, num_experts=2, capacity_factor=capacity_factor)
+
+
 @pytest.mark.parametrize("sizes", [{"dim": 0, "hidden_dim": 3}, {"dim": 3, "hidden_dim": 0}])
 def test_impossible_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match="dim and hidden_dim must be at least 1"):
+    with pytest.raises(ValueError, match=r"dim.* must be at least 1"):
         MixtureOfExperts(**sizes, num_experts=2)

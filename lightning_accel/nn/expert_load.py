@@ -1,0 +1,127 @@
+"""How busy experts are kept. Shapes: E experts, L mixtures."""
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.nn.gating import GateReport
+
+_IDLE = 0.01  # of an equal share
+_TELLING = 64  # slots of an equal share from which on an expert without any is no accident
+
+
+class LoadStatistics(NamedTuple):
+    """What the gate of one mixture did in an optimizer step, over all micro-batches and processes."""
+
+    load: Tensor  # (E,) float64, share of the slots that each expert was asked for; sums to 1
+    dropped: Tensor  # () float64, share of the slots that got no expert
+    confidence: Tensor  # () float64, mean over tokens of the largest probability
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the load over that of equal loads, (); 0 when one expert gets all."""
+        entropy = torch.special.entr(self.load).sum() / torch.log(self.load.new_tensor(len(self.load)))
+        return torch.nan_to_num(entropy, nan=1.0)  # a single expert
+
+    @property
+    def max_violation(self) -> Tensor:
+        """How far the busiest expert is above an equal share, (), in shares (Wang et al. 2024, eq. 4)."""
+        return self.load.max() * len(self.load) - 1
+
+
+class ExpertLoad:
+    """Adds up what gates report within an optimizer step, then tells each gate, and whoever asks.
+
+    Call :meth:`add` with the reports of each forward pass in training, outside what activation checkpointing repeats,
+    and :meth:`step` once an optimizer step; neither waits for the device.
+
+    Args:
+        gates: L gates, in the order of the reports. From now on, their balance loss is that of whole optimizer steps.
+    """
+
+    def __init__(self, gates: Sequence[nn.Module]) -> None:
+        self.gates = gates
+        self.last_step: list[LoadStatistics] = []
+        self._sums: list[Tensor | None] = [None] * len(gates)
+        self._since_check: list[Tensor | int] = [0] * len(gates)
+        self._warned: set[int] = set()
+        for gate in gates:
+            slots = getattr(gate, "expert_slots", None)
+            if slots is not None and not slots.is_meta and not slots.any():
+                slots.fill_(1)
+
+    def add(self, reports: Sequence[GateReport]) -> None:
+        """Add the reports of one forward pass of all L mixtures."""
+        for number, report in enumerate(reports):
+            self.add_one(number, report)
+
+    def add_one(self, number: int, report: GateReport) -> None:
+        """Add the report of one forward pass of mixture ``number``."""
+        others = torch.stack([report.dropped, report.confidence.detach(), torch.ones_like(report.dropped)])
+        sums = torch.cat([report.expert_counts.to(_wide(others)), others.to(_wide(others))])
+        before = self._sums[number]
+        self._sums[number] = sums if before is None else before + sums
+
+    @torch.no_grad()
+    def step(self) -> list[LoadStatistics]:
+        """Sum over processes, call ``update`` of each gate that has one, and start anew; empty if nothing was added."""
+        sums = [one for one in self._sums if one is not None]
+        self._sums = [None] * len(self.gates)
+        if len(sums) < len(self.gates):  # of no forward pass, or of some mixtures alone
+            return []
+        total = torch.cat(sums)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total)
+        self.last_step = []
+        for number, (gate, one) in enumerate(zip(self.gates, total.split([len(one) for one in sums]), strict=True)):
+            counts, (dropped, confidence, passes) = one[:-3], one[-3:]
+            self._since_check[number] = self._since_check[number] + counts
+            if callable(update := getattr(gate, "update", None)):
+                update(counts.round().to(torch.int64))
+            slots = counts.sum().clamp(min=1)
+            self.last_step.append(LoadStatistics(counts / slots, dropped / slots, confidence / passes))
+        return self.last_step
+
+    def warn_if_collapsed(self) -> None:
+        """Warn, once for each gate, if a few of its experts got nearly all slots since the last check.
+
+        It waits for the device. Where slots are too few to tell, it lets them add up.
+        """
+        for number, (gate, counts) in enumerate(zip(self.gates, self._since_check, strict=True)):
+            if isinstance(counts, int) or counts.mean() < _TELLING:
+                continue
+            self._since_check[number] = 0
+            num_experts = len(counts)
+            idle = int((counts < _IDLE * counts.mean()).sum())
+            if num_experts - idle <= max(getattr(gate, "k", 1), num_experts // 4) < num_experts:
+                self._warn(number, idle, num_experts)
+
+    def _warn(self, number: int, idle: int, num_experts: int) -> None:
+        if number not in self._warned:
+            self._warned.add(number)
+            warnings.warn(
+                f"gate {number} has collapsed: {idle} of its {num_experts} experts got less than a hundredth of an "
+                "equal share of late. Raise the weight of its balance loss, set bias_update_rate of TopKGate, or lower "
+                "the learning rate",
+                stacklevel=3,
+            )
+
+
+def summarise_load(statistics: Sequence[LoadStatistics]) -> dict[str, Tensor]:
+    """Figures over all mixtures, () each.
+
+    ``load_entropy``, the smallest; ``max_violation``, the largest; ``dropped_fraction`` and ``gate_confidence``, means.
+    """
+    return {
+        "load_entropy": torch.stack([one.entropy for one in statistics]).min(),
+        "max_violation": torch.stack([one.max_violation for one in statistics]).max(),
+        "dropped_fraction": torch.stack([one.dropped for one in statistics]).mean(),
+        "gate_confidence": torch.stack([one.confidence for one in statistics]).mean(),
+    }
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64  # counts beyond 2**24 stay whole

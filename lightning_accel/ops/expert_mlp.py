@@ -1,0 +1,340 @@
+"""Many two-layer perceptrons at once, each on its own tokens: the compute of a mixture of experts.
+
+Shapes: N tokens, D features, E experts, S slots (pairs of a token and an expert), H hidden features, U = H outputs of
+the first layer, or 2 * H where it is gated.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear, takes_grouped_mm
+
+Activation: TypeAlias = Literal["gelu", "relu", "silu"]
+Backend: TypeAlias = Literal["auto", "blocks", "grouped_mm", "loop"]
+
+_BLOCK = 1024  # bytes a feature and thread: a block's activations stay in cache from one product to the next
+_PANEL = 2048  # rows of one product for the gradient of a weight: bounds the memory of an expert that got most tokens
+
+
+def expert_mlp(
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = "gelu",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Weighted sum, for each token, of what the experts of its slots make of it.
+
+    Expert e computes ``down[e] @ act(up[e] @ x)``; where U is 2 * H its first layer is gated (Shazeer 2020,
+    https://arxiv.org/abs/2002.05202): ``down[e] @ (act(gate[e] @ x) * up[e] @ x)``, ``gate`` being the first H rows
+    of ``up_weight[e]``. Sums over slots are taken in float32 or wider. Under autocast, products run in its dtype.
+
+    Args:
+        tokens: (N, D), any floating dtype.
+        token_of_slot: (S,) int64 in [0, N), slots sorted by expert; those past ``counts.sum()`` are left out.
+        weight_of_slot: (S,) floating.
+        counts: (E,) int64, slots of each expert; any may be 0.
+        up_weight: (E, U, D).
+        down_weight: (E, D, H).
+        up_bias: (E, U).
+        down_bias: (E, D).
+        activation: ``gelu`` (the exact one), ``relu`` or ``silu``.
+        backend: ``loop`` is the plain formula, which every other one is tested against, and the only one with second
+            derivatives. ``grouped_mm`` is torch's kernel; it leaves ``counts`` on its device. ``blocks``, for the CPU,
+            carries a block of rows through both layers while they are in cache, and keeps half of what autograd would.
+            ``auto`` takes what :func:`choose_backend` says.
+
+    Returns:
+        (N, D), dtype of the products; 0 for a token without slots.
+
+    Raises:
+        ValueError: if ``activation`` or ``backend`` is unknown, or the backend cannot run there.
+
+    >>> counts, tokens = torch.tensor([1, 2]), torch.tensor([[1.0], [10.0]])
+    >>> up, down = torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[2.0]]])
+    >>> expert_mlp(tokens, torch.tensor([0, 0, 1]), torch.tensor([0.5, 0.5, 1]), counts, up, down, activation="relu")
+    tensor([[ 1.5000],
+            [20.0000]])
+    """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
+    tokens, up_weight, down_weight = cast_for_autocast(tokens, up_weight, down_weight)
+    up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
+    if backend == "auto":
+        backend = choose_backend(up_weight, down_weight)
+    with torch.autocast(tokens.device.type, enabled=False):
+        if backend == "blocks":
+            if tokens.device.type not in ("cpu", "meta"):
+                raise ValueError(f"the backend 'blocks' runs on the CPU; the tokens are on {tokens.device}. Use 'auto'")
+            if (up_bias is None) != (down_bias is None):
+                raise ValueError("give both biases, or none")
+            biases = [bias for bias in (up_bias, down_bias) if bias is not None]
+            slots = token_of_slot, weight_of_slot, counts
+            return _blocks_op(tokens, *slots, up_weight, down_weight, biases, activation)[0]
+        rows = tokens.index_select(0, token_of_slot)  # (S, D)
+        hidden = grouped_linear(rows, up_weight, counts, backend)
+        if up_bias is not None:
+            hidden = hidden + _spread(up_bias, counts, len(rows))
+        visited = grouped_linear(_activate(hidden, down_weight.shape[2], activation), down_weight, counts, backend)
+        if down_bias is not None:
+            visited = visited + _spread(down_bias, counts, len(rows))
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
+        return out.index_add(0, token_of_slot, visited.to(wide) * weight_of_slot.to(wide).unsqueeze(1)).to(tokens.dtype)
+
+
+def choose_backend(up_weight: Tensor, down_weight: Tensor) -> Backend:
+    """The fastest backend of :func:`expert_mlp` for weights of this device, dtype and shape."""
+    if up_weight.device.type == "cpu":
+        return "blocks"
+    return "grouped_mm" if takes_grouped_mm(up_weight, down_weight) else "loop"
+
+
+def _spread(bias: Tensor, counts: Tensor, num_slots: int) -> Tensor:
+    """Row e of ``bias`` (E, O) for each slot of expert e, (S, O); 0 for slots of none."""
+    bounds = counts.cumsum(0)
+    expert = torch.searchsorted(bounds, torch.arange(num_slots, device=bias.device), right=True)
+    return F.pad(bias, (0, 0, 0, 1)).index_select(0, expert)
+
+
+def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:
+    first = _ACTIVATIONS[activation].function(hidden[:, :hidden_dim])
+    return first if hidden.shape[1] == hidden_dim else first * hidden[:, hidden_dim:]
+
+
+class _Act(NamedTuple):
+    function: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor, Tensor, Tensor], object]  # (gradient, input, where to write the product)
+
+
+_ACTIVATIONS: dict[str, _Act] = {
+    "gelu": _Act(F.gelu, lambda grad, x, out: torch.ops.aten.gelu_backward(grad, x, grad_input=out)),
+    "relu": _Act(F.relu, lambda grad, x, out: torch.ops.aten.threshold_backward(grad, x, 0, grad_input=out)),
+    "silu": _Act(F.silu, lambda grad, x, out: torch.ops.aten.silu_backward(grad, x, grad_input=out)),
+}
+
+
+@torch.library.custom_op("lightning_accel::expert_mlp_blocks", mutates_args=(), device_types="cpu")
+def _blocks_op(
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    biases: list[Tensor],
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, (N, D), and for the backward what the first layers gave, (S + spare, U), and the second, (S, D).
+
+    Rows that pad a block run into the rows of the next one, which overwrites them; nothing reads them before.
+    """
+    hidden_dim, up_dim = down_weight.shape[2], up_weight.shape[1]
+    act = _ACTIVATIONS[activation].function
+    spare = _padded(_block_rows(tokens.dtype), tokens.dtype)
+    before, visited = _saved(tokens, token_of_slot, up_dim)
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    out = torch.zeros(tokens.shape, dtype=wide)
+    rows, hidden = tokens.new_empty(spare, tokens.shape[1]), tokens.new_empty(spare, hidden_dim)
+    weights = weight_of_slot.to(wide).unsqueeze(1)
+    layers = _per_expert(up_weight, down_weight, biases)
+    for (first, last), (up, down, up_bias, down_bias) in zip(_segments(counts), layers, strict=True):
+        for start, stop in _cut(first, last, _block_rows(tokens.dtype)):
+            padded = _padded(stop - start, tokens.dtype)
+            index, x_up = token_of_slot[start:stop], before[start : start + padded]
+            torch.index_select(tokens, 0, index, out=rows[: stop - start])
+            _linear(rows[:padded], up, up_bias, out=x_up)
+            h = act(x_up[:, :hidden_dim])
+            if up_dim > hidden_dim:
+                h = torch.mul(h, x_up[:, hidden_dim:], out=hidden[:padded])
+            y = _linear(h, down, down_bias, out=visited[start : start + padded])[: stop - start]
+            out.index_add_(
+                0,
+                index,
+                (y.to(wide) * weights[start:stop]) if y.dtype == wide else y.to(wide).mul_(weights[start:stop]),
+            )
+    return out.to(tokens.dtype), before, visited
+
+
+@torch.library.custom_op("lightning_accel::expert_mlp_blocks_backward", mutates_args=(), device_types="cpu")
+def _blocks_backward_op(
+    grad: Tensor,
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    biases: list[Tensor],
+    before: Tensor,
+    visited: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of tokens, (N, D), of the slots' weights, (S,), and of the experts' weights and biases."""
+    dtype, wide = tokens.dtype, torch.promote_types(tokens.dtype, torch.float32)
+    d_tokens = torch.zeros(tokens.shape, dtype=wide)
+    d_weights = torch.zeros(len(token_of_slot), 1, dtype=wide)
+    d_up_weight, d_down_weight = torch.empty_like(up_weight), torch.empty_like(down_weight)
+    d_biases = [torch.zeros_like(bias) for bias in biases]
+    weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of two dtypes takes many times as long
+    longest = _padded(min(int(counts.max()), _PANEL), dtype)
+    widths = tokens.shape[1], tokens.shape[1], down_weight.shape[2], up_weight.shape[1]
+    x, d_y, h, d_up = panel = [tokens.new_empty(longest, width) for width in widths]
+    layers = _per_expert(up_weight, down_weight, [])
+    d_layers = _per_expert(d_up_weight, d_down_weight, d_biases)
+    for (first, last), (up, down, *_), d_layer in zip(_segments(counts), layers, d_layers, strict=True):
+        if first == last:
+            d_layer[0].zero_()
+            d_layer[1].zero_()
+        for panel_start, panel_stop in _cut(first, last, _PANEL):
+            num = panel_stop - panel_start
+            padded = _padded(num, dtype)
+            for buffer in panel if padded > num else ():
+                buffer[num:padded].zero_()
+            for start, stop in _cut(panel_start, panel_stop, _block_rows(tokens.dtype)):
+                index, at = token_of_slot[start:stop], slice(start - panel_start, stop - panel_start)
+                at_padded = slice(at.start, at.start + _padded(stop - start, dtype))
+                torch.index_select(tokens, 0, index, out=x[at])
+                block_d_y = torch.index_select(grad, 0, index, out=d_y[at])
+                torch.sum(block_d_y * visited[start:stop], 1, keepdim=True, dtype=wide, out=d_weights[start:stop])
+                block_d_y.mul_(weights[start:stop])
+                d_h = torch.mm(d_y[at_padded], down)[: stop - start]
+                _activate_backward(d_h, before[start:stop], h[at], d_up[at], _ACTIVATIONS[activation])
+                d_x = torch.mm(d_up[at_padded], up)[: stop - start]
+                d_tokens.index_add_(0, index, d_x.to(wide))
+            _add_products(d_layer, x[:padded], h[:padded], d_up[:padded], d_y[:padded], is_first=panel_start == first)
+    return d_tokens.to(dtype), d_weights.squeeze(1).to(weight_of_slot.dtype), d_up_weight, d_down_weight, d_biases
+
+
+def _activate_backward(d_h: Tensor, before: Tensor, h: Tensor, d_up: Tensor, act: _Act) -> None:
+    """Write the hidden features to ``h`` and the gradient of ``before`` to ``d_up``; ``d_h`` is used up."""
+    hidden_dim = h.shape[1]
+    first = before[:, :hidden_dim]
+    if before.shape[1] == hidden_dim:
+        h.copy_(act.function(first))
+    else:
+        activated, factor = act.function(first), before[:, hidden_dim:]
+        torch.mul(activated, factor, out=h)
+        torch.mul(d_h, activated, out=d_up[:, hidden_dim:])
+        d_h.mul_(factor)
+    act.derivative(d_h, first, d_up[:, :hidden_dim])
+
+
+def _add_products(d_layer: "_Layers", x: Tensor, h: Tensor, d_up: Tensor, d_y: Tensor, is_first: bool) -> None:
+    d_up_weight, d_down_weight, d_up_bias, d_down_bias = d_layer
+    torch.addmm(d_up_weight, d_up.t(), x, beta=not is_first, out=d_up_weight)
+    torch.addmm(d_down_weight, d_y.t(), h, beta=not is_first, out=d_down_weight)
+    if d_up_bias is not None:
+        d_up_bias.add_(d_up.sum(0))
+    if d_down_bias is not None:
+        d_down_bias.add_(d_y.sum(0))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+_Layers: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _per_expert(up_weight: Tensor, down_weight: Tensor, biases: list[Tensor]) -> list[_Layers]:
+    """Weights and biases (of the first and the second layer; or none) of each expert."""
+    up_biases, down_biases = (bias.unbind() for bias in biases) if biases else [(None,) * len(up_weight)] * 2
+    return list(zip(up_weight.unbind(), down_weight.unbind(), up_biases, down_biases, strict=True))
+
+
+def _segments(counts: Tensor) -> list[tuple[int, int]]:
+    ends = [0, *counts.cumsum(0).tolist()]
+    return list(pairwise(ends))
+
+
+def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]
+
+
+def _block_rows(dtype: torch.dtype) -> int:
+    return _BLOCK // dtype.itemsize * torch.get_num_threads()
+
+
+def _padded(rows: int, dtype: torch.dtype) -> int:
+    """Rows to run a product over so that few different numbers occur.
+
+    For a 16-bit product oneDNN makes a kernel for each new shape, which takes several times as long as to run it, and
+    the rows of an expert change at every step. 16 sizes an octave cost at most a sixteenth more rows, on tiles of 16.
+    """
+    if dtype.itemsize > 2:
+        return rows
+    unit = max(16, 1 << max(0, rows.bit_length() - 5))
+    return -(-rows // unit) * unit
+
+
+def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int) -> tuple[Tensor, Tensor]:
+    rows = len(token_of_slot) + _padded(_block_rows(tokens.dtype), tokens.dtype)
+    return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
+
+
+@_blocks_op.register_fake
+def _(
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    biases: list[Tensor],
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(tokens), *_saved(tokens, token_of_slot, up_weight.shape[1])
+
+
+@_blocks_backward_op.register_fake
+def _(
+    grad: Tensor,
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    biases: list[Tensor],
+    before: Tensor,
+    visited: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    like = torch.empty_like
+    return like(tokens), like(weight_of_slot), like(up_weight), like(down_weight), [like(bias) for bias in biases]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, biases, ctx.activation = inputs
+    ctx.num_biases = len(biases)
+    _, before, visited = output
+    ctx.save_for_backward(*tensors, *biases, before, visited)
+    ctx.mark_non_differentiable(before, visited)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if grad is None:
+        return *(None,) * 6, [None] * ctx.num_biases, None
+    saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
+    tensors, biases, (before, visited) = saved[:6], list(saved[6:-2]), saved[-2:]
+    d_tokens, d_weights, d_up, d_down, d_biases = _blocks_backward_op(
+        grad.contiguous(), *tensors, biases, before, visited, ctx.activation
+    )
+    return d_tokens, None, d_weights, None, d_up, d_down, d_biases, None
+
+
+_blocks_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,70 @@
+"""A linear layer per group of rows. Shapes: M rows, I features in, O features out, E groups."""
+
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop"]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, backend: GroupedBackend = "auto") -> Tensor:
+    """Multiply the first ``counts[0]`` rows of ``x`` by ``weight[0].T``, the next ``counts[1]`` by ``weight[1].T`` ...
+
+    Args:
+        x: (M, I), rows sorted by group; rows past ``counts.sum()`` belong to none.
+        weight: (E, O, I), dtype of ``x``; under autocast both are cast to its dtype.
+        counts: (E,) int64, rows of each group; any may be 0.
+        backend: ``grouped_mm``, torch's kernel, which leaves ``counts`` on its device; ``loop``, one matrix product a
+            group, which copies ``counts`` to the host; by default the kernel on CUDA where it takes the shapes.
+
+    Returns:
+        (M, O); rows that belong to no group are 0.
+
+    >>> x, weight = torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]])
+    >>> grouped_linear(x, weight, torch.tensor([2, 1])).flatten()
+    tensor([2., 2., 4.])
+    """
+    x, weight = cast_for_autocast(x, weight)
+    if backend == "auto":
+        backend = "grouped_mm" if takes_grouped_mm(weight) else "loop"
+    with torch.autocast(x.device.type, enabled=False):
+        if backend == "loop":
+            return _loop(x, weight, counts)
+        ends = counts.cumsum(0)
+        # the kernel leaves rows past the last end as they were in memory, in its output and in the gradient of x
+        grouped = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(1)
+        x = torch.where(grouped, x, 0)
+        product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+        return torch.where(grouped, product, 0)
+
+
+def takes_grouped_mm(*weights: Tensor) -> bool:
+    """Whether torch's grouped kernel is the fast path for ``weights`` (E, O, I): CUDA, and rows of whole 16 bytes."""
+    return all(
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+        for weight in weights
+    )
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the dtype of the autocast region we are in, if any; ``grouped_mm`` and custom ops do not by themselves.
+
+    float64 stays as it is, as everywhere under autocast.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    sizes = counts.tolist()
+    rows = x.split([*sizes, len(x) - sum(sizes)])
+    # unbind, not weight[e]: the backward of each of E selects would build a full-size zero gradient, E**2 in all
+    products = [F.linear(segment, w) for segment, w in zip(rows, weight.unbind(), strict=False)]
+    return torch.cat([*products, x.new_zeros(len(rows[-1]), weight.shape[1])])

@@ -1,0 +1,173 @@
+from itertools import product
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.autograd import gradcheck, gradgradcheck
+
+from lightning_accel.ops import expert_mlp
+from lightning_accel.ops.expert_mlp import choose_backend
+
+LAYOUTS = list(product(["gelu", "relu", "silu"], [False, True], [False, True]))
+
+
+def inputs(counts, dtype=torch.float64, num_tokens=7, dim=5, hidden_dim=3, gated=True, bias=True, left_out=0):
+    """Arguments of expert_mlp as far as they have gradients, and those that have none."""
+    counts = torch.tensor(counts)
+    num_slots, num_experts = int(counts.sum()) + left_out, len(counts)
+    up_dim = (1 + gated) * hidden_dim
+    shapes = [(num_tokens, dim), (num_slots,), (num_experts, up_dim, dim), (num_experts, dim, hidden_dim)]
+    if bias:
+        shapes += [(num_experts, up_dim), (num_experts, dim)]
+    learned = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    return learned, torch.randint(num_tokens, (num_slots,)), counts
+
+
+def run(learned, token_of_slot, counts, **kwargs):
+    tokens, weights, *layers = learned
+    return expert_mlp(tokens, token_of_slot, weights, counts, *layers, **kwargs)
+
+
+def slot_by_slot(learned, token_of_slot, counts, activation):
+    tokens, weights, up, down, *biases = learned
+    act = {"gelu": torch.nn.functional.gelu, "relu": torch.relu, "silu": torch.nn.functional.silu}[activation]
+    out = [torch.zeros_like(token) for token in tokens]
+    experts = torch.arange(len(counts)).repeat_interleave(counts).tolist()
+    for expert, token, weight in zip(experts, token_of_slot.tolist(), weights, strict=False):
+        hidden = up[expert] @ tokens[token] + (biases[0][expert] if biases else 0)
+        hidden_dim = down.shape[2]
+        h = act(hidden[:hidden_dim])
+        if len(hidden) > hidden_dim:
+            h = h * hidden[hidden_dim:]
+        out[token] = out[token] + weight * (down[expert] @ h + (biases[1][expert] if biases else 0))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("backend", ["blocks", "loop"])
+@pytest.mark.parametrize(("activation", "gated", "bias"), LAYOUTS)
+def test_matches_slot_by_slot(backend, activation, gated, bias):
+    arguments = inputs([2, 0, 4, 1], gated=gated, bias=bias, left_out=2)
+    actual = run(*arguments, activation=activation, backend=backend)
+    expected = slot_by_slot(*arguments, activation)
+    probe = torch.randn_like(actual)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, arguments[0], probe), torch.autograd.grad(expected, arguments[0], probe)
+    )
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [1, 0], [5000, 3], [300, 2100], [1, 1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_blocks_match_loop_whatever_the_counts(counts, dtype):
+    """5000 rows of one expert take several blocks and panels; sums over so many slots are wide in both."""
+    arguments = inputs(counts, dtype, num_tokens=900, left_out=17)
+    for tensor in arguments[0][2:]:
+        tensor.data *= 0.3
+    results = []
+    for backend in ("blocks", "loop"):
+        out = run(*arguments, backend=backend)
+        results.append((out, *torch.autograd.grad(out, arguments[0], torch.ones_like(out))))
+    scale = [reference.abs().amax().item() if reference.numel() else 0 for reference in results[1]]
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    for actual, expected, largest in zip(*results, scale, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=bound * max(largest, 1e-3))
+
+
+def test_gradients():
+    learned, *rest = inputs([2, 0, 1], num_tokens=3, dim=2, hidden_dim=2, left_out=1)
+    assert gradcheck(lambda *tensors: run(tensors, *rest, backend="blocks"), learned)
+    assert gradgradcheck(lambda *tensors: run(tensors, *rest, backend="loop"), learned)
+
+
+def test_op_is_registered_right():
+    learned, token_of_slot, counts = inputs([2, 0, 4, 1], torch.float32)
+    tokens, weights, up, down, *biases = learned
+    arguments = tokens, token_of_slot, weights, counts, up, down, biases, "gelu"
+    torch.library.opcheck(
+        torch.ops.lightning_accel.expert_mlp_blocks.default,
+        arguments,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_compiles_whole_and_once_for_any_split_of_the_slots():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for counts in ([2, 0, 4, 1], [7, 0, 0, 0], [1, 2, 2, 2]):
+        arguments = inputs(counts, torch.float32)
+        actual, expected = compiled(*arguments), run(*arguments)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual.sum(), arguments[0]), torch.autograd.grad(expected.sum(), arguments[0])
+        )
+    assert counter.frame_count == 1
+
+
+def test_garbage_in_fresh_memory_does_not_show():
+    arguments = inputs([37, 5, 0, 70], torch.bfloat16, num_tokens=50)  # rows that are padded, in 16 bits
+    results = []
+    for deterministic in (True, False):  # which fills fresh memory with NaN
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            out = run(*arguments)
+            results.append((out, *torch.autograd.grad(out.sum(), arguments[0])))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_frozen_experts_pass_gradients_on():
+    arguments = inputs([2, 0, 4, 1])
+    for tensor in arguments[0][2:]:
+        tensor.requires_grad_(False)
+    results = [torch.autograd.grad(run(*arguments, backend=b).sum(), arguments[0][:2]) for b in ("blocks", "loop")]
+    torch.testing.assert_close(*results)
+
+
+def test_autocast_rounds():
+    learned, *rest = inputs([2, 0, 4, 1], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(learned, *rest)
+    rounded = [tensor.bfloat16() if tensor.ndim > 1 else tensor for tensor in learned]
+    torch.testing.assert_close(actual, run(rounded, *rest), rtol=0, atol=0)
+
+
+def test_backends_are_chosen_and_checked():
+    up, down = torch.empty(2, 8, 8), torch.empty(2, 8, 8)
+    assert choose_backend(up, down) == "blocks"
+    assert choose_backend(up.to("meta"), down.to("meta")) == "loop"
+    arguments = inputs([2, 1])
+    with pytest.raises(ValueError, match="backend must be one of auto, blocks, grouped_mm, loop; got 'fast'"):
+        run(*arguments, backend="fast")
+    with pytest.raises(ValueError, match="activation must be one of gelu, relu, silu; got 'tanh'"):
+        run(*arguments, activation="tanh")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_matches_float64(dtype):
+    learned, token_of_slot, counts = inputs([20, 0, 41, 13], dtype, num_tokens=40, dim=16, hidden_dim=8, left_out=3)
+    for tensor in learned[2:]:
+        tensor.data *= 0.3
+    wide = [tensor.detach().double().requires_grad_() for tensor in learned]
+    expected = run(wide, token_of_slot, counts)
+    on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in learned]
+    assert choose_backend(*on_gpu[2:4]) == "grouped_mm"
+    actual = run(on_gpu, token_of_slot.cuda(), counts.cuda())
+    tolerance = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
+    torch.testing.assert_close(actual.double().cpu(), expected, **tolerance)
+    grads = torch.autograd.grad(actual.sum(), on_gpu)
+    for grad, reference in zip(grads, torch.autograd.grad(expected.sum(), wide), strict=True):
+        torch.testing.assert_close(grad.double().cpu(), reference, rtol=0, atol=tolerance["atol"] * 10)
+
+
+@pytest.mark.gpu
+def test_cuda_never_waits_for_the_device():
+    learned, token_of_slot, counts = inputs([20, 0, 41, 13], torch.bfloat16, num_tokens=40, dim=16, hidden_dim=8)
+    on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in learned], token_of_slot.cuda(), counts.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(*on_gpu).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
