@@ -7,10 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
     from lightning_accel.data import TabularDataModule as TabularDataModule
+    from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.models import MoEClassifier as MoEClassifier
+    from lightning_accel.models import MoELanguageModel as MoELanguageModel
+    from lightning_accel.nn import ExpertChoiceGate as ExpertChoiceGate
+    from lightning_accel.nn import ExpertLoad as ExpertLoad
+    from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import TopKGate as TopKGate
 
@@ -18,19 +24,31 @@ __version__ = "0.1.0"
 
 _PACKAGE_OF = {
     "DigitsDataModule": "data",
+    "ExpertChoiceGate": "nn",
+    "ExpertLoad": "nn",
+    "ExpertLoadMonitor": "callbacks",
+    "FeedForward": "nn",
     "MixtureOfExperts": "nn",
     "MoEClassifier": "models",
+    "MoELanguageModel": "models",
     "PredictionWriter": "callbacks",
     "TabularDataModule": "data",
+    "TextDataModule": "data",
     "TopKGate": "nn",
 }
 
 __all__ = [
     "DigitsDataModule",
+    "ExpertChoiceGate",
+    "ExpertLoad",
+    "ExpertLoadMonitor",
+    "FeedForward",
     "MixtureOfExperts",
     "MoEClassifier",
+    "MoELanguageModel",
     "PredictionWriter",
     "TabularDataModule",
+    "TextDataModule",
     "TopKGate",
     "__version__",
 ]

@@ -1,5 +1,6 @@
 """Callbacks for any LightningModule."""
 
+from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 
-__all__ = ["PredictionWriter"]
+__all__ = ["ExpertLoadMonitor", "PredictionWriter"]

@@ -1,9 +1,15 @@
-"""What the models' hooks share."""
+"""What the models' hooks share. Shapes: L mixtures, E experts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_accel.nn import GateReport
 
 
 def is_logging_step(module: L.LightningModule) -> bool:
@@ -32,3 +38,19 @@ def keep_plain_hyperparameters(module: L.LightningModule) -> None:
             module.hparams[name] = value.tolist()
     if not isinstance(module.hparams.get("gate", {}), dict):
         del module.hparams["gate"]
+
+
+class EpochLoad(Metric):
+    """Share of the slots that each expert was asked for, (L, E), over all batches and processes of an epoch."""
+
+    counts: Tensor
+
+    def __init__(self, num_mixtures: int, num_experts: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(num_mixtures, num_experts, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, reports: Sequence[GateReport]) -> None:
+        self.counts += torch.stack([report.expert_counts for report in reports])
+
+    def compute(self) -> Tensor:
+        return self.counts / self.counts.sum(dim=1, keepdim=True).clamp(min=1)

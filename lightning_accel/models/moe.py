@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.models.hooks import is_logging_step, keep_plain_hyperparameters
+from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.ops.expert_mlp import Activation
@@ -120,7 +120,7 @@ class MoEClassifier(L.LightningModule):
         self.dropout = nn.Dropout(dropout)
         self.head: nn.Module | None = None
         self.expert_load = ExpertLoad([self.mixture.gate])
-        self.epoch_load = _EpochLoad(num_experts)
+        self.epoch_load = EpochLoad(1, num_experts)
         if num_classes is not None and (encoder is not None or num_features is not None):
             self.configure_model()
 
@@ -186,7 +186,7 @@ class MoEClassifier(L.LightningModule):
         loss = F.cross_entropy(logits, target)
         self.train_accuracy.update(logits, target)
         self.expert_load.add([report])
-        self.epoch_load.update(report.expert_counts)
+        self.epoch_load.update([report])
         if is_logging_step(self):
             self.log("train/loss", loss, prog_bar=True)
             self.log("train/balance_loss", report.balance_loss)
@@ -205,7 +205,7 @@ class MoEClassifier(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         if not self.epoch_load.update_called:  # by a subclass's own training_step
             return
-        load = self.epoch_load.compute().tolist()
+        load = self.epoch_load.compute()[0].tolist()
         figures = {f"train/expert_load_{expert}": share for expert, share in enumerate(load)}
         figures["train/accuracy"] = self.train_accuracy.compute()
         self.log_dict(figures, sync_dist=True)  # equal on all processes: it keeps Lightning from warning
@@ -245,19 +245,3 @@ class MoEClassifier(L.LightningModule):
 
 def _list_of_str(names: Sequence[object]) -> list[str]:
     return [str(name) for name in names]
-
-
-class _EpochLoad(Metric):
-    """Share of the slots that each expert was asked for, (E,), over all batches and processes."""
-
-    counts: Tensor
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.add_state("counts", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, expert_counts: Tensor) -> None:
-        self.counts += expert_counts
-
-    def compute(self) -> Tensor:
-        return self.counts / self.counts.sum().clamp(min=1)

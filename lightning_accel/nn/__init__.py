@@ -5,18 +5,23 @@ from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
 from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
 from lightning_accel.nn.moe_weights import read_transformers, write_transformers
+from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
 
 __all__ = [
+    "BlockOutput",
+    "CausalSelfAttention",
     "ExpertChoiceGate",
     "ExpertLoad",
     "Experts",
     "FeedForward",
     "GateReport",
+    "KeyValueCache",
     "LoadStatistics",
     "MixtureOfExperts",
     "MixtureOutput",
     "Routing",
     "TopKGate",
+    "TransformerBlock",
     "read_transformers",
     "summarise_load",
     "write_transformers",

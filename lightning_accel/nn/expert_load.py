@@ -70,7 +70,7 @@ class ExpertLoad:
         """Sum over processes, call ``update`` of each gate that has one, and start anew; empty if nothing was added."""
         sums = [one for one in self._sums if one is not None]
         self._sums = [None] * len(self.gates)
-        if len(sums) < len(self.gates):  # of no forward pass, or of some mixtures alone
+        if not sums or len(sums) < len(self.gates):  # no mixture, no forward pass, or one of some mixtures alone
             return []
         total = torch.cat(sums)
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,0 +1,156 @@
+"""How busy the experts of a module are, in figures and in a picture. Shapes: E experts."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from lightning_accel.nn import ExpertLoad, LoadStatistics, MixtureOfExperts, summarise_load
+
+_MOST_COLUMNS = 400  # of a picture; beyond, two neighbours become one
+
+
+class ExpertLoadMonitor(L.Callback):
+    """Draw the load of each expert over training, for any module with :class:`~lightning_accel.nn.MixtureOfExperts`.
+
+    The picture, a row an expert and a column every ``log_every_n_steps`` optimizer steps, goes to ``filename`` and to
+    every logger that takes images (TensorBoard as ``expert_load``), after each validation and at the end.
+
+    In a module without an :class:`~lightning_accel.nn.ExpertLoad` as its attribute ``expert_load``, it also does what
+    ours do with theirs: the gates' balance losses and biases heed the whole optimizer step, over micro-batches and
+    processes; what :func:`~lightning_accel.nn.summarise_load` tells is logged under ``train/``; and a collapsed gate is
+    warned about.
+
+    Args:
+        filename: of the picture, absolute, or relative to the run folder (the Trainer's ``log_dir``).
+
+    Raises:
+        TypeError: before training, if the module has no mixture of experts.
+    """
+
+    def __init__(self, filename: str = "figures/expert_load.png") -> None:
+        self.filename = filename
+        self.steps: list[int] = []
+        self.loads: list[list[Tensor]] = []  # for each of steps, the load of each mixture, (E,) float32
+        self._own: ExpertLoad | None = None
+        self._hooks: list[Any] = []
+        self._recomputing = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        named = {name: part for name, part in pl_module.named_modules() if isinstance(part, MixtureOfExperts)}
+        if not named:
+            raise TypeError(
+                f"ExpertLoadMonitor found no MixtureOfExperts in {type(pl_module).__name__}; take the callback out, or "
+                "put such layers in"
+            )
+        self.names = list(named)
+        if isinstance(getattr(pl_module, "expert_load", None), ExpertLoad):
+            return
+        self._own = ExpertLoad([mixture.gate for mixture in named.values()])
+        self._hooks = [
+            mixture.register_forward_hook(self._report(number)) for number, mixture in enumerate(named.values())
+        ]
+
+    def _report(self, number: int) -> Any:
+        def hook(mixture: nn.Module, args: object, output: Any) -> None:
+            # activation checkpointing runs the forward pass again in the backward pass
+            if mixture.training and not self._recomputing and self._own is not None:
+                self._own.add_one(number, output.report)
+
+        return hook
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._recomputing = True
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._recomputing = False
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._own is None or not (statistics := self._own.step()):
+            return
+        if _logs_at(trainer, trainer.global_step + 1):
+            pl_module.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
+            self._own.warn_if_collapsed()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        step = trainer.global_step
+        if _logs_at(trainer, step) and (not self.steps or step > self.steps[-1]):
+            load: Any = self._own or pl_module.expert_load
+            self._remember(step, load.last_step)
+
+    def _remember(self, step: int, statistics: list[LoadStatistics]) -> None:
+        if not statistics:
+            return
+        self.steps.append(step)
+        self.loads.append([one.load.to("cpu", torch.float32) for one in statistics])
+        if len(self.steps) > _MOST_COLUMNS:
+            pairs = range(1, len(self.steps), 2)
+            self.loads = [[(a + b) / 2 for a, b in zip(self.loads[i - 1], self.loads[i], strict=True)] for i in pairs]
+            self.steps = [self.steps[i] for i in pairs]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._draw(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draw(trainer)
+        self._let_go()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._own = [], None
+
+    def _draw(self, trainer: L.Trainer) -> None:
+        log_dir = trainer.log_dir  # asked for on every process: it is a broadcast
+        if not (trainer.is_global_zero and self.steps) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        figure = draw_load(self.steps, self.loads, self.names)
+        path = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        logger: Any
+        for logger in trainer.loggers:
+            if callable(add_figure := getattr(logger.experiment, "add_figure", None)):
+                add_figure("expert_load", figure, trainer.global_step)
+            elif callable(log_image := getattr(logger, "log_image", None)):
+                canvas: Any = figure.canvas
+                log_image(key="expert_load", images=[np.asarray(canvas.buffer_rgba())], step=trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "loads": self.loads}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps, self.loads = list(state_dict["steps"]), list(state_dict["loads"])
+
+
+def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> Figure:
+    """A picture for each mixture: colour is the load of expert (row) at step (column), in equal shares."""
+    height = 0.6 + sum(0.8 + 0.08 * len(load) for load in loads[-1])
+    figure = Figure(figsize=(8, min(height, 40)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
+    for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
+        load = torch.stack([of_step[number] for of_step in loads], dim=1)  # (E, steps)
+        extent = (0, steps[-1], len(load) - 0.5, -0.5)
+        image = axis.imshow((load * len(load)).numpy(), aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, extent=extent)
+        axis.set_title(name, fontsize="small")
+        axis.set_ylabel("expert")
+    axes[-1].set_xlabel("optimizer step")
+    figure.colorbar(image, ax=list(axes), label="load, in equal shares")
+    return figure
+
+
+def _logs_at(trainer: L.Trainer, step: int) -> bool:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+    return every > 0 and step % every == 0

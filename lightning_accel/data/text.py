@@ -1,0 +1,206 @@
+"""Text for language models. Shapes: B rows, T tokens."""
+
+import math
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_accel.data.in_memory import require_loading_options
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from lightning_accel.data.tables import existing_file
+from lightning_accel.data.tokens import (
+    ByteTokenizer,
+    Tokenizer,
+    TokenStream,
+    TokenWindows,
+    encode,
+    map_file,
+    vocabulary_size,
+)
+
+_NEIGHBOURS = 16  # windows that go to one split together, so that few of them border on another
+
+
+class TextDataModule(L.LightningDataModule):
+    """Windows of the user's text; batches are token numbers (B, T + 1) int64: T inputs and, shifted by one, T targets.
+
+    All documents stand one after the other, a separator after each, and are cut into windows without overlap or
+    padding. Sixteen neighbouring windows go to one split, at random. Files are mapped, not loaded: bytes where they
+    lie, other tokens from a cache that is made once. The order of training depends on ``seed`` and epoch alone; a run
+    resumed in mid-epoch goes on with the next batch, also on another number of processes.
+
+    ``predict`` runs over ``prompts``, token numbers (1, T) each.
+
+    ``vocab_size`` is the tokenizer's and one more, the last, for the separator; after ``setup``, ``bytes_per_token`` is
+    that of the whole text.
+
+    Args:
+        path: a text file, or a folder whose files of these ``suffixes`` are taken, in the order of their names, with
+            those of its subfolders; by default what Python carries: its language reference and its top modules, about 6
+            MB of English and code.
+        context_length: T.
+        batch_size: windows per process and step.
+        tokenizer: has ``encode`` and ``decode``; by default a token is a byte.
+        suffixes: of the files in a folder.
+        val_share: share of the windows that validate.
+        test_share: share of the windows that test.
+        seed: of the split and of the order.
+        prompts: texts that ``predict`` goes on from.
+        cache_dir: where tokens of a ``tokenizer`` are kept.
+        num_workers: processes that fetch batches; 0 is fastest for text on a local disk.
+
+    Raises:
+        FileNotFoundError: if there is no such file, or no file of these suffixes in the folder.
+        ValueError: if a number is out of range; in ``setup``, if the text is too short for a window in each split, or
+            not UTF-8; in ``load_state_dict``, if the checkpoint was trained on other text, or another split of it.
+    """
+
+    vocab_size: int
+    bytes_per_token: float
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        context_length: int = 128,
+        batch_size: int = 16,
+        *,
+        tokenizer: Tokenizer | None = None,
+        suffixes: Sequence[str] = (".txt", ".md", ".rst"),
+        val_share: float = 0.05,
+        test_share: float = 0.05,
+        seed: int = 0,
+        prompts: Sequence[str] = (),
+        cache_dir: str | Path = Path("~/.cache/lightning_accel/tokens"),
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        require_loading_options(batch_size, seed, num_workers)
+        if context_length < 1:
+            raise ValueError(f"context_length must be at least 1; got {context_length}")
+        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+            raise ValueError(
+                "val_share and test_share must be above 0 and leave text to train on; "
+                f"got val_share={val_share}, test_share={test_share}"
+            )
+        self.of_python = path is None
+        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # none where they are in an archive
+        self.paths = modules if path is None else _find_texts(Path(path), suffixes)
+        self.context_length = context_length
+        self.batch_size = batch_size
+        self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        self.val_share = val_share
+        self.test_share = test_share
+        self.seed = seed
+        self.prompts = prompts
+        self.cache_dir = Path(cache_dir).expanduser()
+        self.num_workers = num_workers
+        self.vocab_size = vocabulary_size(self.tokenizer) + 1
+
+    def prepare_data(self) -> None:
+        """Fill the cache, in one process of each machine."""
+        for path in self.paths:
+            map_file(path, self.tokenizer, self.cache_dir)
+
+    def setup(self, stage: str | None = None) -> None:
+        if hasattr(self, "train_windows"):  # a trainer calls setup once a stage
+            return
+        documents = [map_file(path, self.tokenizer, self.cache_dir) for path in self.paths]
+        num_bytes = sum(path.stat().st_size for path in self.paths)
+        if self.of_python:
+            documents.append(np.array(encode(self.tokenizer, reference := "\n\n".join(topics.values()))))
+            num_bytes += len(reference.encode())
+        self.stream = TokenStream(documents, separator=self.vocab_size - 1)
+        self.bytes_per_token = (num_bytes + len(documents)) / max(1, len(self.stream))
+        windows = len(self.stream) // (self.context_length + 1)
+        splits = _split(windows, self.val_share, self.test_share, self.seed)
+        if not all(map(len, splits)):
+            raise ValueError(
+                f"the text holds {len(self.stream)} tokens, {windows} windows of context_length={self.context_length}; "
+                f"{3 * _NEIGHBOURS} or more are needed for three splits. Give more text, or a smaller context_length"
+            )
+        self.train_windows, self.val_windows, self.test_windows = (
+            TokenWindows(self.stream, self.context_length + 1, numbers) for numbers in splits
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "text": [len(self.stream), self.vocab_size],
+            "split": [self.context_length, self.val_share, self.test_share, self.seed],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in self.state_dict().items():
+            if state_dict[name] != value:
+                raise ValueError(
+                    f"the checkpoint was trained on other data than is configured: {name} {state_dict[name]} there, "
+                    f"{value} here ({'tokens and vocabulary' if name == 'text' else 'context_length, shares, seed'})"
+                )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        trainer: Any = self.trainer
+        replicas, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        if len(self.train_windows) < self.batch_size * replicas:
+            raise ValueError(
+                f"{len(self.train_windows)} windows train, fewer than batch_size={self.batch_size} on each of "
+                f"{replicas} processes; give more text, or a smaller batch_size"
+            )
+        sampler = ResumableSampler(self.train_windows, self.batch_size, replicas, rank, self.seed)
+        loader = self._loader(self.train_windows, sampler)
+        if trainer is not None:
+            loop = trainer.fit_loop
+            loader.progress = lambda: (trainer.current_epoch, loop.epoch_loop.batch_progress.current.processed)
+        return loader
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.val_windows)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test_windows)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """One prompt a batch; they differ in length."""
+        if not self.prompts:
+            raise ValueError("predict goes on from prompts; give some: TextDataModule(prompts=[...])")
+        rows = [torch.tensor(encode(self.tokenizer, prompt), dtype=torch.int64) for prompt in self.prompts]
+        if empty := [prompt for prompt, row in zip(self.prompts, rows, strict=True) if not len(row)]:
+            raise ValueError(f"a prompt must hold a token; got {empty[0]!r}")
+        return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]  # a list is a dataset
+
+    def _loader(self, windows: TokenWindows, sampler: ResumableSampler | None = None) -> ResumableLoader:
+        return ResumableLoader(
+            windows,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=_already_a_batch,
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    if not path.is_dir():
+        return [existing_file(path)]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
+    if not files:
+        raise FileNotFoundError(f"no file in {path} ends in {', '.join(suffixes)}; set suffixes to those of your texts")
+    return files
+
+
+def _split(windows: int, val_share: float, test_share: float, seed: int) -> list[np.ndarray]:
+    """Numbers of the windows that train, validate and test."""
+    groups = np.array_split(np.arange(windows), max(1, math.ceil(windows / _NEIGHBOURS)))
+    order = np.random.default_rng(seed).permutation(len(groups))
+    num_val, num_test = (math.ceil(share * len(groups)) for share in (val_share, test_share))
+    parts = order[num_val + num_test :], order[:num_val], order[num_val : num_val + num_test]
+    return [np.concatenate([groups[g] for g in sorted(part)]) if len(part) else np.empty(0, np.int64) for part in parts]
+
+
+def _already_a_batch(batch: Any) -> Any:
+    return batch

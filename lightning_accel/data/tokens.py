@@ -1,0 +1,149 @@
+"""Texts as one stream of token numbers, on disk until they are read."""
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+_PIECE = 1 << 20  # characters that are encoded at a time
+
+
+class Tokenizer(Protocol):
+    """What TextDataModule needs of one; those of the packages tokenizers and transformers have it."""
+
+    def encode(self, text: str) -> Any:
+        """Token numbers of ``text``, or an object that has them as ``ids``."""
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """A token for each byte of the text as UTF-8."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the largest token number, from ``get_vocab_size()``, ``len()`` or ``vocab_size``.
+
+    Raises:
+        TypeError: if it has none of them.
+    """
+    if callable(count := getattr(tokenizer, "get_vocab_size", None)):
+        return int(count())
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else getattr(tokenizer, "vocab_size", None)
+    if size is None:
+        raise TypeError(
+            f"{type(tokenizer).__name__} does not tell the size of its vocabulary; give it an attribute vocab_size"
+        )
+    return int(size)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    tokens = tokenizer.encode(text)
+    return list(getattr(tokens, "ids", tokens))
+
+
+class TokenStream:
+    """Documents one after the other, the token ``separator`` after each, read where they lie."""
+
+    def __init__(self, documents: Sequence[np.ndarray], separator: int) -> None:
+        self.documents = documents
+        self.separator = separator
+        self.ends = np.cumsum([len(document) + 1 for document in documents]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.ends else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop``, less the last, (stop - start,) int64."""
+        parts = []
+        number = bisect_right(self.ends, start)
+        while start < stop:
+            document, end = self.documents[number], self.ends[number]
+            begin = end - len(document) - 1
+            parts.append(document[start - begin : stop - begin].astype(np.int64))
+            if stop >= end:
+                parts.append(np.array([self.separator], dtype=np.int64))
+            start, number = end, number + 1
+        return np.concatenate(parts)
+
+
+class TokenWindows(Dataset[Tensor]):
+    """Windows of equal length of a stream, (T,) int64; a batch is fetched whole, (B, T).
+
+    Args:
+        stream: the tokens.
+        length: T.
+        numbers: the windows to take, window i being tokens i * T to (i + 1) * T.
+    """
+
+    def __init__(self, stream: TokenStream, length: int, numbers: np.ndarray) -> None:
+        self.stream = stream
+        self.length = length
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = int(self.numbers[index]) * self.length
+        return torch.from_numpy(self.stream.read(start, start + self.length))
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return torch.stack([self[index] for index in indices])
+
+
+def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
+    """Tokens of a text file, mapped from it for bytes, else from a file in ``cache`` that is made once.
+
+    Raises:
+        ValueError: if the file is not UTF-8 text; bytes may be any.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    size = vocabulary_size(tokenizer)
+    dtype = np.uint16 if size < 1 << 16 else np.uint32
+    made_of = path.resolve(), path.stat().st_size, path.stat().st_mtime_ns, size, _fingerprint(tokenizer)
+    target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}")  # so that a run that is killed leaves no half of a file
+        try:
+            with partial.open("wb") as file:
+                for piece in _pieces(path):
+                    np.array(encode(tokenizer, piece), dtype=dtype).tofile(file)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return np.memmap(target, dtype, "r") if target.stat().st_size else np.empty(0, dtype)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The text in pieces of whole lines."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            while lines := file.readlines(_PIECE):
+                yield "".join(lines)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text: {error}. Convert it, or leave tokenizer out to train on bytes"
+        ) from None
+
+
+def _fingerprint(tokenizer: Tokenizer) -> str:
+    probe = encode(tokenizer, "The quick brown fox, 3.14 times: naïve façade\n\tdef f(x): return x ** 2")
+    return f"{type(tokenizer).__module__}.{type(tokenizer).__name__} {probe}"

@@ -1,0 +1,322 @@
+"""Decoder-only language model with mixtures of experts. Shapes: B rows, T tokens, V vocabulary, D width."""
+
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters
+from lightning_accel.nn import (
+    ExpertLoad,
+    FeedForward,
+    GateReport,
+    KeyValueCache,
+    MixtureOfExperts,
+    TopKGate,
+    TransformerBlock,
+    summarise_load,
+)
+from lightning_accel.nn.gating import GateFactory
+
+
+class LanguageModelOutput(NamedTuple):
+    """Scores of the next token, and what each gate did to get them."""
+
+    logits: Tensor  # (B, T, V)
+    reports: list[GateReport]  # one for each mixture
+
+
+class MoELanguageModel(L.LightningModule):
+    """Predict the next token: RMSNorm, rotary positions, causal attention, and mixtures of SwiGLU experts.
+
+    Batches are token numbers (B, T + 1) int64: the model sees the first T and predicts the last T. The loss is cross
+    entropy plus ``balance_weight`` times the mean of the gates' balance losses and ``z_weight`` times that of their
+    z-losses. Logged: ``train/loss`` (cross entropy, nats a token), ``train/balance_loss``, ``train/tokens`` (seen so
+    far) and what :func:`lightning_accel.nn.summarise_load` tells of the gates; ``loss``, ``perplexity`` and, where the
+    datamodule has an attribute ``bytes_per_token``, ``bits_per_byte`` under ``val/`` and ``test/``, and
+    ``val/max_violation``: how far the busiest expert of any mixture is above an equal share of the whole validation.
+
+    ``predict`` takes prompts, token numbers (B, T) of equal length, and goes on from them.
+
+    Args:
+        vocab_size: V; by default the datamodule's attribute of that name.
+        dim: D.
+        num_layers: blocks.
+        num_heads: of each attention layer.
+        num_experts: experts in a mixture.
+        k: experts that each token visits.
+        expert_dim: hidden width of each expert.
+        shared_dim: hidden width of an expert that every token visits; 0 for none.
+        moe_every: every so many blocks, the last one of them has a mixture; 0 for none, which makes a dense model.
+        dense_dim: hidden width in the blocks without a mixture; by default ``k * expert_dim + shared_dim``, which costs
+            as much.
+        capacity_factor: bounds the slots of an expert, see :class:`lightning_accel.nn.MixtureOfExperts`.
+        gate: called with ``dim``, ``num_experts`` and ``k``; makes a gate. Hyperparameters hold it if a config named
+            it, else give it to ``load_from_checkpoint`` again.
+        dropout: share of what a layer adds that is dropped in training.
+        balance_weight: what the balance loss counts for.
+        z_weight: what the z-loss counts for.
+        activation_checkpointing: keep only what goes into each block, and compute the rest again in the backward pass.
+        max_new_tokens: that ``predict`` adds to a prompt.
+        temperature: of ``predict``; below 1 the likelier tokens are favoured, 0 takes the likeliest.
+        sample_from: ``predict`` draws from this many of the likeliest tokens; 0 for all.
+        optimizer: called with the parameters.
+
+    Raises:
+        ValueError: if a number is out of range, or the gate looks at later tokens; before a run starts, if
+            ``vocab_size`` is neither given nor offered by the datamodule, or contradicts it.
+
+    >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, expert_dim=8)
+    >>> model(torch.randint(11, (3, 5))).logits.shape
+    torch.Size([3, 5, 11])
+    """
+
+    tokens_seen: Tensor
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        *,
+        dim: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        num_experts: int = 8,
+        k: int = 2,
+        expert_dim: int = 256,
+        shared_dim: int = 0,
+        moe_every: int = 1,
+        dense_dim: int | None = None,
+        capacity_factor: float | None = None,
+        gate: GateFactory = TopKGate,
+        dropout: float = 0.0,
+        balance_weight: float = 0.01,
+        z_weight: float = 0.001,
+        activation_checkpointing: bool = False,
+        max_new_tokens: int = 200,
+        temperature: float = 1.0,
+        sample_from: int = 0,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+    ) -> None:
+        super().__init__()
+        _require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=max_new_tokens)
+        _require_at_least(
+            0, moe_every=moe_every, shared_dim=shared_dim, temperature=temperature, sample_from=sample_from
+        )
+        vocab_size = None if vocab_size is None else index(vocab_size)
+        self.save_hyperparameters(ignore=["optimizer"])
+        keep_plain_hyperparameters(self)
+        self.vocab_size = vocab_size
+        self.dim = dim
+        self.balance_weight = balance_weight
+        self.z_weight = z_weight
+        self.activation_checkpointing = activation_checkpointing
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.sample_from = sample_from
+        self.make_optimizer = optimizer
+        dense_dim = k * expert_dim + shared_dim if dense_dim is None else dense_dim
+
+        def feed_forward(number: int) -> nn.Module:
+            if not moe_every or (number + 1) % moe_every:
+                return FeedForward(dim, dense_dim)
+            options: dict[str, Any] = {"shared_dim": shared_dim, "capacity_factor": capacity_factor, "gate": gate}
+            return MixtureOfExperts(
+                dim, expert_dim, num_experts, k, activation="silu", gated=True, bias=False, **options
+            )
+
+        self.blocks = nn.ModuleList(
+            TransformerBlock(dim, num_heads, feed_forward(number), dropout) for number in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(dim)
+        gates = [block.feed_forward.gate for block in self.blocks if isinstance(block.feed_forward, MixtureOfExperts)]
+        if any(not getattr(gate, "causal", True) for gate in gates):
+            raise ValueError(
+                f"{type(gates[0]).__name__} looks at later tokens than the one it routes, which a language model must "
+                "not: it could not generate. Use TopKGate"
+            )
+        self.expert_load = ExpertLoad(gates)
+        self.embedding: nn.Embedding | None = None
+        self.bytes_per_token: float | None = None
+        self.tokenizer: Any = None
+        self.register_buffer("tokens_seen", torch.zeros((), dtype=torch.int64))
+        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_load = EpochLoad(len(gates), num_experts)
+        if vocab_size is not None:
+            self.configure_model()
+
+    def setup(self, stage: str) -> None:
+        """Take from the datamodule what was not given; refuse what contradicts it."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        self.bytes_per_token = getattr(datamodule, "bytes_per_token", None)
+        self.tokenizer = getattr(datamodule, "tokenizer", None)
+        offered = getattr(datamodule, "vocab_size", None)
+        if self.vocab_size is None and offered is not None:
+            self.vocab_size = self.hparams["vocab_size"] = int(offered)
+        elif offered is not None and offered != self.vocab_size:
+            raise ValueError(
+                f"MoELanguageModel has vocab_size={self.vocab_size}, but {type(datamodule).__name__} has {offered}. "
+                "Leave vocab_size out to take the datamodule's"
+            )
+
+    def configure_model(self) -> None:
+        """Build the layers whose sizes may come from the datamodule, once they are known, and draw all weights."""
+        if self.embedding is not None:
+            return
+        if self.vocab_size is None:
+            raise ValueError(
+                "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute"
+            )
+        self.embedding = nn.Embedding(self.vocab_size, self.dim)
+        self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
+        for weight in (self.embedding.weight, self.head.weight):
+            nn.init.normal_(weight, std=0.02)
+        # What the blocks add must not grow with their number (Radford et al. 2019, GPT-2, section 2.3).
+        with torch.no_grad():
+            for name, parameter in self.blocks.named_parameters():
+                if name.endswith(("attention.out.weight", "down.weight", "down_weight")):
+                    parameter.div_(math.sqrt(2 * len(self.blocks)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+    def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput:
+        """Score what follows each of ``tokens`` (B, T) int64, which go on from those that ``caches`` hold."""
+        if self.embedding is None:
+            raise RuntimeError("the vocabulary of this MoELanguageModel is not known yet; pass vocab_size")
+        x = self.embedding(tokens)  # (B, T, D)
+        reports = []
+        for number, block in enumerate(self.blocks):
+            if self.activation_checkpointing and self.training:
+                x, report = checkpoint(block, x, use_reentrant=False)
+            else:
+                x, report = block(x, None if caches is None else caches[number])
+            reports += [] if report is None else [report]
+        return LanguageModelOutput(self.head(self.norm(x)), reports)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits, reports = self(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.expert_load.add(reports)
+        self.tokens_seen += batch[:, 1:].numel() * (1 if self._trainer is None else self.trainer.world_size)
+        if is_logging_step(self):
+            self.log("train/loss", loss, prog_bar=True)
+            self.log("train/tokens", self.tokens_seen.float(), reduce_fx="max", sync_dist=False)
+            if reports:
+                self.log("train/balance_loss", torch.stack([report.balance_loss for report in reports]).mean())
+        return loss + self.auxiliary_loss(reports)
+
+    def auxiliary_loss(self, reports: Sequence[GateReport]) -> Tensor | float:
+        """What the gates add to the loss, ()."""
+        if not reports:
+            return 0.0
+        balance = torch.stack([report.balance_loss for report in reports]).mean()
+        return self.balance_weight * balance + self.z_weight * torch.stack([r.z_loss for r in reports]).mean()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        statistics = self.expert_load.step()
+        if statistics and is_logging_step(self):
+            self.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
+            self.expert_load.warn_if_collapsed()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        reports = self._evaluate(batch, self.val_loss)
+        if reports:
+            self.val_load.update(reports)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._evaluate(batch, self.test_loss)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val", self.val_loss)
+        if self.val_load.update_called:
+            load = self.val_load.compute()
+            self.val_load.reset()
+            self.log("val/max_violation", load.max() * load.shape[1] - 1, sync_dist=True)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test", self.test_loss)
+
+    def _evaluate(self, batch: Tensor, loss: MeanMetric) -> list[GateReport]:
+        logits, reports = self(batch[:, :-1])
+        loss.update(F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten()), weight=batch[:, 1:].numel())
+        return reports
+
+    def _log_evaluation(self, stage: str, metric: MeanMetric) -> None:
+        loss = metric.compute()  # over all processes
+        metric.reset()
+        figures = {"loss": loss, "perplexity": loss.exp()}
+        if self.bytes_per_token is not None:
+            figures["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        self.log_dict({f"{stage}/{name}": value for name, value in figures.items()}, prog_bar=True, sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        """Go on from prompts (B, T); lists of texts where the datamodule has a tokenizer, else tokens (B, T + new)."""
+        tokens = self.generate(batch, self.max_new_tokens, self.temperature, self.sample_from)
+        if self.tokenizer is None:
+            return {"tokens": tokens}
+        prompts, texts = ([self._decode(row) for row in rows.tolist()] for rows in (batch, tokens[:, batch.shape[1] :]))
+        return {"prompt": prompts, "text": texts}
+
+    def _decode(self, tokens: list[int]) -> str:
+        """The text up to the separator, the last token of the vocabulary."""
+        assert self.vocab_size is not None
+        separator = self.vocab_size - 1
+        return self.tokenizer.decode(tokens[: tokens.index(separator)] if separator in tokens else tokens)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        sample_from: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw ``max_new_tokens`` after ``tokens`` (B, T) int64, one by one, each costing one token's forward pass.
+
+        Args:
+            tokens: prompts of equal length, at least 1.
+            max_new_tokens: to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            sample_from: draw from this many of the likeliest tokens; 0 for all.
+            generator: for the draws.
+
+        Returns:
+            (B, T + ``max_new_tokens``).
+        """
+        if tokens.ndim != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"need prompts (B, T) of at least one token; got {tuple(tokens.shape)}")
+        was_training = self.training
+        self.eval()
+        caches = [KeyValueCache(tokens.shape[1] + max_new_tokens) for _ in self.blocks]
+        new = tokens
+        for _ in range(max_new_tokens):
+            logits = self(new, caches).logits[:, -1].float()
+            new = _draw(logits, temperature, sample_from, generator)
+            tokens = torch.cat([tokens, new], dim=1)
+        self.train(was_training)
+        return tokens
+
+
+def _draw(logits: Tensor, temperature: float, sample_from: int, generator: torch.Generator | None) -> Tensor:
+    """A token for each row of ``logits`` (B, V), (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if 0 < sample_from < logits.shape[1]:
+        least = logits.topk(sample_from).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def _require_at_least(least: int, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}; got {number}")

@@ -1,0 +1,115 @@
+"""A decoder-only transformer's layers. Shapes: B rows, T tokens, D features, M heads, F features a head."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_accel.nn.gating import GateReport
+from lightning_accel.nn.moe import MixtureOfExperts
+
+
+class KeyValueCache:
+    """Keys and values of the tokens that one attention layer has seen, (B, M, up to ``max_length``, F)."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self._stored: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens, (B, M, T, F) each, and return all so far."""
+        if self._stored is None:
+            batch, heads, _, features = keys.shape
+            self._stored = keys.new_empty(2, batch, heads, self.max_length, features)
+        stop = self.length + keys.shape[2]
+        if stop > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} tokens; {stop} were given")
+        self._stored[0, :, :, self.length : stop] = keys
+        self._stored[1, :, :, self.length : stop] = values
+        self.length = stop
+        return self._stored[0, :, :, :stop], self._stored[1, :, :, :stop]
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention to the tokens before and the token itself, with rotary positions.
+
+    Rotary positions: Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, feature i paired with i + F / 2.
+
+    Args:
+        dim: D.
+        num_heads: M; D / M must be even.
+        rotary_base: the slowest rotation takes 2 * pi times this many tokens.
+
+    Raises:
+        ValueError: if D / M is not a whole even number.
+    """
+
+    def __init__(self, dim: int, num_heads: int, rotary_base: float = 10_000.0) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % (2 * num_heads):
+            raise ValueError(f"dim must be an even multiple of num_heads; got dim={dim}, num_heads={num_heads}")
+        self.num_heads = num_heads
+        self.rotary_base = rotary_base
+        self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Map ``x`` (B, T, D) to the same shape; with a ``cache``, ``x`` goes on from the tokens that it holds."""
+        heads = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, M, F)
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind()  # (B, M, T, F) each
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        queries, keys = (rotate(part, positions, self.rotary_base) for part in (queries, keys))
+        mask = None
+        if cache is not None:
+            keys, values = cache.append(keys, values)
+            mask = torch.arange(keys.shape[2], device=x.device) <= positions.unsqueeze(1)  # (T, all)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=cache is None)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Turn pairs of the features of ``x`` (B, M, T, F) by angles that grow with ``positions`` (T,)."""
+    half = x.shape[-1] // 2
+    # float32 whatever the dtype of x: bf16 cannot tell position 257 from 256
+    frequency = base ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = positions.unsqueeze(1) * frequency  # (T, F / 2)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class BlockOutput(NamedTuple):
+    """Features, and what the gate did if the block has a mixture of experts."""
+
+    features: Tensor  # (B, T, D)
+    report: GateReport | None
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a feed-forward layer, each normalised before (RMSNorm) and added to what came in.
+
+    Args:
+        dim: D.
+        num_heads: M.
+        feed_forward: maps (B, T, D) to the same shape; or a :class:`~lightning_accel.nn.MixtureOfExperts`.
+        dropout: share of what each of the two adds that is dropped in training.
+    """
+
+    def __init__(self, dim: int, num_heads: int, feed_forward: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = CausalSelfAttention(dim, num_heads)
+        self.feed_forward_norm = nn.RMSNorm(dim)
+        self.feed_forward = feed_forward
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> BlockOutput:
+        """Map ``x`` (B, T, D) to the same shape; for ``cache`` see :class:`CausalSelfAttention`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+        out, report = self.feed_forward(self.feed_forward_norm(x)), None
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            out, report = out
+        return BlockOutput(x + self.dropout(out), report)
