@@ -5,8 +5,8 @@ python benchmarks/bench_moe.py [--quick] [--device cpu|cuda] [--json FILE]
 Forward and backward of one layer, gate included; SwiGLU experts, two a token. On a CPU: 4096 tokens, 256 features, 512
 hidden ones, one thread, the process's CPU time. On a GPU: 16384 tokens, 4096 features, 14336 * 8 / E hidden ones, bf16.
 Subjects are interleaved in one process; the median round is quoted, as a ratio to the dense layer run eagerly in the
-same rounds. "routing changes" gives other tokens at each step, as training does; "skewed" tokens send the busiest expert
-six times an equal share. Peak memory is what is allocated at most between the start of the forward and the end of the
+same rounds. "routing changes" gives other tokens at each step, as training does; "skewed" tokens send the busiest
+expert six times an equal share. Peak memory is what is allocated at most between the start of the forward and the end of the
 backward pass, less the gradients of the parameters.
 """
 

@@ -34,6 +34,9 @@ def folder(run_folder, monkeypatch):
     iris = load_iris(as_frame=True)
     species = iris.frame.pop("target").map(dict(enumerate(iris.target_names)))
     iris.frame.assign(species=species).to_csv(run_folder / "flowers.csv", index=False)
+    (run_folder / "texts").mkdir()
+    tales = "".join(f"Once upon a time there were {i} kings and {i % 7} queens. " for i in range(1000))
+    (run_folder / "texts" / "tales.txt").write_text(tales)
     for _, file, text in BLOCKS:
         if file:
             (run_folder / file).write_text(text)
@@ -43,7 +46,7 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (2, 4)
+    assert (len(SCRIPTS), len(COMMANDS)) == (3, 6)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
 
 
@@ -60,7 +63,7 @@ def test_commands_run_one_after_the_other(command, folder):
         with contextlib.redirect_stdout(sys.stderr):  # progress bars
             result = command(*shlex.split(line)[1:])
         assert result.status == 0, f"{line}\n{result.err}"
-    assert len(list(folder.glob("runs/*/*/predictions.csv"))) == 1
+    assert len(list(folder.glob("runs/*/*/predictions.csv"))) == 2
 
 
 def test_message_of_the_readme_is_the_message(command):

@@ -82,7 +82,9 @@ def expert_mlp(
                 raise ValueError("give both biases, or none")
             biases = [bias for bias in (up_bias, down_bias) if bias is not None]
             slots = token_of_slot, weight_of_slot, counts
-            return _blocks_op(tokens, *slots, up_weight, down_weight, biases, activation)[0]
+            learned = tokens, weight_of_slot, up_weight, down_weight, *biases
+            keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
+            return _blocks_op(tokens, *slots, up_weight, down_weight, biases, activation, keep)[0]
         rows = tokens.index_select(0, token_of_slot)  # (S, D)
         hidden = grouped_linear(rows, up_weight, counts, backend)
         if up_bias is not None:
@@ -136,15 +138,17 @@ def _blocks_op(
     down_weight: Tensor,
     biases: list[Tensor],
     activation: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, (N, D), and for the backward what the first layers gave, (S + spare, U), and the second, (S, D).
+    """Output, (N, D), and for the backward what the first layers gave, (S, U), and the second ones, (S, D).
 
-    Rows that pad a block run into the rows of the next one, which overwrites them; nothing reads them before.
+    The latter two have spare rows, for rows that pad a block run into those of the next one, which overwrites them;
+    nothing reads them before. Without ``keep`` they have a block's rows alone.
     """
     hidden_dim, up_dim = down_weight.shape[2], up_weight.shape[1]
     act = _ACTIVATIONS[activation].function
     spare = _padded(_block_rows(tokens.dtype), tokens.dtype)
-    before, visited = _saved(tokens, token_of_slot, up_dim)
+    before, visited = _saved(tokens, token_of_slot, up_dim, keep)
     wide = torch.promote_types(tokens.dtype, torch.float32)
     out = torch.zeros(tokens.shape, dtype=wide)
     rows, hidden = tokens.new_empty(spare, tokens.shape[1]), tokens.new_empty(spare, hidden_dim)
@@ -153,18 +157,15 @@ def _blocks_op(
     for (first, last), (up, down, up_bias, down_bias) in zip(_segments(counts), layers, strict=True):
         for start, stop in _cut(first, last, _block_rows(tokens.dtype)):
             padded = _padded(stop - start, tokens.dtype)
-            index, x_up = token_of_slot[start:stop], before[start : start + padded]
+            kept = slice(start, start + padded) if keep else slice(padded)
+            index, x_up = token_of_slot[start:stop], before[kept]
             torch.index_select(tokens, 0, index, out=rows[: stop - start])
             _linear(rows[:padded], up, up_bias, out=x_up)
             h = act(x_up[:, :hidden_dim])
             if up_dim > hidden_dim:
                 h = torch.mul(h, x_up[:, hidden_dim:], out=hidden[:padded])
-            y = _linear(h, down, down_bias, out=visited[start : start + padded])[: stop - start]
-            out.index_add_(
-                0,
-                index,
-                (y.to(wide) * weights[start:stop]) if y.dtype == wide else y.to(wide).mul_(weights[start:stop]),
-            )
+            y = _linear(h, down, down_bias, out=visited[kept])[: stop - start]
+            out.index_add_(0, index, y.to(wide) * weights[start:stop])
     return out.to(tokens.dtype), before, visited
 
 
@@ -280,8 +281,8 @@ def _padded(rows: int, dtype: torch.dtype) -> int:
     return -(-rows // unit) * unit
 
 
-def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int) -> tuple[Tensor, Tensor]:
-    rows = len(token_of_slot) + _padded(_block_rows(tokens.dtype), tokens.dtype)
+def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tuple[Tensor, Tensor]:
+    rows = (len(token_of_slot) if keep else 0) + _padded(_block_rows(tokens.dtype), tokens.dtype)
     return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
 
 
@@ -295,8 +296,9 @@ def _(
     down_weight: Tensor,
     biases: list[Tensor],
     activation: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(tokens), *_saved(tokens, token_of_slot, up_weight.shape[1])
+    return torch.empty_like(tokens), *_saved(tokens, token_of_slot, up_weight.shape[1], keep)
 
 
 @_blocks_backward_op.register_fake
@@ -318,7 +320,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, biases, ctx.activation = inputs
+    *tensors, biases, ctx.activation, _ = inputs
     ctx.num_biases = len(biases)
     _, before, visited = output
     ctx.save_for_backward(*tensors, *biases, before, visited)
@@ -328,13 +330,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad is None:
-        return *(None,) * 6, [None] * ctx.num_biases, None
+        return *(None,) * 6, [None] * ctx.num_biases, None, None
     saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
     tensors, biases, (before, visited) = saved[:6], list(saved[6:-2]), saved[-2:]
     d_tokens, d_weights, d_up, d_down, d_biases = _blocks_backward_op(
         grad.contiguous(), *tensors, biases, before, visited, ctx.activation
     )
-    return d_tokens, None, d_weights, None, d_up, d_down, d_biases, None
+    return d_tokens, None, d_weights, None, d_up, d_down, d_biases, None, None
 
 
 _blocks_op.register_autograd(_backward, setup_context=_setup_context)

@@ -81,6 +81,20 @@ def test_activation_checkpointing_changes_no_gradient_and_counts_once():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_compiled_model_trains_like_the_eager_one(activation_checkpointing):
+    torch._dynamo.reset()
+    batch, results = torch.randint(11, (3, 6)), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = small(activation_checkpointing=activation_checkpointing)
+        forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compiled else model.forward
+        logits, reports = forward(batch)
+        (logits.square().mean() + model.auxiliary_loss(reports)).backward()
+        results.append((logits, [report.expert_counts for report in reports], *(p.grad for p in model.parameters())))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_cached_generation_equals_running_the_whole_text_each_time(temperature):
     model, tokens = small().eval(), torch.randint(11, (2, 3))

@@ -1,3 +1,4 @@
+import copy
 import math
 from functools import partial
 
@@ -7,9 +8,13 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import gradcheck
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.nn import ExpertChoiceGate, FeedForward, MixtureOfExperts, TopKGate
+from lightning_accel.nn import ExpertChoiceGate, ExpertLoad, FeedForward, MixtureOfExperts, TopKGate
+from tests.ranks import run_ranks
 
 
 def reference(mixture, x, capacity=None):
@@ -200,6 +205,30 @@ def test_activation_checkpointing_and_second_backends_change_nothing():
         results.append((features, *report, *torch.autograd.grad(loss, list(mixture.parameters()))))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
     torch.testing.assert_close(results[2], results[0])
+
+
+def check_sharded(rank):
+    torch.manual_seed(0)
+    whole = nn.ModuleList(MixtureOfExperts(dim=8, hidden_dim=6, num_experts=4, shared_dim=3) for _ in range(2))
+    sharded, x = copy.deepcopy(whole), torch.randn(6, 8)
+    for layer in sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    results = []
+    for layers, rows in ((whole, x), (sharded, x.chunk(2)[rank])):
+        loads = ExpertLoad([layer.gate for layer in layers])  # equal loads, so that no loss depends on the process
+        losses = 0.0
+        for layer in layers:
+            rows, report = layer(rows)
+            losses = losses + report.balance_loss + report.z_loss
+        (rows.square().mean() + losses).backward()
+        assert loads.gates[0].expert_slots.tolist() == [1] * 4
+        grads = {name: parameter.grad for name, parameter in layers.named_parameters()}
+        results.append({name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()})
+    torch.testing.assert_close(*results)
+
+
+def test_sharded_mixtures_give_the_gradients_of_whole_ones():
+    run_ranks(check_sharded)
 
 
 @pytest.mark.parametrize("capacity_factor", [0.0, -1.0])

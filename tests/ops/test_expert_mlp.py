@@ -82,7 +82,7 @@ def test_gradients():
 def test_op_is_registered_right():
     learned, token_of_slot, counts = inputs([2, 0, 4, 1], torch.float32)
     tokens, weights, up, down, *biases = learned
-    arguments = tokens, token_of_slot, weights, counts, up, down, biases, "gelu"
+    arguments = tokens, token_of_slot, weights, counts, up, down, biases, "gelu", True
     torch.library.opcheck(
         torch.ops.lightning_accel.expert_mlp_blocks.default,
         arguments,
@@ -115,6 +115,19 @@ def test_garbage_in_fresh_memory_does_not_show():
         finally:
             torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_without_gradients_a_block_is_kept_at_most():
+    arguments = inputs([700, 0, 900, 300], torch.bfloat16, num_tokens=1000)
+    expected = run(*arguments)
+    with torch.no_grad():
+        torch.testing.assert_close(run(*arguments), expected, rtol=0, atol=0)
+    learned, token_of_slot, counts = arguments
+    tokens, weights, up, down, *biases = (tensor.detach() for tensor in learned)
+    _, before, visited = torch.ops.lightning_accel.expert_mlp_blocks(
+        tokens, token_of_slot, weights, counts, up, down, biases, "gelu", False
+    )
+    assert max(len(before), len(visited)) < 600
 
 
 def test_frozen_experts_pass_gradients_on():
