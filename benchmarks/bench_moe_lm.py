@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import statistics
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -59,15 +58,13 @@ def train(subject: str, seed: int, steps: int, device: str) -> dict[str, float]:
         enable_model_summary=False,
     )
     data = TextDataModule(context_length=128, batch_size=16)
-    start = time.perf_counter()
     trainer.fit(model, data)
-    seconds = time.perf_counter() - start
     measured = L.Trainer(accelerator=device, devices=1, logger=False, enable_progress_bar=False)
     (figures,) = measured.validate(model, data, verbose=False)
     figures |= measured.test(model, data, verbose=False)[0]
     active = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name and "embedding" not in name)
     active += sum(p.numel() for name, p in model.named_parameters() if "experts" in name) * 2 // 8
-    result = {"bits_per_byte": figures["test/bits_per_byte"], "seconds": seconds, "active_parameters": active}
+    result = {"bits_per_byte": figures["test/bits_per_byte"], "active_parameters": active}
     if "val/max_violation" in figures:
         result["max_violation"] = figures["val/max_violation"]
     return result
@@ -88,11 +85,10 @@ def main() -> None:
     rows = []
     for seed in seeds:
         for subject in arguments.subjects:
-            for metric, value in train(subject, seed, steps, arguments.device).items():
-                rows.append(
-                    {"case": f"{steps} steps, seed {seed}", "subject": subject, "metric": metric, "value": value}
-                )
-            print(f"seed {seed}, {subject}: {rows[-2]['value']:.4g} {rows[-1]['value']:.4g}", flush=True)
+            figures = train(subject, seed, steps, arguments.device)
+            case = f"{steps} steps, seed {seed}"
+            rows += [{"case": case, "subject": subject, "metric": name, "value": x} for name, x in figures.items()]
+            print(f"seed {seed}, {subject}: {figures}", flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(rows, indent=1))
     print(f"\n{steps} steps of 2048 bytes, seeds {seeds}; torch {torch.__version__}, {arguments.device}, ", end="")
@@ -100,7 +96,7 @@ def main() -> None:
         f"{torch.get_num_threads()} threads\n\n| subject | metric | mean | of each seed |\n| --- | --- | ---: | --- |"
     )
     for subject in arguments.subjects:
-        for metric in ("bits_per_byte", "max_violation", "active_parameters", "seconds"):
+        for metric in ("bits_per_byte", "max_violation", "active_parameters"):
             values = [row["value"] for row in rows if (row["subject"], row["metric"]) == (subject, metric)]
             if values:
                 each = ", ".join(f"{value:.4g}" for value in values)

@@ -199,12 +199,13 @@ class MoELanguageModel(L.LightningModule):
             else:
                 x, report = block(x, None if caches is None else caches[number])
             reports += [] if report is None else [report]
+        if self.training:  # here, so that a subclass's own training_step need not think of it
+            self.expert_load.add(reports)
         return LanguageModelOutput(self.head(self.norm(x)), reports)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits, reports = self(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        self.expert_load.add(reports)
         self.tokens_seen += batch[:, 1:].numel() * (1 if self._trainer is None else self.trainer.world_size)
         if is_logging_step(self):
             self.log("train/loss", loss, prog_bar=True)

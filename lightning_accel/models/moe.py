@@ -178,6 +178,8 @@ class MoEClassifier(L.LightningModule):
             raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
         features = self.encoder(x)  # (B, D)
         mixed, report = self.mixture(self.norm(features))
+        if self.training:  # here, so that a subclass's own training_step need not think of it
+            self.expert_load.add([report])
         return ClassifierOutput(self.head(features + self.dropout(mixed)), report)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -185,7 +187,6 @@ class MoEClassifier(L.LightningModule):
         logits, report = self(x)
         loss = F.cross_entropy(logits, target)
         self.train_accuracy.update(logits, target)
-        self.expert_load.add([report])
         self.epoch_load.update([report])
         if is_logging_step(self):
             self.log("train/loss", loss, prog_bar=True)

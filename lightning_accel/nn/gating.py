@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_FEW = 4  # experts a token
+
 
 class GateReport(NamedTuple):
     """What a gate did with its tokens, in numbers that are to be trained on or looked at."""
@@ -28,7 +30,7 @@ class Routing(NamedTuple):
     """Which experts each token visits, and how much each of them counts, a slot for each visit, in any order."""
 
     token_of_slot: Tensor  # (S,) int64 in [0, N)
-    expert_of_slot: Tensor  # (S,) int64 in [0, E]; E for a slot that is left out
+    expert_of_slot: Tensor  # (S,) int64 in [0, E]; E for a slot that is left out; report.expert_counts counts them
     weight_of_slot: Tensor  # (S,) float32, float64 for float64 tokens
     report: GateReport
 
@@ -186,7 +188,7 @@ class TopKGate(nn.Module):
                 1, best.topk(self.top_groups, dim=1).indices, True
             )
             scores = grouped.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
-        return scores.topk(self.k, dim=1).indices
+        return _top(scores, self.k)
 
     def _balance_loss(self, probs: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
         if self.training:
@@ -268,6 +270,18 @@ def _require_sizes(dim: int, num_experts: int, k: int) -> None:
         raise ValueError(f"dim must be at least 1; got {dim}")
     if not 1 <= k <= num_experts:
         raise ValueError(f"k must lie in [1, num_experts]; got k={k}, num_experts={num_experts}")
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """Columns of the ``k`` largest of each row, (N, K)."""
+    if scores.device.type != "cpu" or k > _FEW:
+        return scores.topk(k, dim=1).indices
+    # on a CPU, topk of a few takes several times as long as so many times the largest
+    columns = [scores.max(dim=1, keepdim=True).indices]
+    while len(columns) < k:
+        scores = scores.scatter(1, columns[-1], -torch.inf)
+        columns.append(scores.max(dim=1, keepdim=True).indices)
+    return torch.cat(columns, dim=1)
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -4,6 +4,8 @@ Shapes: N tokens, D features, E experts, S slots (pairs of a token and an expert
 the first layer, or 2 * H where it is gated.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -18,6 +20,8 @@ Activation: TypeAlias = Literal["gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "grouped_mm", "loop"]
 
 _BLOCK = 1024  # bytes a feature and thread: a block's activations stay in cache from one product to the next
+_PAGE = 4096
+_MADV_HUGEPAGE = 14  # linux/mman.h
 _PANEL = 2048  # rows of one product for the gradient of a weight: bounds the memory of an expert that got most tokens
 
 
@@ -187,12 +191,13 @@ def _blocks_backward_op(
     dtype, wide = tokens.dtype, torch.promote_types(tokens.dtype, torch.float32)
     d_tokens = torch.zeros(tokens.shape, dtype=wide)
     d_weights = torch.zeros(len(token_of_slot), 1, dtype=wide)
-    d_up_weight, d_down_weight = torch.empty_like(up_weight), torch.empty_like(down_weight)
+    d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
     d_biases = [torch.zeros_like(bias) for bias in biases]
     weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of two dtypes takes many times as long
     longest = _padded(min(int(counts.max()), _PANEL), dtype)
     widths = tokens.shape[1], tokens.shape[1], down_weight.shape[2], up_weight.shape[1]
-    x, d_y, h, d_up = panel = [tokens.new_empty(longest, width) for width in widths]
+    # zeros, so that what pads x and h is finite: it is multiplied by the zeros that pad the other two
+    x, d_y, h, d_up = (tokens.new_zeros(longest, width) for width in widths)
     layers = _per_expert(up_weight, down_weight, [])
     d_layers = _per_expert(d_up_weight, d_down_weight, d_biases)
     for (first, last), (up, down, *_), d_layer in zip(_segments(counts), layers, d_layers, strict=True):
@@ -202,8 +207,9 @@ def _blocks_backward_op(
         for panel_start, panel_stop in _cut(first, last, _PANEL):
             num = panel_stop - panel_start
             padded = _padded(num, dtype)
-            for buffer in panel if padded > num else ():
-                buffer[num:padded].zero_()
+            if padded > num:
+                d_y[num:padded].zero_()
+                d_up[num:padded].zero_()
             for start, stop in _cut(panel_start, panel_stop, _block_rows(tokens.dtype)):
                 index, at = token_of_slot[start:stop], slice(start - panel_start, stop - panel_start)
                 at_padded = slice(at.start, at.start + _padded(stop - start, dtype))
@@ -273,12 +279,26 @@ def _padded(rows: int, dtype: torch.dtype) -> int:
     """Rows to run a product over so that few different numbers occur.
 
     For a 16-bit product oneDNN makes a kernel for each new shape, which takes several times as long as to run it, and
-    the rows of an expert change at every step. 16 sizes an octave cost at most a sixteenth more rows, on tiles of 16.
+    the rows of an expert change at every step. 32 sizes an octave cost a sixtieth more rows on average, on tiles of 16.
     """
     if dtype.itemsize > 2:
         return rows
-    unit = max(16, 1 << max(0, rows.bit_length() - 5))
+    unit = max(16, 1 << max(0, rows.bit_length() - 6))
     return -(-rows // unit) * unit
+
+
+def _empty_like(weight: Tensor) -> Tensor:
+    """Fresh memory, in huge pages where it is large and the system has them.
+
+    The C library gives blocks from 32 MiB on back to the system when they are freed, and the gradients of all experts
+    are freed at every step: a tenth of a step went into mapping their pages anew, 4 KiB at a time.
+    """
+    fresh = torch.empty_like(weight)
+    if fresh.nbytes >= 32 << 20 and sys.platform == "linux":
+        start = -(-fresh.data_ptr() // _PAGE) * _PAGE
+        size = fresh.data_ptr() + fresh.nbytes - start
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)  # advice: it may fail
+    return fresh
 
 
 def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tuple[Tensor, Tensor]:

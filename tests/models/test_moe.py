@@ -257,6 +257,13 @@ def test_precisions(small, precision):
     assert trainer.callback_metrics["val/accuracy"] > 0.6
 
 
+def test_gate_of_a_subclass_with_its_own_training_step_is_told_its_load():
+    torch.manual_seed(0)
+    model = SmoothedMoE(6, 3, dim=8, num_experts=4, expert_dim=8)
+    quiet_trainer().fit(model, DataLoader(rows(), batch_size=12))
+    assert model.mixture.gate.expert_slots.sum() == 24
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_trains_on_cuda(small, precision):
