@@ -7,12 +7,14 @@ the first layer, or 2 * H where it is gated.
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear, takes_grouped_mm
 
@@ -20,6 +22,8 @@ Activation: TypeAlias = Literal["gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "grouped_mm", "loop"]
 
 _BLOCK = 1024  # bytes a feature and thread: a block's activations stay in cache from one product to the next
+_FEW_SLOTS = 128  # an expert: below, blocks cost more Python than they save memory traffic, by measurement,
+_SMALL_EXPERT = 512 << 10  # unless the weights, whose gradients the loop moves about, are large
 _PAGE = 4096
 _MADV_HUGEPAGE = 14  # linux/mman.h
 _PANEL = 2048  # rows of one product for the gradient of a weight: bounds the memory of an expert that got most tokens
@@ -77,7 +81,7 @@ def expert_mlp(
     tokens, up_weight, down_weight = cast_for_autocast(tokens, up_weight, down_weight)
     up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
     if backend == "auto":
-        backend = choose_backend(up_weight, down_weight)
+        backend = choose_backend(up_weight, down_weight, len(token_of_slot))
     with torch.autocast(tokens.device.type, enabled=False):
         if backend == "blocks":
             if tokens.device.type not in ("cpu", "meta"):
@@ -85,34 +89,29 @@ def expert_mlp(
             if (up_bias is None) != (down_bias is None):
                 raise ValueError("give both biases, or none")
             biases = [bias for bias in (up_bias, down_bias) if bias is not None]
-            slots = token_of_slot, weight_of_slot, counts
-            learned = tokens, weight_of_slot, up_weight, down_weight, *biases
-            keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
-            return _blocks_op(tokens, *slots, up_weight, down_weight, biases, activation, keep)[0]
+            tensors = tokens, token_of_slot, weight_of_slot, counts, up_weight, down_weight
+            keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *biases))
+            if torch.compiler.is_compiling():
+                return _blocks_op(*tensors, biases, activation, keep)[0]
+            return _Blocks.apply(activation, keep, *tensors, *biases)  # an op takes hundreds of microseconds more
         rows = tokens.index_select(0, token_of_slot)  # (S, D)
-        hidden = grouped_linear(rows, up_weight, counts, backend)
-        if up_bias is not None:
-            hidden = hidden + _spread(up_bias, counts, len(rows))
-        visited = grouped_linear(_activate(hidden, down_weight.shape[2], activation), down_weight, counts, backend)
-        if down_bias is not None:
-            visited = visited + _spread(down_bias, counts, len(rows))
+        hidden = grouped_linear(rows, up_weight, counts, up_bias, backend)
+        hidden = _activate(hidden, down_weight.shape[2], activation)
+        visited = grouped_linear(hidden, down_weight, counts, down_bias, backend)
         wide = torch.promote_types(tokens.dtype, torch.float32)
+        taken = torch.arange(len(rows), device=rows.device) < counts.sum()
+        weights = torch.where(taken, weight_of_slot, 0).to(wide)  # one that is left out may weigh NaN
         out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
-        return out.index_add(0, token_of_slot, visited.to(wide) * weight_of_slot.to(wide).unsqueeze(1)).to(tokens.dtype)
+        return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1)).to(tokens.dtype)
 
 
-def choose_backend(up_weight: Tensor, down_weight: Tensor) -> Backend:
-    """The fastest backend of :func:`expert_mlp` for weights of this device, dtype and shape."""
-    if up_weight.device.type == "cpu":
-        return "blocks"
-    return "grouped_mm" if takes_grouped_mm(up_weight, down_weight) else "loop"
-
-
-def _spread(bias: Tensor, counts: Tensor, num_slots: int) -> Tensor:
-    """Row e of ``bias`` (E, O) for each slot of expert e, (S, O); 0 for slots of none."""
-    bounds = counts.cumsum(0)
-    expert = torch.searchsorted(bounds, torch.arange(num_slots, device=bias.device), right=True)
-    return F.pad(bias, (0, 0, 0, 1)).index_select(0, expert)
+def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Backend:
+    """The fastest backend of :func:`expert_mlp` for weights of this device, dtype and shape, and so many slots."""
+    if up_weight.device.type != "cpu":
+        return "grouped_mm" if takes_grouped_mm(up_weight, down_weight) else "loop"
+    expert_bytes = (up_weight.nbytes + down_weight.nbytes) // len(up_weight)
+    small = num_slots < _FEW_SLOTS * len(up_weight) and expert_bytes < _SMALL_EXPERT
+    return "loop" if small and not torch.compiler.is_compiling() else "blocks"  # a loop would break the graph
 
 
 def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:
@@ -132,8 +131,7 @@ _ACTIVATIONS: dict[str, _Act] = {
 }
 
 
-@torch.library.custom_op("lightning_accel::expert_mlp_blocks", mutates_args=(), device_types="cpu")
-def _blocks_op(
+def _blocks(
     tokens: Tensor,
     token_of_slot: Tensor,
     weight_of_slot: Tensor,
@@ -173,8 +171,7 @@ def _blocks_op(
     return out.to(tokens.dtype), before, visited
 
 
-@torch.library.custom_op("lightning_accel::expert_mlp_blocks_backward", mutates_args=(), device_types="cpu")
-def _blocks_backward_op(
+def _blocks_backward(
     grad: Tensor,
     tokens: Tensor,
     token_of_slot: Tensor,
@@ -306,6 +303,11 @@ def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tu
     return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
 
 
+_on_cpu = partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
+_blocks_op = _on_cpu("lightning_accel::expert_mlp_blocks")(_blocks)
+_blocks_backward_op = _on_cpu("lightning_accel::expert_mlp_blocks_backward")(_blocks_backward)
+
+
 @_blocks_op.register_fake
 def _(
     tokens: Tensor,
@@ -339,6 +341,25 @@ def _(
     return like(tokens), like(weight_of_slot), like(up_weight), like(down_weight), [like(bias) for bias in biases]
 
 
+class _Blocks(torch.autograd.Function):
+    """Keeps the input and the output of each expert's activation and what it gave, instead of everything between."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: str, keep: bool, *tensors: Tensor) -> Tensor:
+        tokens, token_of_slot, weight_of_slot, counts, up, down, *biases = tensors
+        slots = token_of_slot, weight_of_slot, counts
+        out, before, visited = _blocks(tokens, *slots, up, down, biases, activation, keep)
+        ctx.activation = activation
+        ctx.save_for_backward(*tensors, before, visited)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *inputs, d_biases = _gradients(ctx, grad, _blocks_backward)
+        return None, None, *inputs, *d_biases
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, biases, ctx.activation, _ = inputs
     ctx.num_biases = len(biases)
@@ -348,15 +369,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _op_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad is None:
         return *(None,) * 6, [None] * ctx.num_biases, None, None
+    return *_gradients(ctx, grad, _blocks_backward_op), None, None
+
+
+def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Any]) -> tuple[Any, ...]:
+    """Of the six tensors, None for those of integers, and of the biases, a list."""
     saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
     tensors, biases, (before, visited) = saved[:6], list(saved[6:-2]), saved[-2:]
-    d_tokens, d_weights, d_up, d_down, d_biases = _blocks_backward_op(
-        grad.contiguous(), *tensors, biases, before, visited, ctx.activation
-    )
-    return d_tokens, None, d_weights, None, d_up, d_down, d_biases, None, None
+    d_tokens, d_weights, *d_layers = run(grad.contiguous(), *tensors, biases, before, visited, ctx.activation)
+    return d_tokens, None, d_weights, None, *d_layers
 
 
-_blocks_op.register_autograd(_backward, setup_context=_setup_context)
+_blocks_op.register_autograd(_op_backward, setup_context=_setup_context)

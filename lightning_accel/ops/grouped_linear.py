@@ -9,13 +9,16 @@ from torch import Tensor
 GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop"]
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, backend: GroupedBackend = "auto") -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, backend: GroupedBackend = "auto"
+) -> Tensor:
     """Multiply the first ``counts[0]`` rows of ``x`` by ``weight[0].T``, the next ``counts[1]`` by ``weight[1].T`` ...
 
     Args:
         x: (M, I), rows sorted by group; rows past ``counts.sum()`` belong to none.
-        weight: (E, O, I), dtype of ``x``; under autocast both are cast to its dtype.
+        weight: (E, O, I), dtype of ``x``; under autocast all are cast to its dtype.
         counts: (E,) int64, rows of each group; any may be 0.
+        bias: (E, O), added to each row of the group.
         backend: ``grouped_mm``, torch's kernel, which leaves ``counts`` on its device; ``loop``, one matrix product a
             group, which copies ``counts`` to the host; by default the kernel on CUDA where it takes the shapes.
 
@@ -27,16 +30,20 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, backend: GroupedBa
     tensor([2., 2., 4.])
     """
     x, weight = cast_for_autocast(x, weight)
+    bias = None if bias is None else bias.to(x.dtype)
     if backend == "auto":
         backend = "grouped_mm" if takes_grouped_mm(weight) else "loop"
     with torch.autocast(x.device.type, enabled=False):
         if backend == "loop":
-            return _loop(x, weight, counts)
+            return _loop(x, weight, counts, bias)
         ends = counts.cumsum(0)
         # the kernel leaves rows past the last end as they were in memory, in its output and in the gradient of x
         grouped = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(1)
         x = torch.where(grouped, x, 0)
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+        if bias is not None:
+            group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+            product = product + F.pad(bias, (0, 0, 0, 1)).index_select(0, group)
         return torch.where(grouped, product, 0)
 
 
@@ -62,9 +69,10 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
-def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _loop(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
     sizes = counts.tolist()
-    rows = x.split([*sizes, len(x) - sum(sizes)])
+    *groups, rest = x.split([*sizes, len(x) - sum(sizes)])
     # unbind, not weight[e]: the backward of each of E selects would build a full-size zero gradient, E**2 in all
-    products = [F.linear(segment, w) for segment, w in zip(rows, weight.unbind(), strict=False)]
-    return torch.cat([*products, x.new_zeros(len(rows[-1]), weight.shape[1])])
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    products = [F.linear(rows, w, b) for rows, w, b in zip(groups, weight.unbind(), biases, strict=True)]
+    return torch.cat([*products, x.new_zeros(len(rest), weight.shape[1])])

@@ -96,7 +96,7 @@ def test_compiles_whole_and_once_for_any_split_of_the_slots():
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     for counts in ([2, 0, 4, 1], [7, 0, 0, 0], [1, 2, 2, 2]):
         arguments = inputs(counts, torch.float32)
-        actual, expected = compiled(*arguments), run(*arguments)
+        actual, expected = compiled(*arguments), run(*arguments, backend="blocks")
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(
             torch.autograd.grad(actual.sum(), arguments[0]), torch.autograd.grad(expected.sum(), arguments[0])
@@ -110,7 +110,7 @@ def test_garbage_in_fresh_memory_does_not_show():
     for deterministic in (True, False):  # which fills fresh memory with NaN
         torch.use_deterministic_algorithms(deterministic)
         try:
-            out = run(*arguments)
+            out = run(*arguments, backend="blocks")
             results.append((out, *torch.autograd.grad(out.sum(), arguments[0])))
         finally:
             torch.use_deterministic_algorithms(False)
@@ -119,9 +119,9 @@ def test_garbage_in_fresh_memory_does_not_show():
 
 def test_without_gradients_a_block_is_kept_at_most():
     arguments = inputs([700, 0, 900, 300], torch.bfloat16, num_tokens=1000)
-    expected = run(*arguments)
+    expected = run(*arguments, backend="blocks")
     with torch.no_grad():
-        torch.testing.assert_close(run(*arguments), expected, rtol=0, atol=0)
+        torch.testing.assert_close(run(*arguments, backend="blocks"), expected, rtol=0, atol=0)
     learned, token_of_slot, counts = arguments
     tokens, weights, up, down, *biases = (tensor.detach() for tensor in learned)
     _, before, visited = torch.ops.lightning_accel.expert_mlp_blocks(
@@ -144,12 +144,17 @@ def test_autocast_rounds():
         actual = run(learned, *rest)
     rounded = [tensor.bfloat16() if tensor.ndim > 1 else tensor for tensor in learned]
     torch.testing.assert_close(actual, run(rounded, *rest), rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(learned, *rest, backend="blocks")
+    torch.testing.assert_close(actual, run(rounded, *rest, backend="blocks"), rtol=0, atol=0)
 
 
 def test_backends_are_chosen_and_checked():
     up, down = torch.empty(2, 8, 8), torch.empty(2, 8, 8)
-    assert choose_backend(up, down) == "blocks"
-    assert choose_backend(up.to("meta"), down.to("meta")) == "loop"
+    assert choose_backend(up, down, 255) == "loop"
+    assert choose_backend(up, down, 256) == "blocks"
+    assert choose_backend(torch.empty(2, 512, 256), torch.empty(2, 256, 512), 3) == "blocks"
+    assert choose_backend(up.to("meta"), down.to("meta"), 256) == "loop"
     arguments = inputs([2, 1])
     with pytest.raises(ValueError, match="backend must be one of auto, blocks, grouped_mm, loop; got 'fast'"):
         run(*arguments, backend="fast")
@@ -166,7 +171,7 @@ def test_cuda_matches_float64(dtype):
     wide = [tensor.detach().double().requires_grad_() for tensor in learned]
     expected = run(wide, token_of_slot, counts)
     on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in learned]
-    assert choose_backend(*on_gpu[2:4]) == "grouped_mm"
+    assert choose_backend(*on_gpu[2:4], len(token_of_slot)) == "grouped_mm"
     actual = run(on_gpu, token_of_slot.cuda(), counts.cuda())
     tolerance = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
     torch.testing.assert_close(actual.double().cpu(), expected, **tolerance)
