@@ -203,7 +203,7 @@ def whole(path, run_folder):
             OURS,
             r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model",
         ),
-        (whole, OURS, r"mixture.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"),
+        (whole, OURS, r"mixture.experts.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"),
         (whole, OWN, r"another model than OwnModule .*class_path: .*the checkpoint has no layer.bias.*and \d+ more"),
     ],
 )
