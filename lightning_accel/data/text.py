@@ -47,7 +47,8 @@ class TextDataModule(L.LightningDataModule):
             MB of English and code.
         context_length: T.
         batch_size: windows per process and step.
-        tokenizer: has ``encode`` and ``decode``; by default a token is a byte.
+        tokenizer: has ``encode``, ``decode`` and the size of its vocabulary, as those of the packages tokenizers and
+            transformers do; by default a token is a byte.
         suffixes: of the files in a folder.
         val_share: share of the windows that validate.
         test_share: share of the windows that test.
@@ -58,6 +59,7 @@ class TextDataModule(L.LightningDataModule):
 
     Raises:
         FileNotFoundError: if there is no such file, or no file of these suffixes in the folder.
+        TypeError: if the tokenizer lacks what it needs.
         ValueError: if a number is out of range; in ``setup``, if the text is too short for a window in each split, or
             not UTF-8; in ``load_state_dict``, if the checkpoint was trained on other text, or another split of it.
     """
@@ -94,7 +96,9 @@ class TextDataModule(L.LightningDataModule):
         self.paths = modules if path is None else _find_texts(Path(path), suffixes)
         self.context_length = context_length
         self.batch_size = batch_size
-        self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        if not isinstance(tokenizer, Tokenizer | None):
+            raise TypeError(f"a tokenizer has methods encode and decode; got {tokenizer!r}")
+        self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed

@@ -2,10 +2,11 @@
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +16,27 @@ from torch.utils.data import Dataset
 _PIECE = 1 << 20  # characters that are encoded at a time
 
 
-class Tokenizer(Protocol):
-    """What TextDataModule needs of one; those of the packages tokenizers and transformers have it."""
+class Tokenizer(ABC):
+    """Any class with these two methods counts as one, those of the packages tokenizers and transformers among them.
 
+    A protocol would ask for the same names of parameters, too, when a config names the class.
+    """
+
+    @abstractmethod
     def encode(self, text: str) -> Any:
         """Token numbers of ``text``, or an object that has them as ``ids``."""
 
+    @abstractmethod
     def decode(self, tokens: list[int]) -> str: ...
 
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        if cls is not Tokenizer:
+            return NotImplemented
+        return all(callable(getattr(other, name, None)) for name in ("encode", "decode"))
 
-class ByteTokenizer:
+
+class ByteTokenizer(Tokenizer):
     """A token for each byte of the text as UTF-8."""
 
     vocab_size = 256

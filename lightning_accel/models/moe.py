@@ -195,7 +195,8 @@ class MoEClassifier(L.LightningModule):
 
     def auxiliary_loss(self, report: GateReport) -> Tensor:
         """What the gate adds to the loss, ()."""
-        return self.balance_weight * report.balance_loss + self.z_weight * report.z_loss
+        loss = self.balance_weight * report.balance_loss
+        return loss + self.z_weight * report.z_loss if self.z_weight else loss  # else its backward pass is run for 0
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         statistics = self.expert_load.step()

@@ -140,6 +140,34 @@ def test_tokenizers_of_other_packages_fit():
     assert next(iter(data.predict_dataloader())).tolist() == [[0, 1, 2]]
     with pytest.raises(TypeError, match="does not tell the size of its vocabulary"):
         vocabulary_size(object())
+    with pytest.raises(TypeError, match="a tokenizer has methods encode and decode; got 3"):
+        TextDataModule(tokenizer=3)
+
+
+OWN_TOKENIZER = """
+class Lengths:
+    def __init__(self, size: int = 50):
+        self.vocab_size = size
+
+    def encode(self, text):
+        return [min(len(word), self.vocab_size - 1) for word in text.split()]
+
+    def decode(self, numbers):
+        return " ".join(map(str, numbers))
+"""
+
+
+def test_a_tokenizer_of_ones_own_is_named_in_a_config(command, run_folder):
+    (run_folder / "own_tokenizer.py").write_text(OWN_TOKENIZER)
+    (run_folder / "text.txt").write_text("a bb ccc " * 300)
+    result = command(
+        "fit", "--model=MoELanguageModel", "--model.dim=8", "--model.num_heads=2", "--model.expert_dim=4",
+        "--data=TextDataModule", "--data.path=text.txt", "--data.context_length=8", "--data.cache_dir=cache",
+        "--data.tokenizer=own_tokenizer.Lengths", "--data.tokenizer.size=7", "--trainer.accelerator=cpu",
+        "--trainer.max_steps=2", "--trainer.logger=false", "--trainer.enable_checkpointing=false",
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    assert (run_folder / "cache").is_dir()
 
 
 def test_bytes_come_back():
