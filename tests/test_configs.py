@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
@@ -25,3 +26,18 @@ def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
     result = command("test", "--config", path, "--ckpt_path=best")
     accuracy = float(result.out.split("test/accuracy")[1].split()[1])
     assert accuracy >= 0.97
+
+
+@pytest.mark.slow
+def test_moe_lm_reaches_what_it_promises(command, run_folder):
+    path = next(path for path in CONFIGS if path.stem == "moe_lm")
+    result = command("fit", "--config", path)
+    assert result.status == 0, result.err
+    metrics = pd.read_csv(run_folder / "runs/moe_lm/version_0/metrics.csv")
+    assert metrics["val/bits_per_byte"].dropna().iloc[-1] < 1.85
+    assert metrics["val/max_violation"].dropna().iloc[-1] < 0.2  # about 0.1: of 1500 steps of 0.001 each
+    assert (run_folder / "runs/moe_lm/version_0/figures/expert_load.png").exists()
+    assert command("predict", "--config", path, "--ckpt_path=best").status == 0
+    predictions = pd.read_csv(run_folder / "runs/moe_lm/version_1/predictions.csv")
+    assert predictions["prompt"].tolist() == ["The ", "def __init__("]
+    assert predictions["text"].str.len().min() > 50

@@ -126,7 +126,9 @@ class MixtureOfExperts(nn.Module):
         if self.capacity_factor is not None:
             capacity = math.ceil(self.capacity_factor * len(order) / self.num_experts)
             order, counts, dropped = self._drop(experts, order, counts, capacity)
-            report = report._replace(dropped=report.dropped + dropped)
+            # not _replace, which torch.compile of 2.11 cannot return
+            balance_loss, z_loss, asked, dropped_before, confidence = report
+            report = GateReport(balance_loss, z_loss, asked, dropped_before + dropped, confidence)
         features = self.experts(tokens, token_of_slot[order], weight_of_slot[order], counts)
         if self.shared is not None:
             features = features + self.shared(tokens)
