@@ -80,6 +80,7 @@ def bare_loop(
     torch.manual_seed(0)
     model = MoEClassifier(64, 10).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused or None)
+    model.expert_load.start()
     seconds = []
     for _ in range(epochs):
         start = time.perf_counter()
@@ -88,6 +89,7 @@ def bare_loop(
             loss = F.cross_entropy(logits, target.to(device, non_blocking=True)) + model.auxiliary_loss(report)
             optimizer.zero_grad()
             loss.backward()
+            model.expert_load.step()
             optimizer.step()
         _synchronize(device)
         seconds.append(time.perf_counter() - start)

@@ -52,6 +52,7 @@ class ExpertLoadMonitor(L.Callback):
         if isinstance(getattr(pl_module, "expert_load", None), ExpertLoad):
             return
         self._own = ExpertLoad([mixture.gate for mixture in named.values()])
+        self._own.start()
         self._hooks = [
             mixture.register_forward_hook(self._report(number)) for number, mixture in enumerate(named.values())
         ]

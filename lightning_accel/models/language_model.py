@@ -221,6 +221,9 @@ class MoELanguageModel(L.LightningModule):
         balance = torch.stack([report.balance_loss for report in reports]).mean()
         return self.balance_weight * balance + self.z_weight * torch.stack([r.z_loss for r in reports]).mean()
 
+    def on_fit_start(self) -> None:
+        self.expert_load.start()
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         statistics = self.expert_load.step()
         if statistics and is_logging_step(self):

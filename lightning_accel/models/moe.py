@@ -198,6 +198,9 @@ class MoEClassifier(L.LightningModule):
         loss = self.balance_weight * report.balance_loss
         return loss + self.z_weight * report.z_loss if self.z_weight else loss  # else its backward pass is run for 0
 
+    def on_fit_start(self) -> None:
+        self.expert_load.start()
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         statistics = self.expert_load.step()
         if statistics and is_logging_step(self):

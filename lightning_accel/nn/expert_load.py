@@ -36,10 +36,11 @@ class ExpertLoad:
     """Adds up what gates report within an optimizer step, then tells each gate, and whoever asks.
 
     Call :meth:`add` with the reports of each forward pass in training, outside what activation checkpointing repeats,
-    and :meth:`step` once an optimizer step; neither waits for the device.
+    and :meth:`step` once an optimizer step; neither waits for the device. From the first :meth:`step` on, or from
+    :meth:`start` if called, the balance losses of the gates are those of whole optimizer steps.
 
     Args:
-        gates: L gates, in the order of the reports. From now on, their balance loss is that of whole optimizer steps.
+        gates: L gates, in the order of the reports.
     """
 
     def __init__(self, gates: Sequence[nn.Module]) -> None:
@@ -48,9 +49,15 @@ class ExpertLoad:
         self._sums: list[Tensor | None] = [None] * len(gates)
         self._since_check: list[Tensor | int] = [0] * len(gates)
         self._warned: set[int] = set()
-        for gate in gates:
+
+    def start(self) -> None:
+        """Let the first step take equal loads, unless the gates know better, as in a run that is resumed.
+
+        Without it the first step, which has none before it, takes the load of each micro-batch and process.
+        """
+        for gate in self.gates:
             slots = getattr(gate, "expert_slots", None)
-            if slots is not None and not slots.is_meta and not slots.any():
+            if slots is not None and not slots.any():
                 slots.fill_(1)
 
     def add(self, reports: Sequence[GateReport]) -> None:

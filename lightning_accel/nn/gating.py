@@ -6,6 +6,7 @@ looks at other tokens than those before a token says so with an attribute ``caus
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FEW = 4  # experts a token
+_MANY_PASSES = 1000  # more than micro-batches are accumulated
 
 
 class GateReport(NamedTuple):
@@ -52,8 +54,8 @@ class TopKGate(nn.Module):
 
     - the balance loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4, without its factor alpha; over K
       slots a token in place of one): E times the sum over experts of load times mean probability. The load is that of
-      the step before, the only one that every micro-batch and process can know; the first step takes equal loads, and
-      has no gradient. Without ``update``, or in evaluation, the load is that of the tokens at hand.
+      the step before, the only one that every micro-batch and process can know. Without ``update``, or in evaluation,
+      it is that of the tokens at hand.
     - ``bias_update_rate``, loss-free (Wang et al. 2024, https://arxiv.org/abs/2408.15664, algorithm 1): a bias on the
       scores, which the choice of experts alone sees, moves by this much a step against the sign of the load error.
 
@@ -130,6 +132,7 @@ class TopKGate(nn.Module):
         # integers, which a cast of the module to bf16 leaves as they are: the bias would soon stop to move
         self.register_buffer("expert_slots", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None)
+        self._passes_untold = 0
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -144,6 +147,8 @@ class TopKGate(nn.Module):
 
         A token of NaNs visits ``k`` experts with weights NaN, so that it shows and no other token is touched.
         """
+        if self.training and self.bias_steps is not None and not torch.compiler.is_compiling():
+            self._warn_if_untold()
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):
             if self.training and self.jitter:
@@ -199,10 +204,21 @@ class TopKGate(nn.Module):
     @torch.no_grad()
     def update(self, expert_counts: Tensor) -> None:
         """Take the ``expert_counts`` (E,) of a whole optimizer step, summed over micro-batches and processes."""
+        self._passes_untold = 0
         self.expert_slots.copy_(expert_counts)
         if self.bias_steps is not None:
             mean = expert_counts.sum() / self.num_experts
             self.bias_steps.add_(torch.sign(mean - expert_counts).to(torch.int64))
+
+    def _warn_if_untold(self) -> None:
+        self._passes_untold += 1
+        if self._passes_untold == _MANY_PASSES:
+            warnings.warn(
+                f"bias_update_rate={self.bias_update_rate} has had no effect in {_MANY_PASSES} training passes, since "
+                "nobody calls update() of this gate; add the callback lightning_accel.ExpertLoadMonitor, or step a "
+                "lightning_accel.ExpertLoad",
+                stacklevel=2,
+            )
 
 
 class ExpertChoiceGate(nn.Module):

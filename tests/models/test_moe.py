@@ -264,6 +264,16 @@ def test_gate_of_a_subclass_with_its_own_training_step_is_told_its_load():
     assert model.mixture.gate.expert_slots.sum() == 24
 
 
+def test_a_loop_of_ones_own_balances_by_the_load_of_each_batch(small):
+    """Nothing there tells the gate the load of the step before."""
+    x, target = rows().tensors
+    small.training_step((x, target), 0)
+    balance_loss = small(x).report.balance_loss
+    (gradient,) = torch.autograd.grad(balance_loss, small.mixture.gate.weight)
+    assert gradient.abs().sum() > 0
+    torch.testing.assert_close(balance_loss, small.eval()(x).report.balance_loss)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_trains_on_cuda(small, precision):

@@ -71,6 +71,7 @@ def gradients(batches, *, dtype=torch.float64):
     torch.manual_seed(3)
     mixture = MixtureOfExperts(dim=6, hidden_dim=4, num_experts=5).to(dtype)
     load = ExpertLoad([mixture.gate])
+    load.start()
     optimizer = torch.optim.SGD(mixture.parameters(), lr=0.3)
     kept = []
     for micro_batches in batches:

@@ -111,6 +111,18 @@ def test_bias_moves_against_the_load_and_evens_it():
     assert gate.weight.grad is None
 
 
+def test_gate_that_nobody_tells_its_load_says_so_once():
+    gate, x = TopKGate(dim=2, num_experts=3, bias_update_rate=0.1), torch.randn(1, 2)
+    for _ in range(999):
+        gate(x)
+    gate.update(torch.ones(3))
+    for _ in range(999):
+        gate(x)
+    with pytest.warns(UserWarning, match="bias_update_rate=0.1 has had no effect in 1000 training passes"):
+        gate(x)
+    gate(x)
+
+
 def test_bias_survives_a_cast_to_bf16():
     gate = TopKGate(dim=3, num_experts=4, bias_update_rate=0.001)
     gate.update(torch.tensor([1, 0, 0, 0]))

@@ -217,7 +217,8 @@ def check_sharded(rank):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     results = []
     for layers, rows in ((whole, x), (sharded, x.chunk(2)[rank])):
-        loads = ExpertLoad([layer.gate for layer in layers])  # equal loads, so that no loss depends on the process
+        loads = ExpertLoad([layer.gate for layer in layers])
+        loads.start()  # equal loads, so that no loss depends on the process
         losses = 0.0
         for layer in layers:
             rows, report = layer(rows)
