@@ -1,6 +1,7 @@
 from functools import partial
 
 import lightning as L
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,13 @@ class Foreign(L.LightningModule):
         self.second = nn.ModuleDict({"inner": MixtureOfExperts(SHAPE[0], 4, 3)})
 
     def training_step(self, batch, batch_idx):
-        features, report = checkpoint(self.first, batch, use_reentrant=False)
+        features, report = checkpoint(self._first, batch, use_reentrant=False)
         features, other = self.second["inner"](batch + features)
         return F.mse_loss(features, batch) + 0.1 * (report.balance_loss + other.balance_loss)
+
+    def _first(self, batch):
+        features, report = self.first(batch)
+        return features.sin(), report  # keeps its input, so all of this is run again
 
     def validation_step(self, batch, batch_idx):
         self.first(batch)
@@ -134,6 +139,23 @@ def test_collapse_is_told(tmp_path):
     )
     with pytest.warns(UserWarning, match="gate 0 has collapsed: 3 of its 5 experts"):
         fit(module, ExpertLoadMonitor(), batch_size=24, max_epochs=30, default_root_dir=tmp_path)
+
+
+def test_a_run_that_fails_leaves_no_hook(tmp_path):
+    module = Foreign()
+    module.validation_step = lambda batch, batch_idx: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(module, ExpertLoadMonitor(), default_root_dir=tmp_path)
+    assert not module.first._forward_hooks
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_is_remembered_once_and_logged_where_the_loggers_record(tmp_path, micro_batches):
+    callback, logger = ExpertLoadMonitor(), CSVLogger(tmp_path)
+    fit(Foreign(), callback, 24 // 6, micro_batches, logger=logger, log_every_n_steps=3, max_epochs=2 * micro_batches)
+    assert callback.steps == [3, 6, 9, 12]
+    logged = pd.read_csv(f"{logger.log_dir}/metrics.csv")
+    assert logged.dropna(subset="train/max_violation")["step"].tolist() == [2, 5, 8, 11]
 
 
 def test_module_without_mixtures_is_refused():

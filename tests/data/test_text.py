@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import TextDataModule
-from lightning_accel.data.samplers import ResumableSampler
-from lightning_accel.data.tokens import ByteTokenizer, TokenStream, vocabulary_size
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from lightning_accel.data.tokens import ByteTokenizer, TokenStream, map_file, vocabulary_size
 
 CONTEXT = 4
 
@@ -123,6 +123,40 @@ def test_tokens_of_a_tokenizer_are_cached(folder, tmp_path_factory):
     assert len(list(cache.iterdir())) == 2
 
 
+class Characters(Words):
+    """Of as large a vocabulary, with other numbers."""
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+
+def test_another_tokenizer_has_another_cache(folder, tmp_path_factory):
+    cache, path = tmp_path_factory.mktemp("cache"), folder / "below" / "c.TXT"
+    for tokenizer in (Words(), Characters()):
+        TextDataModule(path, CONTEXT, tokenizer=tokenizer, cache_dir=cache).prepare_data()
+    assert len(list(cache.iterdir())) == 2
+    data = TextDataModule(path, CONTEXT, tokenizer=Characters(), cache_dir=cache)
+    data.setup()
+    assert bytes(data.stream.read(0, 605).tolist()[-5:]) == b"\r\nend"  # as in the file
+
+
+def test_numbers_beyond_fifteen_bits_are_kept(folder, tmp_path_factory):
+    tokenizer = Characters()
+    tokenizer.vocab_size = 60_000
+    (folder / "wide.txt").write_text("\u9fa5" * 400)
+    data = TextDataModule(folder / "wide.txt", CONTEXT, tokenizer=tokenizer, cache_dir=tmp_path_factory.mktemp("cache"))
+    data.setup()
+    assert data.stream.documents[0].dtype == np.uint16
+    assert set(data.stream.read(0, 400).tolist()) == {0x9FA5}
+
+
+def test_long_texts_are_encoded_in_whole_lines(folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("lightning_accel.data.tokens._PIECE", 10)
+    (folder / "words.txt").write_text("w1 w22 w3\n" * 100)
+    tokens = map_file(folder / "words.txt", Words(), tmp_path_factory.mktemp("cache"))
+    assert tokens.tolist() == Words().encode("w1 w22 w3\n" * 100)
+
+
 def test_an_interrupted_cache_leaves_nothing(folder, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     (folder / "words.txt").write_text("w1 w2 unknown")
@@ -180,6 +214,7 @@ def test_the_text_of_python_is_there():
     data.setup()
     assert len(data.stream) > 1_000_000
     assert len(data.train_windows) > 8 * len(data.val_windows) > 1000
+    assert data.bytes_per_token == 1
 
 
 def consumed(batch_size, replicas, epoch, start=0, num_rows=50):
@@ -206,6 +241,30 @@ def test_a_resumed_epoch_neither_repeats_nor_skips():
     whole = consumed(12, 1, epoch=2)
     assert consumed(12, 1, epoch=2, start=24) == whole[2:]
     assert set().union(*consumed(3, 2, epoch=2, start=24)) >= whole[2] | whole[3]
+
+
+def test_the_order_is_that_of_the_seed(folder):
+    first = []
+    for seed in (0, 0, 1):
+        data = TextDataModule(folder, CONTEXT, seed=seed)
+        data.setup()
+        first.append(list(data.train_dataloader().sampler))
+    assert first[0] == first[1] != first[2]
+    assert first[2] == list(ResumableSampler(data.train_windows, 16, 1, 0, seed=1))
+
+
+def test_a_position_is_that_of_its_epoch_alone():
+    sampler = ResumableSampler(range(50), 12, 1, 0, seed=3)
+    whole = list(sampler)
+    sampler.resume_at(5, 24)
+    assert list(sampler) == whole
+
+
+def test_a_loader_tells_the_rows_of_all_processes():
+    loader = ResumableLoader(range(50), batch_size=4, sampler=ResumableSampler(range(50), 4, 3, 1, seed=3))
+    assert loader.state_dict() == {}
+    loader.progress = lambda: (2, 3)
+    assert loader.state_dict() == {"epoch": 2, "rows": 36}
 
 
 class Recorder(L.LightningModule):

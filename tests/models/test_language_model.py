@@ -113,13 +113,16 @@ def test_cached_generation_equals_running_the_whole_text_each_time(temperature):
         expected = torch.cat([expected, new], dim=1)
     assert actual.equal(expected)
     assert not model.training
+    model.train().generate(tokens, 1)
+    assert model.training
 
 
 def test_every_figure_is_logged_and_bits_are_of_bytes(data, tmp_path):
     model = MoELanguageModel(**SMALL)
     trainer = quiet_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=2)
-    datamodule = data()
+    datamodule = data(batch_size=7)  # which leaves fewer for the last batch of an evaluation
     trainer.fit(model, datamodule)
+    assert int(model.tokens_seen) == trainer.global_step * 7 * 16
     assert set(trainer.logged_metrics) == {
         "train/loss", "train/tokens", "train/balance_loss", "train/load_entropy", "train/max_violation",
         "train/dropped_fraction", "train/gate_confidence",
@@ -133,6 +136,25 @@ def test_every_figure_is_logged_and_bits_are_of_bytes(data, tmp_path):
     assert figures["test/loss"] == pytest.approx(nll, rel=1e-5)
     assert figures["test/perplexity"] == pytest.approx(math.exp(nll), rel=1e-4)
     assert figures["test/bits_per_byte"] == pytest.approx(nll / math.log(2) / 2.5, rel=1e-5)
+
+
+def test_each_validation_has_a_load_of_its_own(data):
+    model, datamodule = MoELanguageModel(**SMALL), data()
+    trainer = quiet_trainer(limit_train_batches=5, max_epochs=2)
+    trainer.fit(model, datamodule)
+    rows = torch.stack([datamodule.val_windows[i] for i in range(len(datamodule.val_windows))])
+    counts = torch.stack([report.expert_counts for report in model.eval()(rows[:, :-1]).reports])
+    expected = (counts / counts.sum(dim=1, keepdim=True)).max() * 4 - 1
+    assert float(trainer.callback_metrics["val/max_violation"]) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_what_blocks_add_is_drawn_smaller_the_more_there_are():
+    model = MoELanguageModel(5, **SMALL | {"num_layers": 8}, moe_every=2)
+    for name, fan_in in (("attention.out.weight", 16), ("feed_forward.down.weight", 16)):
+        weight = model.blocks[0].get_parameter(name)
+        assert float(weight.detach().abs().max()) == pytest.approx((fan_in * 16) ** -0.5, rel=0.05)  # 2 * 8 additions
+    weight = model.blocks[1].feed_forward.experts.down_weight
+    assert float(weight.detach().abs().max()) == pytest.approx((8 * 16) ** -0.5, rel=0.05)
 
 
 def test_predict_goes_on_from_prompts(data):

@@ -51,6 +51,9 @@ def test_summary_tells_of_the_worst():
         ((5, 5, 0, 0, 0, 0), None),  # too few to tell
         ((200, 190, 180, 0, 0, 0), None),
         ((1000, 900, 1, 1, 1, 1), "4 of its 6 experts"),
+        ((1000, 900, 20, 20, 20, 20), None),  # a twentieth of an equal share
+        ((30, 30, 0, 0, 0, 0), None),
+        ((500, 400, 300, *[0] * 9), "9 of its 12 experts"),  # a quarter of them is left
     ],
 )
 def test_collapse_is_told_once(counts, collapsed):
@@ -64,6 +67,44 @@ def test_collapse_is_told_once(counts, collapsed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load.warn_if_collapsed()
+
+
+def test_each_check_looks_at_what_came_since_the_last():
+    load = ExpertLoad([TopKGate(2, 6)])
+    load.add(reports(*[10_000] * 6))
+    load.step()
+    load.warn_if_collapsed()
+    load.add(reports(200, 200, 0, 0, 0, 0))
+    load.step()
+    with pytest.warns(UserWarning, match="collapsed"):
+        load.warn_if_collapsed()
+
+
+def test_start_leaves_what_a_resumed_gate_knows():
+    fresh, resumed = TopKGate(2, 3), TopKGate(2, 3)
+    resumed.update(torch.tensor([5, 1, 0]))
+    ExpertLoad([fresh, resumed]).start()
+    assert fresh.expert_slots.tolist() == [1, 1, 1]
+    assert resumed.expert_slots.tolist() == [5, 1, 0]
+
+
+def test_a_step_of_some_mixtures_alone_tells_nobody():
+    gates = TopKGate(2, 2), TopKGate(2, 2)
+    load = ExpertLoad(gates)
+    load.add_one(1, reports(3, 1)[0])
+    assert load.step() == []
+    assert not gates[1].expert_slots.any()
+
+
+def test_a_single_expert_is_in_balance():
+    load = ExpertLoad([TopKGate(2, 1, k=1)])
+    load.add(reports_of_one())
+    (one,) = load.step()
+    assert (float(one.entropy), float(one.max_violation)) == (1, 0)
+
+
+def reports_of_one():
+    return [TopKGate(dim=2, num_experts=1, k=1)(torch.randn(3, 2)).report]
 
 
 def gradients(batches, *, dtype=torch.float64):

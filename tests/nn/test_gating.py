@@ -43,10 +43,12 @@ def slots(routing):
         {"k": 1, "normalize": True},
         {"k": 3, "normalize": False, "scale": 2.5},
         {"k": 2, "score": "sigmoid"},
+        {"k": 2, "scale": 2.5},
         {"k": 3, "num_groups": 3, "top_groups": 2},
         {"k": 2, "num_groups": 6, "top_groups": 2, "score": "sigmoid"},
         {"k": 2, "bias_update_rate": 0.1, "score": "sigmoid"},
         {"k": 2, "bias_update_rate": 0.1},
+        {"k": 3, "num_groups": 3, "top_groups": 2, "score": "sigmoid", "bias_update_rate": 0.3},  # scores below 0
     ],
     ids=str,
 )
@@ -56,7 +58,7 @@ def test_matches_routing_token_by_token(options, masked):
     bias = None
     if gate.bias_steps is not None:
         gate.bias_steps += torch.tensor([3, -4, 1, 0, 9, -2])
-        bias = 0.1 * gate.bias_steps
+        bias = gate.bias_update_rate * gate.bias_steps
     x = torch.randn(7, 3)
     mask = torch.tensor([True, False, True, True, False, True, True]) if masked else None
     routing = gate(x, mask)
@@ -65,6 +67,34 @@ def test_matches_routing_token_by_token(options, masked):
     assert found == pytest.approx(weights, rel=1e-5)
     assert routing.report.expert_counts.tolist() == visits
     assert routing.report.balance_loss.item() == pytest.approx(balance_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_gradient_of_the_balance_loss_goes_through_the_normalised_scores(score):
+    gate, x = TopKGate(dim=3, num_experts=5, score=score), torch.randn(7, 3)
+    report = gate(x).report
+    scores = x @ gate.weight.T
+    scores = scores.softmax(dim=1) if score == "softmax" else scores.sigmoid()
+    expected = 5 * (report.expert_counts / 14 * (scores / scores.sum(dim=1, keepdim=True)).mean(dim=0)).sum()
+    gradients = [torch.autograd.grad(loss, gate.weight)[0] for loss in (report.balance_loss, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_first_choices_of_all_tokens_come_before_second_ones():
+    gate, x = TopKGate(dim=3, num_experts=5, k=3), torch.randn(7, 3)
+    routing = gate(x)
+    ranked = (x @ gate.weight.T).argsort(dim=1, descending=True)
+    assert routing.expert_of_slot.view(3, 7).equal(ranked[:, :3].T)
+    assert routing.token_of_slot.view(3, 7).equal(torch.arange(7).expand(3, 7))
+
+
+def test_jitter_is_even_on_both_sides():
+    gate = TopKGate(dim=1, num_experts=2, k=2, jitter=0.5)
+    gate.weight.data = torch.tensor([[1.0], [0.0]])
+    weights = gate(torch.full((4000, 1), 2.0)).weight_of_slot[:4000].detach()  # sigmoid of 2 * noise
+    noise = weights.logit().abs() / 2
+    torch.testing.assert_close(torch.stack([noise.min(), noise.max()]), torch.tensor([0.5, 1.5]), atol=0.01, rtol=0)
+    assert float(noise.mean()) == pytest.approx(1, abs=0.02)
 
 
 def test_other_figures_match_their_formulas():
@@ -222,6 +252,14 @@ def test_experts_choose_the_tokens_that_they_score_highest(masked):
     assert slots(routing) == pytest.approx(expected)
     assert routing.report.expert_counts.tolist() == [4] * 4
     assert routing.report.dropped == len(present) - len({n for n, _ in expected})
+
+
+def test_experts_choose_no_token_that_is_masked_even_where_others_are_too_few():
+    gate, mask = ExpertChoiceGate(dim=3, num_experts=2, k=2), torch.arange(8) < 3
+    routing = gate(torch.randn(8, 3), mask)
+    assert routing.report.expert_counts.tolist() == [3, 3]
+    assert (routing.expert_of_slot == 2).sum() == 10
+    assert routing.token_of_slot[routing.expert_of_slot < 2].max() == 2
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,23 @@ def test_shared_expert_is_added_for_every_token():
     torch.testing.assert_close(both, mixture(x).features + shared(x))
 
 
+def test_drops_of_the_gate_and_of_the_capacity_add_up():
+    x = torch.randn(9, 5)
+    gate_alone = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=3, k=1, gate=ExpertChoiceGate)
+    both = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=3, k=1, gate=ExpertChoiceGate, capacity_factor=0.34)
+    both.load_state_dict(gate_alone.state_dict())
+    left_out = gate_alone(x).report.dropped
+    assert both(x).report.dropped == left_out + 3 * (3 - 2)
+    assert left_out > 0
+
+
+def test_experts_are_drawn_as_linear_layers_are():
+    experts, linear = MixtureOfExperts(400, 100, num_experts=3).experts, nn.Linear(400, 100)
+    for ours, theirs in ((experts.up_weight, linear.weight), (experts.up_bias, linear.bias)):
+        assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.05)
+    assert float(experts.down_weight.abs().max()) == pytest.approx(100**-0.5, rel=0.05)
+
+
 def test_each_expert_chooses_its_tokens():
     mixture = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=4, gate=ExpertChoiceGate).double()
     x = torch.randn(9, 5, dtype=torch.float64)
@@ -165,10 +182,30 @@ def test_upcycled_mixture_equals_the_dense_one(gated, bias):
     torch.testing.assert_close(mixture(x.double()).features, sequential.eval()(x.double()))
 
 
+def test_perceptron_of_llama_is_upcycled():
+    class LlamaMLP(nn.Module):
+        def __init__(self, bias):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(5, 7, bias), nn.Linear(5, 7, bias)
+            self.down_proj, self.act_fn = nn.Linear(7, 5, bias), nn.SiLU()
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    x = torch.randn(11, 5)
+    for bias in (False, True):
+        dense = LlamaMLP(bias)
+        torch.testing.assert_close(MixtureOfExperts.from_dense(dense, num_experts=4)(x).features, dense(x))
+
+
 def test_what_cannot_be_upcycled_is_refused():
     dense = FeedForward(5, 7)
     with pytest.raises(ValueError, match=r"must sum to 1 .* k=1, normalize=False.*Take k=2 or more, or"):
         MixtureOfExperts.from_dense(dense, num_experts=4, k=1)
+    with pytest.raises(ValueError, match=r"must sum to 1 .* scale=2.0"):
+        MixtureOfExperts.from_dense(dense, num_experts=4, gate=partial(TopKGate, scale=2.0))
+    with pytest.raises(TypeError, match="both layers of the perceptron must have a bias, or none"):
+        MixtureOfExperts.from_dense(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5, bias=False)), 4)
     x = torch.randn(3, 5)
     one = MixtureOfExperts.from_dense(dense, num_experts=4, k=1, gate=partial(TopKGate, normalize=True))
     torch.testing.assert_close(one(x).features, dense(x))

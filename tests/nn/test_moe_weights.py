@@ -5,7 +5,7 @@ import torch
 
 from lightning_accel.nn import MixtureOfExperts, TopKGate, read_transformers, write_transformers
 
-DIM, HIDDEN, EXPERTS = 10, 6, 5
+DIM, HIDDEN, EXPERTS = 10, 6, 11
 
 
 def ours(**kwargs):

@@ -42,6 +42,17 @@ def test_rotation_depends_on_distance_alone():
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
 
 
+def test_positions_are_told_apart_in_bf16():
+    x, far = torch.randn(1, 1, 2, 8), torch.tensor([1000, 1001])
+    expected = rotate(x.bfloat16().float(), far, 100.0)
+    torch.testing.assert_close(rotate(x.bfloat16(), far, 100.0).float(), expected, rtol=0, atol=0.03)
+
+
+def test_dropout_drops_of_both_that_are_added():
+    block, x = TransformerBlock(12, 3, FeedForward(12, 5), dropout=1.0), torch.randn(2, 5, 12)
+    torch.testing.assert_close(block(x).features, x)
+
+
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3]], ids=str)
 def test_cache_gives_what_the_whole_sequence_gives(pieces):
     layer, x = CausalSelfAttention(12, 3), torch.randn(2, 7, 12)

@@ -138,6 +138,38 @@ def test_frozen_experts_pass_gradients_on():
     torch.testing.assert_close(*results)
 
 
+def test_many_slots_of_a_token_are_summed_in_float32():
+    """In bf16, 4096 ones would add up to 256."""
+    counts, ones = torch.tensor([4096]), torch.ones(4096, dtype=torch.bfloat16)
+    tokens, weights = torch.ones(1, 1, dtype=torch.bfloat16), torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    for backend in ("blocks", "loop"):
+        out = expert_mlp(
+            tokens, torch.zeros(4096, dtype=torch.int64), ones, counts, weights, weights, None, None, "relu", backend
+        )
+        assert out.item() == 4096
+
+
+def test_one_bias_is_refused():
+    learned, *rest = inputs([2, 1])
+    with pytest.raises(ValueError, match="give both biases, or none"):
+        run(learned[:-1], *rest, backend="blocks")
+
+
+def test_biases_alone_may_learn():
+    arguments = inputs([2, 0, 4, 1])
+    for tensor in arguments[0][:-2]:
+        tensor.requires_grad_(False)
+    results = [torch.autograd.grad(run(*arguments, backend=b).sum(), arguments[0][-2:]) for b in ("blocks", "loop")]
+    torch.testing.assert_close(*results)
+
+
+def test_float64_stays_under_autocast():
+    arguments = inputs([2, 0, 4, 1])
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(*arguments)
+    torch.testing.assert_close(actual, run(*arguments), rtol=0, atol=0)
+
+
 def test_autocast_rounds():
     learned, *rest = inputs([2, 0, 4, 1], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
