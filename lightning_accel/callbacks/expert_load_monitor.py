@@ -57,6 +57,11 @@ class ExpertLoadMonitor(L.Callback):
             mixture.register_forward_hook(self._report(number)) for number, mixture in enumerate(named.values())
         ]
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget what does not belong to this run: another fit, or steps that are run again."""
+        kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]
+        self.steps, self.loads = [self.steps[at] for at in kept], [self.loads[at] for at in kept]
+
     def _report(self, number: int) -> Any:
         def hook(mixture: nn.Module, args: object, output: Any) -> None:
             # activation checkpointing runs the forward pass again in the backward pass
@@ -82,7 +87,7 @@ class ExpertLoadMonitor(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         step = trainer.global_step
-        if _logs_at(trainer, step) and (not self.steps or step > self.steps[-1]):
+        if _logs_at(trainer, step) and step not in self.steps[-1:]:  # a micro-batch that ends no step
             load: Any = self._own or pl_module.expert_load
             self._remember(step, load.last_step)
 

@@ -158,6 +158,13 @@ def test_a_step_is_remembered_once_and_logged_where_the_loggers_record(tmp_path,
     assert logged.dropna(subset="train/max_violation")["step"].tolist() == [2, 5, 8, 11]
 
 
+def test_another_fit_starts_anew(tmp_path):
+    callback = ExpertLoadMonitor()
+    for _ in range(2):
+        fit(Foreign(), callback, default_root_dir=tmp_path)
+        assert callback.steps == list(range(1, 13))
+
+
 def test_module_without_mixtures_is_refused():
     class Plain(Foreign):
         def __init__(self):
