@@ -309,36 +309,15 @@ _blocks_backward_op = _on_cpu("lightning_accel::expert_mlp_blocks_backward")(_bl
 
 
 @_blocks_op.register_fake
-def _(
-    tokens: Tensor,
-    token_of_slot: Tensor,
-    weight_of_slot: Tensor,
-    counts: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    biases: list[Tensor],
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(tokens), *_saved(tokens, token_of_slot, up_weight.shape[1], keep)
+def _(tokens: Tensor, token_of_slot: Tensor, _: Tensor, __: Tensor, up_weight: Tensor, *rest: Any) -> Any:
+    return torch.empty_like(tokens), *_saved(tokens, token_of_slot, up_weight.shape[1], keep=rest[-1])
 
 
 @_blocks_backward_op.register_fake
-def _(
-    grad: Tensor,
-    tokens: Tensor,
-    token_of_slot: Tensor,
-    weight_of_slot: Tensor,
-    counts: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    biases: list[Tensor],
-    before: Tensor,
-    visited: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def _(grad: Tensor, tokens: Tensor, _: Tensor, weights: Tensor, __: Tensor, *layers: Any) -> Any:
+    up_weight, down_weight, biases = layers[:3]
     like = torch.empty_like
-    return like(tokens), like(weight_of_slot), like(up_weight), like(down_weight), [like(bias) for bias in biases]
+    return like(tokens), like(weights), like(up_weight), like(down_weight), [like(bias) for bias in biases]
 
 
 class _Blocks(torch.autograd.Function):
