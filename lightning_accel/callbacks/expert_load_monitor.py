@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from lightning_accel.nn import ExpertLoad, LoadStatistics, MixtureOfExperts, summarise_load
+from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
 
 _MOST_COLUMNS = 400  # of a picture; beyond, two neighbours become one
 
@@ -21,10 +21,10 @@ class ExpertLoadMonitor(L.Callback):
     The picture, a row an expert and a column every ``log_every_n_steps`` optimizer steps, goes to ``filename`` and to
     every logger that takes images (TensorBoard as ``expert_load``), after each validation and at the end.
 
-    In a module without an :class:`~lightning_accel.nn.ExpertLoad` as its attribute ``expert_load``, it also does what
-    ours do with theirs: the gates' balance losses and biases heed the whole optimizer step, over micro-batches and
-    processes; what :func:`~lightning_accel.nn.summarise_load` tells is logged under ``train/``; and a collapsed gate is
-    warned about.
+    For mixtures that the module does not have in an :class:`~lightning_accel.nn.ExpertLoad`, its attribute
+    ``expert_load``, it also does what ours do with theirs: the gates' balance losses and biases heed whole optimizer
+    steps, over micro-batches and processes; what :func:`~lightning_accel.nn.summarise_load` tells is logged under
+    ``train/``; and a collapsed gate is warned about.
 
     Args:
         filename: of the picture, absolute, or relative to the run folder (the Trainer's ``log_dir``).
@@ -37,35 +37,38 @@ class ExpertLoadMonitor(L.Callback):
         self.filename = filename
         self.steps: list[int] = []
         self.loads: list[list[Tensor]] = []  # for each of steps, the load of each mixture, (E,) float32
-        self._own: ExpertLoad | None = None
+        self._theirs, self._own = ExpertLoad([]), ExpertLoad([])
         self._hooks: list[Any] = []
         self._recomputing = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        named = {name: part for name, part in pl_module.named_modules() if isinstance(part, MixtureOfExperts)}
-        if not named:
+        if not any(isinstance(part, MixtureOfExperts) for part in pl_module.modules()):
             raise TypeError(
                 f"ExpertLoadMonitor found no MixtureOfExperts in {type(pl_module).__name__}; take the callback out, or "
                 "put such layers in"
             )
-        self.names = list(named)
-        if isinstance(getattr(pl_module, "expert_load", None), ExpertLoad):
-            return
-        self._own = ExpertLoad([mixture.gate for mixture in named.values()])
-        self._own.start()
-        self._hooks = [
-            mixture.register_forward_hook(self._report(number)) for number, mixture in enumerate(named.values())
-        ]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget what does not belong to this run: another fit, or steps that are run again."""
+        """Watch the mixtures that the module, which has started by now, does not, and begin or go on with a picture."""
+        named = {
+            part.gate: (name, part) for name, part in pl_module.named_modules() if isinstance(part, MixtureOfExperts)
+        }
+        theirs = getattr(pl_module, "expert_load", None)
+        self._theirs = theirs if isinstance(theirs, ExpertLoad) else ExpertLoad([])
+        told = list(self._theirs.gates)
+        untold = [gate for gate in named if gate not in told]
+        self.names = [named[gate][0] for gate in [*told, *untold]]
+        self._own = ExpertLoad(untold)
+        self._own.start()
+        self._hooks = [named[gate][1].register_forward_hook(self._report(i)) for i, gate in enumerate(untold)]
+        # another fit, or steps that are run again
         kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]
         self.steps, self.loads = [self.steps[at] for at in kept], [self.loads[at] for at in kept]
 
     def _report(self, number: int) -> Any:
         def hook(mixture: nn.Module, args: object, output: Any) -> None:
             # activation checkpointing runs the forward pass again in the backward pass
-            if mixture.training and not self._recomputing and self._own is not None:
+            if mixture.training and not self._recomputing:
                 self._own.add_one(number, output.report)
 
         return hook
@@ -79,23 +82,28 @@ class ExpertLoadMonitor(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if self._own is None or not (statistics := self._own.step()):
-            return
-        if _logs_at(trainer, trainer.global_step + 1):
+        statistics = self._own.step()
+        if statistics and _logs_at(trainer, trainer.global_step + 1):
             pl_module.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
             self._own.warn_if_collapsed()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         step = trainer.global_step
-        if _logs_at(trainer, step) and step not in self.steps[-1:]:  # a micro-batch that ends no step
-            load: Any = self._own or pl_module.expert_load
-            self._remember(step, load.last_step)
+        if step and _logs_at(trainer, step) and step not in self.steps[-1:]:  # a micro-batch that ends no step
+            self._remember(step)
 
-    def _remember(self, step: int, statistics: list[LoadStatistics]) -> None:
-        if not statistics:
-            return
+    def _remember(self, step: int) -> None:
+        loads = []
+        for tracker in (self._theirs, self._own):
+            for number, gate in enumerate(tracker.gates):
+                known = tracker.last_step.get(number)
+                equal = torch.full((gate.num_experts,), 1 / gate.num_experts)
+                loads.append(equal if known is None else known.load.to("cpu", torch.float32))  # one that never ran
+        self._append(step, loads)
+
+    def _append(self, step: int, loads: list[Tensor]) -> None:
         self.steps.append(step)
-        self.loads.append([one.load.to("cpu", torch.float32) for one in statistics])
+        self.loads.append(loads)
         if len(self.steps) > _MOST_COLUMNS:
             pairs = range(1, len(self.steps), 2)
             self.loads = [[(a + b) / 2 for a, b in zip(self.loads[i - 1], self.loads[i], strict=True)] for i in pairs]
@@ -115,7 +123,7 @@ class ExpertLoadMonitor(L.Callback):
     def _let_go(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._own = [], None
+        self._hooks, self._own = [], ExpertLoad([])
 
     def _draw(self, trainer: L.Trainer) -> None:
         log_dir = trainer.log_dir  # asked for on every process: it is a broadcast

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.in_memory import require_loading_options
@@ -61,7 +62,8 @@ class TextDataModule(L.LightningDataModule):
         FileNotFoundError: if there is no such file, or no file of these suffixes in the folder.
         TypeError: if the tokenizer lacks what it needs.
         ValueError: if a number is out of range; in ``setup``, if the text is too short for a window in each split, or
-            not UTF-8; in ``load_state_dict``, if the checkpoint was trained on other text, or another split of it.
+            not UTF-8; in ``load_state_dict``, if a run is resumed on other text, or on another split of the same text,
+            which is not tested either.
     """
 
     vocab_size: int
@@ -102,7 +104,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
-        self.prompts = prompts
+        self.prompts = [prompts] if isinstance(prompts, str) else prompts
         self.cache_dir = Path(cache_dir).expanduser()
         self.num_workers = num_workers
         self.vocab_size = vocabulary_size(self.tokenizer) + 1
@@ -118,7 +120,8 @@ class TextDataModule(L.LightningDataModule):
         documents = [map_file(path, self.tokenizer, self.cache_dir) for path in self.paths]
         num_bytes = sum(path.stat().st_size for path in self.paths)
         if self.of_python:
-            documents.append(np.array(encode(self.tokenizer, reference := "\n\n".join(topics.values()))))
+            reference = "\n\n".join(topics.values())
+            documents.append(np.array(encode(self.tokenizer, reference, self.vocab_size - 1)))
             num_bytes += len(reference.encode())
         self.stream = TokenStream(documents, separator=self.vocab_size - 1)
         self.bytes_per_token = (num_bytes + len(documents)) / max(1, len(self.stream))
@@ -135,16 +138,21 @@ class TextDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "text": [len(self.stream), self.vocab_size],
+            "text": [len(self.stream), self.vocab_size, self.stream.checksum()],
             "split": [self.context_length, self.val_share, self.test_share, self.seed],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trainer: Any = self.trainer
+        resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        if not resuming and state_dict["text"] != self.state_dict()["text"]:
+            return  # of other text than the model was trained on, any part may be tested
         for name, value in self.state_dict().items():
             if state_dict[name] != value:
+                parts = "tokens, vocabulary, checksum" if name == "text" else "context_length, shares, seed"
                 raise ValueError(
                     f"the checkpoint was trained on other data than is configured: {name} {state_dict[name]} there, "
-                    f"{value} here ({'tokens and vocabulary' if name == 'text' else 'context_length, shares, seed'})"
+                    f"{value} here ({parts})"
                 )
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -172,7 +180,10 @@ class TextDataModule(L.LightningDataModule):
         """One prompt a batch; they differ in length."""
         if not self.prompts:
             raise ValueError("predict goes on from prompts; give some: TextDataModule(prompts=[...])")
-        rows = [torch.tensor(encode(self.tokenizer, prompt), dtype=torch.int64) for prompt in self.prompts]
+        rows = [
+            torch.tensor(encode(self.tokenizer, prompt, self.vocab_size - 1), dtype=torch.int64)
+            for prompt in self.prompts
+        ]
         if empty := [prompt for prompt, row in zip(self.prompts, rows, strict=True) if not len(row)]:
             raise ValueError(f"a prompt must hold a token; got {empty[0]!r}")
         return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]  # a list is a dataset
@@ -191,9 +202,12 @@ class TextDataModule(L.LightningDataModule):
 def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         return [existing_file(path)]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
+    wanted = {f".{suffix.lstrip('.')}".lower() for suffix in ([suffixes] if isinstance(suffixes, str) else suffixes)}
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in wanted)
     if not files:
-        raise FileNotFoundError(f"no file in {path} ends in {', '.join(suffixes)}; set suffixes to those of your texts")
+        raise FileNotFoundError(
+            f"no file in {path} ends in {', '.join(sorted(wanted))}; set suffixes to those of your texts"
+        )
     return files
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -64,9 +65,20 @@ def vocabulary_size(tokenizer: Any) -> int:
     return int(size)
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, vocab_size: int) -> list[int]:
+    """Token numbers of ``text``.
+
+    Raises:
+        ValueError: if one is not below ``vocab_size``.
+    """
     tokens = tokenizer.encode(text)
-    return list(getattr(tokens, "ids", tokens))
+    numbers = list(getattr(tokens, "ids", tokens))
+    if numbers and not 0 <= min(numbers) <= max(numbers) < vocab_size:
+        raise ValueError(
+            f"{type(tokenizer).__name__} gives token numbers from {min(numbers)} to {max(numbers)}, but says that its "
+            f"vocabulary holds {vocab_size}; mend its vocab_size"
+        )
+    return numbers
 
 
 class TokenStream:
@@ -79,6 +91,11 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.ends else 0
+
+    def checksum(self) -> int:
+        """Of a hundred stretches of the tokens: of other texts it differs, most likely."""
+        starts = np.linspace(0, max(0, len(self) - 256), 100, dtype=np.int64).tolist()
+        return zlib.crc32(b"".join(self.read(at, min(at + 256, len(self))).tobytes() for at in starts))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop``, less the last, (stop - start,) int64."""
@@ -129,7 +146,7 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     size = vocabulary_size(tokenizer)
     dtype = np.uint16 if size < 1 << 16 else np.uint32
-    made_of = path.resolve(), path.stat().st_size, path.stat().st_mtime_ns, size, _fingerprint(tokenizer)
+    made_of = path.resolve(), path.stat().st_size, path.stat().st_mtime_ns, size, _fingerprint(tokenizer, path)
     target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -137,7 +154,7 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
         try:
             with partial.open("wb") as file:
                 for piece in _pieces(path):
-                    np.array(encode(tokenizer, piece), dtype=dtype).tofile(file)
+                    np.array(encode(tokenizer, piece, size), dtype=dtype).tofile(file)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -156,6 +173,9 @@ def _pieces(path: Path) -> Iterator[str]:
         ) from None
 
 
-def _fingerprint(tokenizer: Tokenizer) -> str:
-    probe = encode(tokenizer, "The quick brown fox, 3.14 times: naïve façade\n\tdef f(x): return x ** 2")
-    return f"{type(tokenizer).__module__}.{type(tokenizer).__name__} {probe}"
+def _fingerprint(tokenizer: Tokenizer, path: Path) -> str:
+    """What tells the tokenizer from another: its vocabulary, if it shows one, and what it makes of the text's start."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        start = tokenizer.encode(file.read(4096))
+    return repr((type(tokenizer).__name__, sorted(vocabulary.items()), list(getattr(start, "ids", start))))

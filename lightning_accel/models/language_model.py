@@ -58,7 +58,6 @@ class MoELanguageModel(L.LightningModule):
         moe_every: every so many blocks, the last one of them has a mixture; 0 for none, which makes a dense model.
         dense_dim: hidden width in the blocks without a mixture; by default ``k * expert_dim + shared_dim``, which costs
             as much.
-        capacity_factor: bounds the slots of an expert, see :class:`lightning_accel.nn.MixtureOfExperts`.
         gate: called with ``dim``, ``num_experts`` and ``k``; makes a gate. Hyperparameters hold it if a config named
             it, else give it to ``load_from_checkpoint`` again.
         dropout: share of what a layer adds that is dropped in training.
@@ -94,7 +93,6 @@ class MoELanguageModel(L.LightningModule):
         shared_dim: int = 0,
         moe_every: int = 1,
         dense_dim: int | None = None,
-        capacity_factor: float | None = None,
         gate: GateFactory = TopKGate,
         dropout: float = 0.0,
         balance_weight: float = 0.01,
@@ -127,10 +125,8 @@ class MoELanguageModel(L.LightningModule):
         def feed_forward(number: int) -> nn.Module:
             if not moe_every or (number + 1) % moe_every:
                 return FeedForward(dim, dense_dim)
-            options: dict[str, Any] = {"shared_dim": shared_dim, "capacity_factor": capacity_factor, "gate": gate}
-            return MixtureOfExperts(
-                dim, expert_dim, num_experts, k, activation="silu", gated=True, bias=False, **options
-            )
+            options: dict[str, Any] = {"activation": "silu", "gated": True, "bias": False}
+            return MixtureOfExperts(dim, expert_dim, num_experts, k, shared_dim=shared_dim, gate=gate, **options)
 
         self.blocks = nn.ModuleList(
             TransformerBlock(dim, num_heads, feed_forward(number), dropout) for number in range(num_layers)
@@ -153,6 +149,9 @@ class MoELanguageModel(L.LightningModule):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
+        self._ask_datamodule()
+
+    def _ask_datamodule(self) -> None:
         """Take from the datamodule what was not given; refuse what contradicts it."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         self.bytes_per_token = getattr(datamodule, "bytes_per_token", None)
@@ -170,6 +169,8 @@ class MoELanguageModel(L.LightningModule):
         """Build the layers whose sizes may come from the datamodule, once they are known, and draw all weights."""
         if self.embedding is not None:
             return
+        if self._trainer is not None:  # callbacks that copy the model call this before setup
+            self._ask_datamodule()
         if self.vocab_size is None:
             raise ValueError(
                 "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute"
@@ -222,6 +223,8 @@ class MoELanguageModel(L.LightningModule):
         return self.balance_weight * balance + self.z_weight * torch.stack([r.z_loss for r in reports]).mean()
 
     def on_fit_start(self) -> None:
+        layers = [block.feed_forward for block in self.blocks]  # a subclass may have put others in their place
+        self.expert_load = ExpertLoad([layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)])
         self.expert_load.start()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -229,6 +232,11 @@ class MoELanguageModel(L.LightningModule):
         if statistics and is_logging_step(self):
             self.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
             self.expert_load.warn_if_collapsed()
+
+    def on_validation_epoch_start(self) -> None:
+        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        self.val_loss.reset()
+        self.val_load.reset()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         reports = self._evaluate(batch, self.val_loss)

@@ -125,6 +125,9 @@ class MoEClassifier(L.LightningModule):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
+        self._ask_datamodule()
+
+    def _ask_datamodule(self) -> None:
         """Take from the datamodule what was not given; refuse what contradicts it."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         for name, plain in (("num_features", int), ("num_classes", int), ("class_names", _list_of_str)):
@@ -143,6 +146,8 @@ class MoEClassifier(L.LightningModule):
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
         if self.head is not None:
             return
+        if self._trainer is not None:  # callbacks that copy the model call this before setup
+            self._ask_datamodule()
         if self.num_classes is None or (self.encoder is None and self.num_features is None):
             if self._trainer is None:  # load_from_checkpoint, which goes on to load_state_dict
                 return
@@ -199,6 +204,8 @@ class MoEClassifier(L.LightningModule):
         return loss + self.z_weight * report.z_loss if self.z_weight else loss  # else its backward pass is run for 0
 
     def on_fit_start(self) -> None:
+        self.expert_load = ExpertLoad([self.mixture.gate])  # a subclass may have put another in its place
+        self.epoch_load = EpochLoad(1, self.mixture.num_experts).to(self.device)
         self.expert_load.start()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

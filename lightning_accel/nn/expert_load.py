@@ -2,10 +2,10 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accel.nn.gating import GateReport
 
@@ -40,12 +40,12 @@ class ExpertLoad:
     :meth:`start` if called, the balance losses of the gates are those of whole optimizer steps.
 
     Args:
-        gates: L gates, in the order of the reports.
+        gates: L gates, with an attribute ``num_experts``, in the order of the reports.
     """
 
-    def __init__(self, gates: Sequence[nn.Module]) -> None:
+    def __init__(self, gates: Sequence[Any]) -> None:
         self.gates = gates
-        self.last_step: list[LoadStatistics] = []
+        self.last_step: dict[int, LoadStatistics] = {}
         self._sums: list[Tensor | None] = [None] * len(gates)
         self._since_check: list[Tensor | int] = [0] * len(gates)
         self._warned: set[int] = set()
@@ -74,23 +74,31 @@ class ExpertLoad:
 
     @torch.no_grad()
     def step(self) -> list[LoadStatistics]:
-        """Sum over processes, call ``update`` of each gate that has one, and start anew; empty if nothing was added."""
-        sums = [one for one in self._sums if one is not None]
-        self._sums = [None] * len(self.gates)
-        if not sums or len(sums) < len(self.gates):  # no mixture, no forward pass, or one of some mixtures alone
+        """Sum over processes, call ``update`` of each gate that ran and has one, and start anew.
+
+        Every process must have run some of them. The statistics are those of the gates that ran, and by their numbers
+        in ``last_step``.
+        """
+        sums, self._sums = self._sums, [None] * len(self.gates)
+        ran = next((one for one in sums if one is not None), None)
+        if ran is None:
             return []
-        total = torch.cat(sums)
+        sizes = [int(gate.num_experts) + 3 for gate in self.gates]
+        total = torch.cat([ran.new_zeros(size) if one is None else one for size, one in zip(sizes, sums, strict=True)])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)
-        self.last_step = []
-        for number, (gate, one) in enumerate(zip(self.gates, total.split([len(one) for one in sums]), strict=True)):
-            counts, (dropped, confidence, passes) = one[:-3], one[-3:]
-            self._since_check[number] = self._since_check[number] + counts
-            if callable(update := getattr(gate, "update", None)):
-                update(counts.round().to(torch.int64))
-            slots = counts.sum().clamp(min=1)
-            self.last_step.append(LoadStatistics(counts / slots, dropped / slots, confidence / passes))
-        return self.last_step
+        self.last_step = {}
+        for number, one in enumerate(total.split(sizes)):
+            if sums[number] is not None:  # those that did not run, such as a frozen one, keep what they know
+                self._tell(number, one[:-3], *one[-3:])
+        return list(self.last_step.values())
+
+    def _tell(self, number: int, counts: Tensor, dropped: Tensor, confidence: Tensor, passes: Tensor) -> None:
+        self._since_check[number] = self._since_check[number] + counts
+        if callable(update := getattr(self.gates[number], "update", None)):
+            update(counts.round().to(torch.int64))
+        slots = counts.sum().clamp(min=1)
+        self.last_step[number] = LoadStatistics(counts / slots, dropped / slots, confidence / passes)
 
     def warn_if_collapsed(self) -> None:
         """Warn, once for each gate, if a few of its experts got nearly all slots since the last check.

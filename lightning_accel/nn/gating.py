@@ -54,8 +54,9 @@ class TopKGate(nn.Module):
 
     - the balance loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4, without its factor alpha; over K
       slots a token in place of one): E times the sum over experts of load times mean probability. The load is that of
-      the step before, the only one that every micro-batch and process can know. Without ``update``, or in evaluation,
-      it is that of the tokens at hand.
+      the step before, the only one that every micro-batch and process can know. In evaluation, and until ``update`` is
+      first called, it is that of the tokens at hand; what was told last stays in force, in a checkpoint, too, until
+      ``expert_slots.zero_()``.
     - ``bias_update_rate``, loss-free (Wang et al. 2024, https://arxiv.org/abs/2408.15664, algorithm 1): a bias on the
       scores, which the choice of experts alone sees, moves by this much a step against the sign of the load error.
 
@@ -198,7 +199,7 @@ class TopKGate(nn.Module):
     def _balance_loss(self, probs: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
         if self.training:
             counts = torch.where(self.expert_slots.any(), self.expert_slots, counts)
-        load = counts / counts.sum().clamp(min=1)
+        load = counts.to(probs.dtype) / counts.sum().clamp(min=1)
         return self.num_experts * (load * _mean(probs, mask)).sum()
 
     @torch.no_grad()
@@ -261,13 +262,17 @@ class ExpertChoiceGate(nn.Module):
             weights, tokens = scores.t().topk(capacity, dim=1)  # (E, C)
             experts = torch.arange(self.num_experts, device=x.device).unsqueeze(1).expand_as(tokens)
             present = torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask
-            experts = torch.where(present[tokens], experts, self.num_experts)
-            visited = torch.zeros_like(present).index_fill(0, tokens.flatten(), True)
+            if mask is not None:  # the capacity is that of the tokens that are there
+                rank = torch.arange(capacity, device=x.device)
+                left = (mask.sum() * self.k + self.num_experts - 1) // self.num_experts
+                experts = torch.where(present[tokens] & (rank < left), experts, self.num_experts)
+            visits = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            visits = visits.index_add(0, tokens.flatten(), (experts < self.num_experts).flatten().long())
             report = GateReport(
                 probs.new_ones(()),
                 _mean(logits.logsumexp(dim=-1).square(), mask),
                 count_slots(experts, self.num_experts),
-                (present & ~visited).sum(),
+                (present & (visits == 0)).sum(),
                 _mean(probs.detach().amax(dim=-1), mask),
             )
         return Routing(tokens.flatten(), experts.flatten(), weights.flatten(), report)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.nn.feed_forward import FeedForward, require_sizes
-from lightning_accel.nn.gating import GateFactory, GateReport, TopKGate
+from lightning_accel.nn.gating import ExpertChoiceGate, GateFactory, GateReport, TopKGate
 from lightning_accel.nn.moe_weights import read_dense
 from lightning_accel.ops.expert_mlp import Activation, Backend, expert_mlp
 
@@ -76,7 +76,8 @@ class MixtureOfExperts(nn.Module):
         bias: whether the layers of the experts have biases.
         shared_dim: hidden width of one more perceptron, which every token visits; 0 for none.
         capacity_factor: an expert takes at most this times N * K / E slots, rounded up, first choices first; what is
-            over is dropped, and counted in the report. By default there is no bound.
+            over is dropped, and counted in the report. By default there is no bound. What is dropped of a token depends
+            on later ones, too: not for models that generate a sequence.
         gate: called with ``dim``, ``num_experts`` and ``k``; makes the gate.
 
     Raises:
@@ -112,11 +113,13 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(dim, shared_dim, activation, gated, bias) if shared_dim else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput:
-        """Map ``x`` (..., D), of any floating dtype, to the weighted sum of the experts that each token visits.
+        """Map ``x`` (..., D), of the dtype of the experts, to the weighted sum of those that each token visits.
 
         Tokens where ``mask`` (...), bool, is False, such as padding, visit none: they get 0 (or what the shared expert
         gives), and count in no loss and no statistic.
         """
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+            raise ValueError(f"mask must be bool of shape {tuple(x.shape[:-1])}; got {mask.dtype} {tuple(mask.shape)}")
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         token_of_slot, expert_of_slot, weight_of_slot, report = self.gate(
             tokens, None if mask is None else mask.flatten()
@@ -124,7 +127,8 @@ class MixtureOfExperts(nn.Module):
         experts, order = expert_of_slot.sort(stable=True)
         counts = report.expert_counts
         if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * len(order) / self.num_experts)
+            asked = len(order) if mask is None else counts.sum()  # known without waiting for the device, or on it
+            capacity = torch.as_tensor(self.capacity_factor * asked / self.num_experts, device=x.device).ceil().long()
             order, counts, dropped = self._drop(experts, order, counts, capacity)
             # not _replace, which torch.compile of 2.11 cannot return
             balance_loss, z_loss, asked, dropped_before, confidence = report
@@ -134,7 +138,7 @@ class MixtureOfExperts(nn.Module):
             features = features + self.shared(tokens)
         return MixtureOutput(features.to(x.dtype).view_as(x), report)
 
-    def _drop(self, experts: Tensor, order: Tensor, counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _drop(self, experts: Tensor, order: Tensor, counts: Tensor, capacity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Move the slots past ``capacity`` of each expert to the end of ``order``; also what is left, and how many."""
         start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # the last entry is that of slots left out before
         place = torch.arange(len(order), device=order.device) - start[experts]
@@ -161,7 +165,7 @@ class MixtureOfExperts(nn.Module):
                 layer, or a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as those of Llama.
             num_experts: E.
             k: K.
-            capacity_factor: see the class.
+            capacity_factor: see the class; what is dropped differs from the perceptron's.
             gate: see the class.
 
         Raises:
@@ -176,6 +180,8 @@ class MixtureOfExperts(nn.Module):
         options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": up_bias is not None, "gate": gate}
         mixture = cls(dim, hidden_dim, num_experts, k, **options, capacity_factor=capacity_factor).to(down)
         made = mixture.gate
+        if isinstance(made, ExpertChoiceGate):
+            raise ValueError("under ExpertChoiceGate the weights of a token do not sum to 1; upcycle with a TopKGate")
         if isinstance(made, TopKGate) and not (made.normalize and made.scale == 1):
             raise ValueError(
                 f"the weights of a token must sum to 1 for the outputs to be equal at first; got k={k}, "

@@ -1,3 +1,4 @@
+import copy
 from functools import partial
 
 import lightning as L
@@ -12,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import ExpertLoadMonitor, MixtureOfExperts, MoEClassifier, TopKGate
 from lightning_accel.callbacks.expert_load_monitor import draw_load
-from lightning_accel.nn import LoadStatistics
 
 SHAPE = 6, 5  # features, experts
 
@@ -114,10 +114,9 @@ def test_history_survives_a_checkpoint(tmp_path):
 
 def test_a_long_history_is_thinned_to_means():
     callback = ExpertLoadMonitor()
-    template = TopKGate(2, 3)(torch.randn(4, 2)).report
     for step in range(1, 402):
         load = torch.tensor([step / 1000, 0.0, 1 - step / 1000])
-        callback._remember(step, [LoadStatistics(load, template.dropped, template.confidence)])
+        callback._append(step, [load])
     assert len(callback.steps) == 200
     assert callback.steps[:2] == [2, 4]
     assert float(callback.loads[0][0][0]) == pytest.approx(0.0015)
@@ -156,6 +155,51 @@ def test_a_step_is_remembered_once_and_logged_where_the_loggers_record(tmp_path,
     assert callback.steps == [3, 6, 9, 12]
     logged = pd.read_csv(f"{logger.log_dir}/metrics.csv")
     assert logged.dropna(subset="train/max_violation")["step"].tolist() == [2, 5, 8, 11]
+
+
+def test_a_frozen_mixture_does_not_stop_the_others(tmp_path):
+    class WithTeacher(Foreign):
+        def __init__(self):
+            super().__init__()
+            self.teacher = copy.deepcopy(self.first).requires_grad_(False)
+
+        def on_train_batch_start(self, *_):
+            self.teacher.eval()
+
+        def training_step(self, batch, batch_idx):
+            self.teacher(batch)
+            return super().training_step(batch, batch_idx)
+
+    module, callback = WithTeacher(), ExpertLoadMonitor()
+    fit(module, callback, default_root_dir=tmp_path)
+    assert module.first.gate.expert_slots.sum() == 8
+    assert module.teacher.gate.expert_slots.tolist() == [1] * 5
+    assert len(callback.loads[-1]) == len(callback.names) == 3
+
+
+def test_mixtures_that_the_module_does_not_watch_are_watched(tmp_path):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixture = MixtureOfExperts(6, 4, 3, gate=partial(TopKGate, bias_update_rate=0.1))
+
+        def forward(self, x):
+            return self.mixture(x).features
+
+    model, callback = (
+        MoEClassifier(num_classes=3, dim=6, num_experts=4, expert_dim=8, encoder=Encoder()),
+        ExpertLoadMonitor(),
+    )
+    batches = [(rows()[i : i + 4], torch.tensor([0, 1, 2, 0])) for i in range(0, 24, 4)]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, callbacks=callback, max_epochs=1, log_every_n_steps=2, default_root_dir=tmp_path,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
+    assert callback.names == ["mixture", "encoder.mixture"]
+    assert [len(load) for load in callback.loads[-1]] == [4, 3]
+    assert model.encoder.mixture.gate.expert_slots.sum() == 8
+    assert model.mixture.gate.expert_slots.sum() == 8
 
 
 def test_another_fit_starts_anew(tmp_path):

@@ -140,6 +140,42 @@ def test_another_tokenizer_has_another_cache(folder, tmp_path_factory):
     assert bytes(data.stream.read(0, 605).tolist()[-5:]) == b"\r\nend"  # as in the file
 
 
+class Closed(Words):
+    """Words that the text's start alone shows in another order."""
+
+    def __init__(self, words):
+        self.words, self.vocab_size = ["", *words], len(words) + 1
+
+
+def test_a_tokenizer_retrained_at_the_same_size_has_another_cache(folder, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    (folder / "words.txt").write_text("w1 w2 w3 " * 100)
+    for words in (["w1", "w2", "w3"], ["w3", "w2", "w1"]):
+        tokenizer = Closed(words)
+        data = TextDataModule(folder / "words.txt", CONTEXT, tokenizer=tokenizer, cache_dir=cache)
+        data.setup()
+        assert tokenizer.decode(data.stream.read(0, 3).tolist()) == "w1 w2 w3"
+
+
+def test_numbers_beyond_the_vocabulary_are_refused(folder, tmp_path_factory):
+    tokenizer = Characters()
+    tokenizer.vocab_size = 100
+    data = TextDataModule(folder / "a.txt", CONTEXT, tokenizer=tokenizer, cache_dir=tmp_path_factory.mktemp("cache"))
+    with pytest.raises(ValueError, match=r"Characters gives token numbers from 98 to 228, but says .* holds 100"):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize("suffixes", [".txt", "txt", ["TXT"], [".Txt"]])
+def test_suffixes_are_read_as_they_are_meant(folder, suffixes):
+    (folder / "LICENSE").write_text("no suffix")
+    names = [path.name for path in TextDataModule(folder, CONTEXT, suffixes=suffixes).paths]
+    assert names == ["a.txt", "c.TXT"]
+
+
+def test_one_prompt_is_one_prompt(folder):
+    assert TextDataModule(folder, CONTEXT, prompts="Hello").prompts == ["Hello"]
+
+
 def test_numbers_beyond_fifteen_bits_are_kept(folder, tmp_path_factory):
     tokenizer = Characters()
     tokenizer.vocab_size = 60_000
@@ -322,8 +358,26 @@ def test_other_text_or_another_split_is_refused_on_resuming(folder):
     with pytest.raises(ValueError, match=r"split \[4, 0.05, 0.05, 0\] there, \[4, 0.05, 0.05, 1\] here"):
         run(folder, Recorder(), ckpt_path, "other", seed=1)
     (folder / "more.txt").write_text("more")
-    with pytest.raises(ValueError, match=r"text \[1208, 257\] there, \[1213, 257\] here \(tokens and vocabulary\)"):
+    with pytest.raises(ValueError, match=r"text \[1208, 257, \d+\] there, \[1213, 257, \d+\] here \(tokens, vocab"):
         run(folder, Recorder(), ckpt_path, "other")
+    (folder / "more.txt").unlink()
+    (folder / "a.txt").write_text("bä" * 200)  # as long as before
+    with pytest.raises(ValueError, match=r"text \[1208, 257, \d+\] there, \[1208, 257, \d+\] here"):
+        run(folder, Recorder(), ckpt_path, "other")
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using")
+def test_a_checkpoint_is_tested_on_other_text_but_not_on_what_it_was_trained_on(folder, tmp_path_factory):
+    run(folder, module := Recorder())
+    other = tmp_path_factory.mktemp("other") / "other.txt"
+    other.write_text("another text " * 100)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    ckpt_path = folder / "kept" / "step=3.ckpt"
+    module.test_step = lambda batch, batch_idx: None
+    trainer.test(module, TextDataModule(other, CONTEXT), ckpt_path=ckpt_path, verbose=False)
+    trainer.test(module, TextDataModule(folder, CONTEXT), ckpt_path=ckpt_path, verbose=False)
+    with pytest.raises(ValueError, match=r"split \[4, 0.05, 0.05, 0\] there, \[4, 0.05, 0.05, 1\] here"):
+        trainer.test(module, TextDataModule(folder, CONTEXT, seed=1), ckpt_path=ckpt_path)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel import ExpertChoiceGate, MoELanguageModel, TextDataModule, TopKGate
@@ -167,6 +167,28 @@ def test_predict_goes_on_from_prompts(data):
     model.predict_step(torch.tensor([[1, 2]]), 0)
     model.tokenizer = None
     assert model.predict_step(torch.tensor([[1, 2]]), 0)["tokens"].shape == (1, 7)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_averaged_weights_are_kept_of_a_model_whose_size_the_datamodule_tells(data):
+    model = MoELanguageModel(**SMALL)
+    quiet_trainer(callbacks=[EMAWeightAveraging()], limit_train_batches=2, limit_val_batches=1).fit(model, data())
+    assert model.head.out_features == 257
+
+
+def test_validate_may_come_before_fit(data):
+    model = MoELanguageModel(**SMALL)
+    short = {"limit_train_batches": 2, "limit_val_batches": 1}
+    quiet_trainer(**short).validate(model, data(), verbose=False)
+    quiet_trainer(**short).fit(model, data())
+    quiet_trainer(**short).test(model, data(), verbose=False)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_activation_checkpointing_runs_in_every_precision(data, precision):
+    model = MoELanguageModel(**SMALL, activation_checkpointing=True)
+    quiet_trainer(precision=precision, limit_train_batches=2, limit_val_batches=1).fit(model, data())
+    assert model.blocks[0].feed_forward.gate.expert_slots.sum() == 2 * 8 * 16
 
 
 def test_a_text_ends_at_the_separator(data):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_accel import DigitsDataModule, MoEClassifier, TopKGate
+from lightning_accel import DigitsDataModule, MixtureOfExperts, MoEClassifier, TopKGate
 from tests.ranks import run_ranks
 
 
@@ -94,6 +94,14 @@ def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run
     images, _ = next(iter(data.test_dataloader()))
     torch.testing.assert_close(loaded.eval()(images).logits, model.eval()(images).logits, rtol=0, atol=0)
     assert set(loaded.predict_step((images,), 0)["class"]) <= set("0123456789")
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_averaged_weights_are_kept_of_a_model_whose_sizes_the_datamodule_tells():
+    model = MoEClassifier(dim=8, expert_dim=8)
+    trainer = quiet_trainer(callbacks=[EMAWeightAveraging()], limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(model, DigitsDataModule())
+    assert model.head[1].out_features == 10
 
 
 def test_missing_sizes_are_refused_before_training():
@@ -255,6 +263,17 @@ def test_precisions(small, precision):
     trainer = quiet_trainer(precision=precision, max_epochs=30)
     trainer.fit(small, data, data)
     assert trainer.callback_metrics["val/accuracy"] > 0.6
+
+
+def test_mixture_that_a_subclass_puts_in_is_told_its_load():
+    class Own(MoEClassifier):
+        def __init__(self):
+            super().__init__(6, 3, dim=8, num_experts=4)
+            self.mixture = MixtureOfExperts(8, 8, 5, gate=partial(TopKGate, bias_update_rate=0.1))
+
+    model = Own()
+    quiet_trainer(log_every_n_steps=1).fit(model, DataLoader(rows(), batch_size=12))
+    assert model.mixture.gate.expert_slots.sum() == 24
 
 
 def test_gate_of_a_subclass_with_its_own_training_step_is_told_its_load():

@@ -88,12 +88,17 @@ def test_start_leaves_what_a_resumed_gate_knows():
     assert resumed.expert_slots.tolist() == [5, 1, 0]
 
 
-def test_a_step_of_some_mixtures_alone_tells_nobody():
+def test_a_step_of_some_mixtures_alone_tells_those():
     gates = TopKGate(2, 2), TopKGate(2, 2)
     load = ExpertLoad(gates)
     load.add_one(1, reports(3, 1)[0])
-    assert load.step() == []
-    assert not gates[1].expert_slots.any()
+    assert len(load.step()) == 1
+    assert gates[1].expert_slots.tolist() == [3, 1]
+    assert not gates[0].expert_slots.any()
+    load.add_one(0, reports(2, 2)[0])
+    load.step()
+    assert gates[0].expert_slots.tolist() == [2, 2]
+    assert gates[1].expert_slots.tolist() == [3, 1]
 
 
 def test_a_single_expert_is_in_balance():

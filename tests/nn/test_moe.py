@@ -135,10 +135,26 @@ def test_masked_tokens_leave_no_trace(capacity_factor, backend):
     torch.testing.assert_close(report_again, report, rtol=0, atol=0)
     assert features[~mask].abs().sum() == 0
     assert report.expert_counts.sum() == 2 * mask.sum()
-    if capacity_factor is None:
-        alone = mixture(x[mask])
-        torch.testing.assert_close(features[mask], alone.features)
-        torch.testing.assert_close(report, alone.report)
+    alone = mixture(x[mask])
+    torch.testing.assert_close(features[mask], alone.features)
+    torch.testing.assert_close(report, alone.report)
+
+
+def test_masked_tokens_take_no_place_where_experts_choose():
+    mixture = MixtureOfExperts(dim=5, hidden_dim=6, num_experts=3, k=1, gate=ExpertChoiceGate)
+    x, mask = torch.randn(30, 5), torch.arange(30) % 3 > 0
+    features, report = mixture(x, mask)
+    alone = mixture(x[mask])
+    torch.testing.assert_close(features[mask], alone.features)
+    torch.testing.assert_close(report, alone.report)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(1, dtype=torch.bool), torch.ones(4, 3, dtype=torch.bool), torch.ones(3, 4)]
+)
+def test_masks_of_other_shapes_and_dtypes_are_refused(mask):
+    with pytest.raises(ValueError, match=r"mask must be bool of shape \(3, 4\); got"):
+        MixtureOfExperts(dim=5, hidden_dim=6, num_experts=4)(torch.randn(3, 4, 5), mask)
 
 
 def test_shared_expert_is_added_for_every_token():
@@ -202,6 +218,8 @@ def test_what_cannot_be_upcycled_is_refused():
     dense = FeedForward(5, 7)
     with pytest.raises(ValueError, match=r"must sum to 1 .* k=1, normalize=False.*Take k=2 or more, or"):
         MixtureOfExperts.from_dense(dense, num_experts=4, k=1)
+    with pytest.raises(ValueError, match="do not sum to 1; upcycle with a TopKGate"):
+        MixtureOfExperts.from_dense(dense, num_experts=4, gate=ExpertChoiceGate)
     with pytest.raises(ValueError, match=r"must sum to 1 .* scale=2.0"):
         MixtureOfExperts.from_dense(dense, num_experts=4, gate=partial(TopKGate, scale=2.0))
     with pytest.raises(TypeError, match="both layers of the perceptron must have a bias, or none"):
