@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ torch.set_num_threads(1)  # threads that share their cores with another program 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+    os.environ.pop("PL_GLOBAL_SEED", None)  # a command line leaves it, and processes that are started then obey it
 
 
 def pytest_runtest_setup(item):
