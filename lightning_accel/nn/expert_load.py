@@ -76,8 +76,8 @@ class ExpertLoad:
     def step(self) -> list[LoadStatistics]:
         """Sum over processes, call ``update`` of each gate that ran and has one, and start anew.
 
-        Every process must have run some of them. The statistics are those of the gates that ran, and by their numbers
-        in ``last_step``.
+        Every process must have run the same of them. The statistics are those of the gates that ran, and by their
+        numbers in ``last_step``.
         """
         sums, self._sums = self._sums, [None] * len(self.gates)
         ran = next((one for one in sums if one is not None), None)

@@ -1,13 +1,8 @@
 """The two-layer perceptron of a transformer. Shapes: D features, H hidden features."""
 
-from collections.abc import Callable
-
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel.ops.expert_mlp import Activation
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
 
 
 class FeedForward(nn.Module):
@@ -38,7 +33,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""
-        act = ACTIVATIONS[self.activation]
+        act = ACTIVATIONS[self.activation].function
         hidden = self.up(x)
         if not self.gated:
             return self.down(act(hidden))

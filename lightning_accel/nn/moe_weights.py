@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_accel.nn.feed_forward import FeedForward
-from lightning_accel.ops.expert_mlp import Activation
+from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
 
 Naming: TypeAlias = Literal["mixtral", "olmoe", "stacked"]
 
@@ -108,8 +108,7 @@ def read_dense(mlp: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 
 def _read_activation(act: object) -> Activation:
     probe = torch.linspace(-3, 3, 7)
-    functions: dict[Activation, nn.Module] = {"gelu": nn.GELU(), "relu": nn.ReLU(), "silu": nn.SiLU()}
-    for name, function in functions.items():
-        if callable(act) and torch.equal(act(probe), function(probe)):
+    for name in get_args(Activation):
+        if callable(act) and torch.equal(act(probe), ACTIVATIONS[name].function(probe)):
             return name
-    raise TypeError(f"the activation must be one of {', '.join(functions)}, the exact ones; got {act}")
+    raise TypeError(f"the activation must be one of {', '.join(ACTIVATIONS)}, the exact ones; got {act}")

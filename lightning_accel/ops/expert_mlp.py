@@ -74,8 +74,8 @@ def expert_mlp(
     tensor([[ 1.5000],
             [20.0000]])
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
     tokens, up_weight, down_weight = cast_for_autocast(tokens, up_weight, down_weight)
@@ -115,7 +115,7 @@ def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Ba
 
 
 def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:
-    first = _ACTIVATIONS[activation].function(hidden[:, :hidden_dim])
+    first = ACTIVATIONS[activation].function(hidden[:, :hidden_dim])
     return first if hidden.shape[1] == hidden_dim else first * hidden[:, hidden_dim:]
 
 
@@ -124,7 +124,7 @@ class _Act(NamedTuple):
     derivative: Callable[[Tensor, Tensor, Tensor], object]  # (gradient, input, where to write the product)
 
 
-_ACTIVATIONS: dict[str, _Act] = {
+ACTIVATIONS: dict[str, _Act] = {
     "gelu": _Act(F.gelu, lambda grad, x, out: torch.ops.aten.gelu_backward(grad, x, grad_input=out)),
     "relu": _Act(F.relu, lambda grad, x, out: torch.ops.aten.threshold_backward(grad, x, 0, grad_input=out)),
     "silu": _Act(F.silu, lambda grad, x, out: torch.ops.aten.silu_backward(grad, x, grad_input=out)),
@@ -148,7 +148,7 @@ def _blocks(
     nothing reads them before. Without ``keep`` they have a block's rows alone.
     """
     hidden_dim, up_dim = down_weight.shape[2], up_weight.shape[1]
-    act = _ACTIVATIONS[activation].function
+    act = ACTIVATIONS[activation].function
     spare = _padded(_block_rows(tokens.dtype), tokens.dtype)
     before, visited = _saved(tokens, token_of_slot, up_dim, keep)
     wide = torch.promote_types(tokens.dtype, torch.float32)
@@ -215,7 +215,7 @@ def _blocks_backward(
                 torch.sum(block_d_y * visited[start:stop], 1, keepdim=True, dtype=wide, out=d_weights[start:stop])
                 block_d_y.mul_(weights[start:stop])
                 d_h = torch.mm(d_y[at_padded], down)[: stop - start]
-                _activate_backward(d_h, before[start:stop], h[at], d_up[at], _ACTIVATIONS[activation])
+                _activate_backward(d_h, before[start:stop], h[at], d_up[at], ACTIVATIONS[activation])
                 d_x = torch.mm(d_up[at_padded], up)[: stop - start]
                 d_tokens.index_add_(0, index, d_x.to(wide))
             _add_products(d_layer, x[:padded], h[:padded], d_up[:padded], d_y[:padded], is_first=panel_start == first)
