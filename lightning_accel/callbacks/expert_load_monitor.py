@@ -60,6 +60,7 @@ class ExpertLoadMonitor(L.Callback):
         self.names = [named[gate][0] for gate in [*told, *untold]]
         self._own = ExpertLoad(untold)
         self._own.start()
+        self._recomputing = False  # a backward pass that failed leaves it True
         self._hooks = [named[gate][1].register_forward_hook(self._report(i)) for i, gate in enumerate(untold)]
         # another fit, or steps that are run again
         kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]

@@ -202,6 +202,16 @@ def test_mixtures_that_the_module_does_not_watch_are_watched(tmp_path):
     assert model.mixture.gate.expert_slots.sum() == 8
 
 
+def test_a_backward_pass_that_failed_leaves_no_trace_in_the_next_fit(tmp_path):
+    callback, failing = ExpertLoadMonitor(), Foreign()
+    failing.backward = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(failing, callback, default_root_dir=tmp_path)
+    module = Foreign()
+    fit(module, callback, max_epochs=1, limit_train_batches=1, default_root_dir=tmp_path)
+    assert module.first.gate.expert_slots.sum() == 4 * 2
+
+
 def test_another_fit_starts_anew(tmp_path):
     callback = ExpertLoadMonitor()
     for _ in range(2):
