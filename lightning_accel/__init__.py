@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import TopKGate as TopKGate
+    from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _PACKAGE_OF = {
     "ExpertLoad": "nn",
     "ExpertLoadMonitor": "callbacks",
     "FeedForward": "nn",
+    "FullyShardedStrategy": "strategies",
     "MixtureOfExperts": "nn",
     "MoEClassifier": "models",
     "MoELanguageModel": "models",
@@ -43,6 +45,7 @@ __all__ = [
     "ExpertLoad",
     "ExpertLoadMonitor",
     "FeedForward",
+    "FullyShardedStrategy",
     "MixtureOfExperts",
     "MoEClassifier",
     "MoELanguageModel",

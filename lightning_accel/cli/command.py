@@ -25,7 +25,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 import lightning_accel.data
-import lightning_accel.models  # noqa: F401  # as data: the parser finds a class by its name alone once it is imported
+import lightning_accel.models  # as data: the parser finds a class by its name alone once it is imported
+import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised

@@ -81,6 +81,7 @@ class TopKGate(nn.Module):
     """
 
     causal = True
+    keep_float32 = True  # strategies that split parameters gather these in float32
 
     expert_slots: Tensor
     bias_steps: Tensor | None
@@ -239,6 +240,7 @@ class ExpertChoiceGate(nn.Module):
     """
 
     causal = False
+    keep_float32 = True
 
     def __init__(self, dim: int, num_experts: int, k: int = 2) -> None:
         super().__init__()

@@ -25,6 +25,8 @@ class Experts(nn.Module):
     Every parameter so gets a gradient (zero for an idle expert), and DistributedDataParallel never meets an unused one.
     """
 
+    expert_parameters = "up_weight", "down_weight", "up_bias", "down_bias"  # what a strategy may deal to processes
+
     def __init__(
         self, dim: int, hidden_dim: int, num_experts: int, activation: Activation, gated: bool, bias: bool
     ) -> None:

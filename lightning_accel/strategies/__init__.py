@@ -1,0 +1,12 @@
+"""Strategies for Lightning's Trainer, which serve any LightningModule; importing them registers their short names."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_accel.strategies.atomic import write_atomically
+from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.expert_parallel import find_experts
+from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
+
+__all__ = ["FullyShardedStrategy", "find_blocks", "find_experts", "write_atomically"]
+
+FullyShardedStrategy.register_strategies(StrategyRegistry)

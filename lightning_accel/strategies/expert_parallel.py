@@ -1,0 +1,121 @@
+"""Experts split over processes. Shapes: N tokens, D features, E experts, S slots, W processes, R rows that arrive."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def find_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers of ``module`` that hold experts, by name.
+
+    A layer holds experts if it has an attribute ``expert_parameters``: the names of those of its parameters whose first
+    dimension counts experts, (E, ...). Its ``forward(tokens, token_of_slot, weight_of_slot, counts)`` maps ``tokens``
+    (N, D) to (N, D): the sum, over the slots of each token, of what the slot's expert makes of it times the slot's
+    weight. A slot is a token's visit to an expert; slots (S,) are sorted by expert, and ``counts`` (E,) int64 says how
+    many each expert has; those past ``counts.sum()`` are not computed.
+    """
+    return {name: one for name, one in module.named_modules() if hasattr(one, "expert_parameters")}
+
+
+def expert_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of the parameters of a layer that has experts whose first dimension counts them, by name."""
+    named = dict(experts.named_parameters(recurse=False))
+    return {name: named[name] for name in experts.expert_parameters if name in named}  # type: ignore[union-attr]
+
+
+def distribute_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep E / W of the experts of a layer on each process of ``mesh`` (W,), and send tokens to where theirs are.
+
+    Nothing is dropped. Gradients come out as the mean over the processes of those that each one's tokens give, as
+    DistributedDataParallel makes them. Every process must run the layer equally often, forward and backward.
+    """
+    for name, parameter in expert_parameters(experts).items():
+        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()  # a view would keep all alive
+        part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    experts.forward = partial(_forward, experts, experts.forward, mesh.get_group())
+
+
+def _forward(
+    experts: nn.Module,
+    run: Any,
+    group: ProcessGroup,
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    arriving = torch.empty_like(counts)  # (W * E / W,): from each process, for each expert here
+    dist.all_to_all_single(arriving, counts.contiguous(), group=group)
+    # the one wait for the device: the sizes of what is exchanged must be known on the host
+    sent, received = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(dim=2).tolist()
+    taken = token_of_slot[: sum(sent)]
+    rows = _to_autocast_dtype(tokens).index_select(0, taken)
+    arrived = _Exchange.apply(rows, sent, received, group, num_ranks)  # (R, D), sorted by process, then by expert
+    by_source = arriving.view(num_ranks, -1)
+    expert_of_row = torch.arange(by_source.shape[1], device=tokens.device).repeat(num_ranks)
+    expert_of_row = expert_of_row.repeat_interleave(arriving, output_size=sum(received))
+    ones = torch.ones(sum(received), device=tokens.device)
+    with _local_parameters(experts):
+        made = run(arrived, expert_of_row.argsort(stable=True), ones, by_source.sum(dim=0))  # (R, D)
+    made = _Exchange.apply(made, received, sent, group, 1 / num_ranks)  # (S, D)
+    wide = torch.promote_types(made.dtype, torch.float32)
+    weighted = made.to(wide) * weight_of_slot[: sum(sent)].to(wide).unsqueeze(1)
+    out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
+    return out.index_add(0, taken, weighted).to(made.dtype)
+
+
+def _to_autocast_dtype(tokens: Tensor) -> Tensor:
+    device_type = tokens.device.type
+    if not torch.is_autocast_enabled(device_type) or tokens.dtype == torch.float64:
+        return tokens
+    return tokens.to(torch.get_autocast_dtype(device_type))  # half as many bytes to send
+
+
+@contextmanager
+def _local_parameters(experts: nn.Module) -> Iterator[None]:
+    """Let the layer see the part of its parameters that is here, as plain tensors."""
+    whole = expert_parameters(experts)
+    try:
+        for name, parameter in whole.items():
+            experts._parameters[name] = parameter.to_local()  # type: ignore[attr-defined]
+        yield
+    finally:
+        experts._parameters.update(whole)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows, sorted by the process they go to, for those that come from each process.
+
+    Saves nothing. The backward pass sends the gradients back, times ``scale``: the experts in between so get the mean
+    over processes, and what lies before and after them does not notice.
+    """
+
+    @staticmethod
+    def forward(
+        rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup, scale: float
+    ) -> Tensor:
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.sent, ctx.received, ctx.group, ctx.scale = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _all_to_all(grad * ctx.scale, ctx.received, ctx.sent, ctx.group), None, None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
+    return out

@@ -1,0 +1,346 @@
+"""FSDP2 for any LightningModule: parameters, gradients and optimizer states split over processes, block by block."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_accel.strategies.atomic import partial_path, put_in_place, write_atomically
+from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.clipping import clip_grad_norm_
+from lightning_accel.strategies.expert_parallel import find_experts
+from lightning_accel.strategies.sharded_state import (
+    REST,
+    is_folder_of_parts,
+    load_optimizer_parts,
+    load_parts,
+    load_rest,
+    load_whole_model,
+    load_whole_optimizer,
+    local_state,
+    make_whole,
+    save_parts,
+)
+from lightning_accel.strategies.sharding import (
+    Sharded,
+    Sharding,
+    batch_norm_statistics,
+    broadcast_,
+    broadcast_state,
+    recompute_activations,
+    shard_module,
+)
+
+_LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class FullyShardedStrategy(DDPStrategy):
+    """FSDP2 for a module that is written for one device, on CPUs and GPUs.
+
+    The repeated blocks of the module (see :func:`lightning_accel.strategies.find_blocks`) are gathered, used and freed
+    one by one, the rest of it once a step. Training equals that of one process with the batches of all of them. Weights
+    are those of the first process at the start, as with DistributedDataParallel.
+
+    Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype and gradients reduced in float32;
+    submodules with an attribute ``keep_float32 = True`` are gathered in float32. Running statistics of batch norms
+    are those of the first process wherever they are used or saved.
+
+    Args:
+        blocks: class names of the blocks; by default ``repeated_blocks()`` of the module, or what its structure shows.
+        shard_size: processes that split one copy of the model; by default all. With fewer (HSDP), there are several
+            copies, and only gradients travel between them.
+        expert_parallel_size: processes among which the experts of each layer are dealt, to which tokens then travel;
+            for layers as :func:`lightning_accel.strategies.find_experts` describes. 1 splits experts as the rest;
+            ``"all"`` takes all processes.
+        activation_checkpointing: keep of each block its input alone, and compute the rest again in the backward pass.
+        cpu_offload: keep parameters, gradients and optimizer states in the memory of the host.
+        reshard_after_forward: free a block's parameters between its forward and its backward pass.
+        reduce_every_micro_batch: reduce gradients after each accumulated batch, not after the last alone: more
+            communication, less memory.
+        checkpoints: ``whole``: one file, which loads on one device, and resumes on any number of processes;
+            ``sharded``: a folder in which each process writes its part, which also resumes on any number.
+        save_in_background: let training go on while a sharded checkpoint is written. A checkpoint takes its place, and
+            older ones are deleted, once it is complete.
+        process_group_backend: by default ``gloo`` on CPUs, ``nccl`` on GPUs.
+        timeout: of a collective operation.
+        start_method: of processes that Lightning starts: ``popen``, or ``spawn`` and ``fork`` (notebooks).
+
+    Raises:
+        ValueError: if the options contradict each other; before training, if sizes do not divide the number of
+            processes or experts, or a class name fits no submodule.
+        TypeError: before training, if the module has split its parameters itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[str] | None = None,
+        shard_size: int | None = None,
+        expert_parallel_size: int | Literal["all"] = 1,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool = True,
+        reduce_every_micro_batch: bool = False,
+        checkpoints: Literal["whole", "sharded"] = "whole",
+        save_in_background: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        if checkpoints not in ("whole", "sharded"):
+            raise ValueError(f"checkpoints must be 'whole' or 'sharded'; got {checkpoints!r}")
+        if save_in_background and checkpoints == "whole":
+            raise ValueError("save_in_background needs checkpoints='sharded'; a whole one is written by one process")
+        if expert_parallel_size != 1 and (shard_size is not None or cpu_offload):
+            raise ValueError("expert_parallel_size does not go with shard_size or cpu_offload; leave those out")
+        self.blocks = blocks
+        self.shard_size = shard_size
+        self.expert_parallel_size = expert_parallel_size
+        self.activation_checkpointing = activation_checkpointing
+        self.cpu_offload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_every_micro_batch = reduce_every_micro_batch
+        self.checkpoints = checkpoints
+        self.save_in_background = save_in_background
+        self._sharded: Sharded | None = None
+        self._folder_to_load: Path | None = None
+        self._saving: Future[Any] | None = None
+        self._to_remove: list[str | Path] = []
+        self._cpu_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the short names ``accel_fsdp2`` and ``accel_expert_parallel`` known to the Trainer."""
+        if "accel_fsdp2" not in strategy_registry:
+            strategy_registry.register("accel_fsdp2", cls, description="FSDP2 for any module")
+        if "accel_expert_parallel" not in strategy_registry:
+            description = "FSDP2, with the experts of each layer dealt to all processes"
+            strategy_registry.register("accel_expert_parallel", cls, description, expert_parallel_size="all")
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        for name, size in (("shard_size", self.shard_size), ("expert_parallel_size", self.expert_parallel_size)):
+            if isinstance(size, int) and (size < 1 or self.world_size % size):
+                raise ValueError(f"{name} must divide the number of processes, {self.world_size}; got {size}")
+        if self.save_in_background and self._cpu_group is None:
+            self._cpu_group = dist.new_group(backend="gloo")
+
+    def _get_process_group_backend(self) -> str:
+        backend: str = super()._get_process_group_backend()
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Split the module, then build its optimizers."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if self._sharded is None or self._sharded.module is not module:
+            if fitting and self._layer_sync:
+                module = self._layer_sync.apply(module)  # type: ignore[assignment]
+            self.precision_plugin.convert_module(module)
+            self._sharded = self._shard(module)
+        if self._folder_to_load is not None:
+            load_parts(self._folder_to_load, module, module.strict_loading)
+        self.model = self._sharded
+        if fitting:
+            self._reset_optimizers_and_schedulers()  # of an earlier fit, which hold parameters of its own
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _shard(self, module: L.LightningModule) -> Sharded:
+        name = type(module).__name__
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise TypeError(
+                f"{name} has split its parameters itself; FullyShardedStrategy does it for modules that do not. Take "
+                "Lightning's ModelParallelStrategy, or leave the splitting out of configure_model()"
+            )
+        if self.expert_parallel_size != 1 and not find_experts(module):
+            raise ValueError(
+                f"{name} has no layer that holds experts, so there is nothing to deal to processes. Give that layer "
+                "an attribute expert_parameters, as lightning_accel.strategies.find_experts describes, or take the "
+                "strategy 'accel_fsdp2'"
+            )
+        blocks = find_blocks(module, self.blocks)
+        if not blocks:
+            rank_zero_info(f"{name} has no repeated blocks: the whole of it is gathered in each step")
+        broadcast_state(module, self.root_device)
+        if self.activation_checkpointing:
+            recompute_activations(blocks)
+        return shard_module(module, blocks, self._sharding())
+
+    def _sharding(self) -> Sharding:
+        device_type, world_size = self.root_device.type, self.world_size
+        shard_size = self.shard_size or world_size
+        mesh = init_device_mesh(
+            device_type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard")
+        )
+        expert_mesh = None
+        if self.expert_parallel_size != 1:
+            size = world_size if self.expert_parallel_size == "all" else self.expert_parallel_size
+            shape = (world_size // size, size)
+            expert_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("same_experts", "experts"))
+        precision = getattr(self.precision_plugin, "precision", "32-true")
+        return Sharding(
+            mesh if shard_size < world_size else mesh["shard"],
+            expert_mesh,
+            dtype=_LOW_PRECISION.get(precision),
+            reduce_dtype=torch.float32 if "16" in precision else None,
+            reshard_after_forward=self.reshard_after_forward,
+            cpu_offload=self.cpu_offload,
+        )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients unreduced, as for all but the last of the batches that are accumulated."""
+        if self.reduce_every_micro_batch or self._sharded is None:
+            yield
+            return
+        self._sharded.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self._sharded.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        # torch's own refuses gradients of several meshes, which experts have
+        clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
+
+    def _share_batch_norm_statistics(self) -> None:
+        for buffer in batch_norm_statistics(self._sharded or nn.Module()):
+            broadcast_(buffer, self.root_device)
+
+    def on_validation_start(self) -> None:
+        self._share_batch_norm_statistics()
+
+    def on_test_start(self) -> None:
+        self._share_batch_norm_statistics()
+
+    def on_predict_start(self) -> None:
+        self._share_batch_norm_statistics()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the whole model on the first process; with sharded checkpoints each process has its part."""
+        assert self.lightning_module is not None
+        self._share_batch_norm_statistics()
+        if self.checkpoints == "sharded":
+            return {}  # save_checkpoint adds it
+        return make_whole(self.lightning_module.state_dict(), keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Of the whole model on the first process, as one device would give it."""
+        if self.checkpoints == "sharded":
+            return {}  # save_checkpoint adds it
+        return make_whole(getattr(optimizer, "optimizer", optimizer).state_dict(), keep=self.is_global_zero)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write one file, or a folder with a part from each process; either is whole or not there."""
+        self._finish_saving()
+        if self.checkpoints == "whole":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options go to a CheckpointIO, which sharded checkpoints do not use; leave them out"
+            )
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(str(filepath)))
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        state = local_state(self.lightning_module, optimizers)
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        if self.save_in_background:
+            self._start_saving(state, rest, path)
+            return
+        with write_atomically(path, self.is_global_zero, self.barrier) as folder:
+            save_parts(state, folder)
+            if self.is_global_zero:
+                torch.save(rest, folder / REST)
+
+    def _start_saving(self, state: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
+        folder = partial_path(path)
+        if self.is_global_zero:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            folder.mkdir(parents=True)
+        self.barrier()
+        self._saving = save_parts(state, folder, self._cpu_group)
+        if self.is_global_zero:
+            torch.save(rest, folder / REST)
+            assert self._saving is not None
+            self._saving = _then(self._saving, lambda: put_in_place(folder, path))  # all processes have written by then
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+        self.barrier()
+        to_remove, self._to_remove = self._to_remove, []
+        for path in to_remove:
+            super().remove_checkpoint(path)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint, once the one that is being written is complete."""
+        if self._saving is not None:
+            self._to_remove.append(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file or a folder; the weights and optimizer states in a folder follow once the model is split."""
+        self._folder_to_load = None
+        if not is_folder_of_parts(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        self._folder_to_load = Path(checkpoint_path)
+        return load_rest(self._folder_to_load, weights_only) | {"state_dict": {}, "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._folder_to_load is None:
+            load_whole_model(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        if self._folder_to_load is not None:
+            load_optimizer_parts(self._folder_to_load, self.lightning_module, self.optimizers)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer(optimizer, state)
+
+    def teardown(self) -> None:
+        self._finish_saving()
+        self._folder_to_load = None
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()
+        self.model = self.lightning_module
+
+
+def _then(first: Future[Any], act: Callable[[], object]) -> Future[Any]:
+    """Done once ``first`` is and ``act`` has run."""
+    both: Future[Any] = Future()
+
+    def go_on(done: Future[Any]) -> None:
+        try:
+            done.result()
+            both.set_result(act())
+        except BaseException as error:
+            both.set_exception(error)
+
+    first.add_done_callback(go_on)
+    return both

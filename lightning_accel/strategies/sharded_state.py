@@ -1,0 +1,114 @@
+"""States of split modules and optimizers: made whole, split again, kept in folders with a part from each process."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+REST = "meta.pt"  # what is neither weights nor optimizer states; the name that Lightning's own tools look for
+
+
+def make_whole(state: Any, keep: bool) -> Any:
+    """``state`` with every split tensor gathered, on the CPU; without ``keep`` gathered for the others alone.
+
+    Every process of the mesh must call it.
+    """
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.detach().cpu() if keep else None  # one at a time: never the whole model on a device
+
+    return tree_map_only(Tensor, gather, state)
+
+
+def split_like(whole: Tensor, part: Tensor) -> Tensor:
+    """``whole``, which all processes have, split as ``part`` is, without communication."""
+    if not isinstance(part, DTensor):
+        return whole
+    whole = whole.to(part.device)
+    return distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+
+
+def load_whole_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load the ``state`` of an unsplit module into a split one."""
+    own = module.state_dict()
+    split = {name: split_like(value, own[name]) if name in own else value for name, value in state.items()}
+    module.load_state_dict(split, strict=strict)
+
+
+def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the ``state`` of an optimizer of whole parameters into one of split parameters in the same order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(numbers) != len(parameters):
+        raise ValueError(
+            f"the checkpoint holds the optimizer states of {len(numbers)} parameters, but the optimizer has "
+            f"{len(parameters)}; resume with the model and the optimizer of the run that wrote it"
+        )
+    part_of = dict(zip(numbers, parameters, strict=True))
+
+    def split(number: int, value: Any) -> Any:
+        part = part_of[number]
+        return split_like(value, part) if isinstance(value, Tensor) and value.shape == part.shape else value
+
+    states = {
+        number: {key: split(number, value) for key, value in one.items()} for number, one in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": states})
+
+
+def local_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """Weights and optimizer states by parameter name, each process with its part."""
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
+    return state | {f"optimizer_{i}": get_optimizer_state_dict(module, one) for i, one in enumerate(optimizers)}
+
+
+def save_parts(
+    state: dict[str, Any], folder: Path, in_background: dist.ProcessGroup | None = None
+) -> Future[Any] | None:
+    """Write the part of each process into ``folder``; with a group of CPU processes, while training goes on."""
+    if in_background is None:
+        save(state, checkpoint_id=folder)
+        return None
+    return async_save(state, checkpoint_id=folder, process_group=in_background)  # type: ignore[return-value]
+
+
+def is_folder_of_parts(path: str | Path) -> bool:
+    """Whether ``path`` is a checkpoint of :func:`save_parts`, or of Lightning's ModelParallelStrategy."""
+    return (Path(path) / REST).is_file()
+
+
+def load_parts(folder: Path, module: nn.Module, strict: bool) -> None:
+    """Load the weights in ``folder`` into ``module``, however either is split."""
+    state = {"state_dict": get_model_state_dict(module)}
+    planner = DefaultLoadPlanner(allow_partial_load=not strict)
+    load(state, checkpoint_id=folder, planner=planner)
+    module.load_state_dict(state["state_dict"], strict=strict)
+
+
+def load_optimizer_parts(folder: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Load the optimizer states in ``folder``."""
+    for number, optimizer in enumerate(optimizers):
+        state = {f"optimizer_{number}": get_optimizer_state_dict(module, optimizer)}
+        load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(module, optimizer, state[f"optimizer_{number}"])
+
+
+def load_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What is neither weights nor optimizer states."""
+    return torch.load(folder / REST, map_location="cpu", weights_only=weights_only)

@@ -1,0 +1,149 @@
+"""FSDP2 applied to a module block by block, with its experts dealt to processes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from lightning_accel.strategies.expert_parallel import distribute_experts, expert_parameters, find_experts
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a module is split.
+
+    Attributes:
+        mesh: of all processes, (processes,), or (copies, processes that split one).
+        expert_mesh: of all processes, (those that hold the same experts, those among which experts are dealt), or None.
+        dtype: in which parameters are gathered; by default their own.
+        reduce_dtype: in which gradients are reduced; by default their own.
+        reshard_after_forward: whether a block is freed between its forward and its backward pass.
+        cpu_offload: whether parameters, gradients and optimizer states stay on the CPU.
+    """
+
+    mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    ignored: set[nn.Parameter] = field(default_factory=set)
+
+    def apply(self, module: nn.Module, dtype: torch.dtype | None = None, **options: object) -> None:
+        """Split what ``module`` holds and is not split yet."""
+        # autocast casts what comes in where it must; targets and positions stay as they are
+        policy = MixedPrecisionPolicy(dtype, self.reduce_dtype, cast_forward_inputs=False)
+        fully_shard(
+            module,
+            **{"mesh": self.mesh, "reshard_after_forward": self.reshard_after_forward, **options},  # type: ignore[call-overload]
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+            if self.cpu_offload
+            else OffloadPolicy(),
+            ignored_params=self.ignored,
+        )
+
+
+class Sharded(nn.Module):
+    """A module, to be called in place of it, that gathers what the module's blocks do not hold.
+
+    That stays gathered from the forward to the backward pass: any part of it may be used anywhere, a weight alone too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)
+
+
+def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Sharded:
+    """Split ``module`` in place, each of ``blocks`` on its own; call what is returned in place of it.
+
+    Submodules with an attribute ``keep_float32 = True`` are gathered in the dtype of their parameters.
+
+    Raises:
+        ValueError: if experts cannot be dealt in equal numbers.
+    """
+    if sharding.expert_mesh is not None:
+        for name, experts in find_experts(module).items():
+            _shard_experts(name, experts, sharding, sharding.expert_mesh)
+    for submodule in module.modules():
+        if getattr(submodule, "keep_float32", False) and any(True for _ in submodule.parameters()):
+            sharding.apply(submodule)
+    for block in blocks:
+        sharding.apply(block, sharding.dtype)
+    root = Sharded(module)
+    sharding.apply(root, sharding.dtype, reshard_after_forward=False)
+    _move_rest(module, sharding)
+    return root
+
+
+def _shard_experts(name: str, experts: nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
+    copies, parts = mesh.size(0), mesh.size(1)
+    for parameter_name, parameter in expert_parameters(experts).items():
+        if parameter.shape[0] % parts:
+            raise ValueError(
+                f"the {parameter.shape[0]} experts of {name} cannot be dealt to {parts} processes in equal numbers; "
+                f"choose an expert_parallel_size that divides {parameter.shape[0]}"
+            )
+        if copies > 1 and (parameter.ndim < 2 or parameter.shape[1] % copies):
+            raise ValueError(
+                f"{copies} processes hold the same experts of {name} and split them along the second dimension, but "
+                f"{parameter_name} has shape {tuple(parameter.shape)}; choose an expert_parallel_size so that "
+                "processes / expert_parallel_size divides that dimension"
+            )
+    distribute_experts(experts, mesh[mesh.mesh_dim_names[1]])  # type: ignore[index]
+    if copies > 1:
+        options = {"mesh": mesh[mesh.mesh_dim_names[0]], "shard_placement_fn": lambda parameter: Shard(1)}  # type: ignore[index]
+        sharding.apply(experts, sharding.dtype, **options)
+    else:
+        sharding.ignored.update(expert_parameters(experts).values())
+
+
+def _move_rest(module: nn.Module, sharding: Sharding) -> None:
+    """What FSDP leaves: experts that are nowhere twice, and buffers where parameters are kept on the CPU."""
+    device_type = sharding.mesh.device_type
+    if not sharding.cpu_offload:
+        module.to(device_type)
+        return
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            setattr(submodule, name, buffer.to(device_type))
+
+
+def recompute_activations(blocks: Sequence[nn.Module]) -> None:
+    """Keep of each block its input alone, and compute the rest again in the backward pass."""
+    for block in blocks:
+        # not a wrapper module, which would change the names of parameters
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def broadcast_state(module: nn.Module, device: torch.device) -> None:
+    """Give every process the parameters and buffers of the first one."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            broadcast_(tensor, device)
+
+
+@torch.no_grad()
+def broadcast_(tensor: Tensor, device: torch.device) -> None:
+    """Give every process the ``tensor`` of the first one; ``device`` is one that the processes talk through."""
+    data = tensor.detach().to(device).contiguous()
+    dist.broadcast(data, src=0)
+    tensor.copy_(data)
+
+
+def batch_norm_statistics(module: nn.Module) -> list[Tensor]:
+    """The running statistics that differ between processes unless they are synchronised."""
+    kind = nn.modules.batchnorm._NormBase
+    return [buffer for one in module.modules() if isinstance(one, kind) for buffer in one.buffers(recurse=False)]

@@ -1,0 +1,297 @@
+import re
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_accel.strategies import FullyShardedStrategy
+from tests.ranks import run_ranks
+from tests.strategies.trained import SGD, Plain, Rows, fit, make, trainer, whole_weights
+
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+
+
+def check_fit(rank, name, strategy, options, world_size, rows=4):
+    run = fit(name, rows, strategy=FullyShardedStrategy(**strategy), devices=world_size, **options)
+    assert any(isinstance(parameter, DTensor) for parameter in run.lightning_module.parameters())
+    return whole_weights(run)
+
+
+def equals_one_process(name, strategy, options, world_size=2):
+    expected = whole_weights(fit(name, 8, **options))
+    for actual in run_ranks(check_fit, name, strategy, options, world_size, 8 // world_size, world_size=world_size):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["plain", "classifier", "language_model"])
+def test_training_equals_one_process(name):
+    equals_one_process(name, {}, {})
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"activation_checkpointing": True},
+        {"cpu_offload": True},
+        {"reshard_after_forward": False},
+        {"blocks": ["Linear"]},
+        {"expert_parallel_size": "all"},
+        {"expert_parallel_size": 2, "activation_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_options_change_no_result(strategy):
+    equals_one_process("language_model", strategy, {"gradient_clip_val": 0.1})
+
+
+@pytest.mark.parametrize("reduce_every_micro_batch", [False, True])
+@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+def test_accumulated_and_clipped_gradients_equal_those_of_one_process(reduce_every_micro_batch, expert_parallel_size):
+    strategy = {"reduce_every_micro_batch": reduce_every_micro_batch, "expert_parallel_size": expert_parallel_size}
+    equals_one_process("classifier", strategy, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_steps": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, {"shard_size": 2}, {"expert_parallel_size": 2}, {"expert_parallel_size": 4}])
+def test_four_processes_equal_one(strategy):
+    equals_one_process("language_model", strategy, {"gradient_clip_val": 0.1}, world_size=4)
+
+
+one_batch = partial(fit, num_rows=8)  # an epoch is a step: Lightning replays an epoch that was cut short
+
+
+def check_resumed(rank, name, strategy, path, world_size=2):
+    options = {"strategy": FullyShardedStrategy(**strategy), "devices": world_size, "ckpt_path": path}
+    return whole_weights(one_batch(name, 8 // world_size, **options))
+
+
+def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
+    options = {"strategy": FullyShardedStrategy(**strategy), "devices": world_size, "max_steps": max_steps}
+    run = one_batch(name, 8 // world_size, **options)
+    run.save_checkpoint(path)
+    run.strategy.teardown()  # completes what is written in the background
+
+
+@pytest.mark.parametrize("strategy", [{}, {"expert_parallel_size": 2}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("name", ["plain", "language_model"])
+def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
+    if name == "plain" and "expert_parallel_size" in strategy:
+        pytest.skip("has no experts")
+    expected = whole_weights(one_batch(name, 8))
+    one = one_batch(name, 8, max_steps=1)
+    one.save_checkpoint(tmp_path / "one.ckpt")
+    run_ranks(check_saved, name, strategy, tmp_path / "split.ckpt")
+    ours, theirs = (torch.load(tmp_path / f"{made}.ckpt", weights_only=True) for made in ("split", "one"))
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    close(ours["state_dict"], theirs["state_dict"])
+    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+    close(ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"])
+    close(whole_weights(one_batch(name, 8, ckpt_path=tmp_path / "split.ckpt")), expected)
+    for made in ("split", "one"):
+        for actual in run_ranks(check_resumed, name, strategy, tmp_path / f"{made}.ckpt"):
+            close(actual, expected)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+def test_sharded_checkpoints_resume(in_background, expert_parallel_size, tmp_path):
+    options = {"checkpoints": "sharded", "expert_parallel_size": expert_parallel_size}
+    expected = whole_weights(one_batch("language_model", 8))
+    path = tmp_path / "parts.ckpt"
+    run_ranks(check_saved, "language_model", options | {"save_in_background": in_background}, path)
+    assert {file.name for file in path.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt"}
+    for actual in run_ranks(check_resumed, "language_model", options, path):
+        close(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", ["whole", "sharded"])
+def test_checkpoints_resume_on_another_number_of_processes(checkpoints, tmp_path):
+    expected = whole_weights(one_batch("language_model", 8))
+    path = tmp_path / "some.ckpt"
+    run_ranks(check_saved, "language_model", {"checkpoints": checkpoints}, path)
+    for strategy in ({"shard_size": 2}, {"expert_parallel_size": 4}):
+        for actual in run_ranks(check_resumed, "language_model", strategy, path, 4, world_size=4):
+            close(actual, expected)
+
+
+def check_kept_checkpoints(rank, folder):
+    keeper = L.pytorch.callbacks.ModelCheckpoint(
+        folder, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max"
+    )
+    strategy = FullyShardedStrategy(checkpoints="sharded", save_in_background=True)
+    fit("plain", 4, strategy=strategy, devices=2, enable_checkpointing=True, callbacks=[keeper], max_steps=4)
+    return keeper.best_model_path
+
+
+def test_the_older_checkpoint_goes_when_the_newer_is_complete(tmp_path):
+    best, _ = run_ranks(check_kept_checkpoints, tmp_path)
+    assert [str(file) for file in tmp_path.iterdir()] == [best]
+
+
+def check_one_start(rank):
+    module, data = make("plain_batch_norm")
+    torch.manual_seed(rank)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    run = trainer(strategy=FullyShardedStrategy(), devices=2, max_steps=1)
+    first = {name: value.clone() for name, value in module.state_dict().items()}
+    module.make_optimizer = partial(torch.optim.SGD, lr=0.0)
+    run.fit(module, Rows(data, 4))
+    return first, whole_weights(run)
+
+
+def test_all_processes_start_with_the_weights_of_the_first():
+    (first, after), (other, after_other) = run_ranks(check_one_start)
+    assert not first["end.weight"].equal(other["end.weight"])
+    weights = [name for name in first if "running" not in name and "tracked" not in name]
+    close({name: after[name] for name in weights}, {name: first[name] for name in weights})
+    close({name: after_other[name] for name in weights}, {name: first[name] for name in weights})
+
+
+def check_batch_norm(rank):
+    run = fit("plain_batch_norm", 4, strategy=FullyShardedStrategy(), devices=2)
+    before = run.lightning_module.norm.running_mean.clone()
+    run.validate(run.lightning_module, Rows(make("plain")[1], 4), verbose=False)
+    return before, run.lightning_module.norm.running_mean.clone()
+
+
+def test_statistics_of_batch_norms_are_those_of_the_first_process():
+    (first, used), (other, used_other) = run_ranks(check_batch_norm)
+    assert not first.equal(other)
+    assert used.equal(first)
+    assert used_other.equal(first)
+
+
+class Tied(Plain):
+    def __init__(self):
+        super().__init__()
+        self.blocks[2][2].weight = self.blocks[0][2].weight
+        self.blocks[1][0].weight = self.start_weight = nn.Parameter(torch.randn(13, 12))
+
+    def forward(self, x):
+        return super().forward(x) + self.start_weight.sum()
+
+
+def check_tied(rank, world_size):
+    torch.manual_seed(1)
+    module, (_, data) = Tied(), make("plain")
+    strategy = FullyShardedStrategy() if world_size > 1 else "auto"
+    run = trainer(strategy=strategy, devices=world_size)
+    run.fit(module, Rows(data, 8 // world_size))
+    return whole_weights(run)
+
+
+def test_parameters_in_several_places_stay_one():
+    for actual in run_ranks(check_tied, 2):
+        close(actual, check_tied(0, 1))
+
+
+class Spy(L.Callback):
+    """Dtypes in which a module sees its weights."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.seen = {}
+        for name, layer in pl_module.named_modules():
+            if {"weight", "up_weight"} & set(layer._parameters):
+                layer.register_forward_pre_hook(partial(self.note, name))
+
+    def note(self, name, layer, inputs):
+        weight = layer._parameters.get("weight", layer._parameters.get("up_weight"))
+        self.seen[name] = weight.dtype, weight.shape
+
+
+def check_dtypes(rank):
+    spy = Spy()
+    run = fit(
+        "language_model",
+        4,
+        strategy=FullyShardedStrategy(),
+        devices=2,
+        precision="bf16-mixed",
+        callbacks=[spy],
+        optimizer=SGD,
+    )
+    master = {parameter.dtype for parameter in run.lightning_module.parameters()}
+    return spy.seen, master, whole_weights(run)
+
+
+def test_mixed_precision_gathers_low_and_keeps_gates_and_master_weights():
+    expected = whole_weights(fit("language_model", precision="bf16-mixed", optimizer=SGD))
+    for seen, master, weights in run_ranks(check_dtypes):
+        assert seen["blocks.0.feed_forward.gate"] == (torch.float32, (4, 8))
+        assert seen["blocks.1.attention.out"] == (torch.bfloat16, (8, 8))
+        assert seen["blocks.0.feed_forward.experts"] == (torch.bfloat16, (4, 12, 8))
+        assert master == {torch.float32}
+        for key in set(weights) - {key for key in weights if key.endswith("expert_slots")}:  # near ties go either way
+            torch.testing.assert_close(weights[key], expected[key], rtol=0.02, atol=0.01)
+
+
+def check_stages(rank):
+    run = fit("plain", 4, strategy=FullyShardedStrategy(), devices=2, limit_val_batches=2)
+    module, data = run.lightning_module, Rows(make("plain")[1], 4)
+    first = run.validate(module, data, verbose=False)[0]["val/loss"]
+    run.fit_loop.epoch_loop.max_steps = 5
+    run.fit(module, data)
+    second = run.validate(module, data, verbose=False)[0]["val/loss"]
+    fresh = trainer(strategy=FullyShardedStrategy(), devices=2).validate(make("plain")[0], data, verbose=False)
+    return first, second, fresh[0]["val/loss"]
+
+
+def test_fit_and_evaluation_follow_each_other():
+    data = Rows(make("plain")[1], 8)
+
+    def loss(steps):
+        run = fit("plain", 8, max_steps=steps, limit_val_batches=2)
+        return run.validate(run.lightning_module, data, verbose=False)[0]["val/loss"]
+
+    fresh = trainer().validate(make("plain")[0], data, verbose=False)[0]["val/loss"]
+    for actual in run_ranks(check_stages):
+        assert actual[0] == pytest.approx(loss(3), abs=1e-5)
+        assert actual[1] != pytest.approx(actual[0], abs=1e-4)
+        assert actual[2] == pytest.approx(fresh, abs=1e-5)
+
+
+class Reductions(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += "reduce_scatter" in str(func)
+        return func(*args, **kwargs or {})
+
+
+def check_reductions(rank, reduce_every_micro_batch):
+    strategy = FullyShardedStrategy(reduce_every_micro_batch=reduce_every_micro_batch)
+    with Reductions() as counted:
+        fit("plain", 4, strategy=strategy, devices=2, accumulate_grad_batches=2, max_steps=2)
+    return counted.number
+
+
+def test_accumulated_gradients_are_reduced_once():
+    once, always = run_ranks(check_reductions, False), run_ranks(check_reductions, True)
+    assert once == [2 * 4] * 2  # steps, and groups: three blocks and the rest
+    assert always == [2 * 2 * 4] * 2
+
+
+def check_refused(rank, name, strategy):
+    with pytest.raises((ValueError, TypeError)) as error:
+        fit(name, 4, strategy=FullyShardedStrategy(**strategy), devices=2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "message"),
+    [
+        ("plain", {"expert_parallel_size": 2}, "Plain has no layer that holds experts.*expert_parameters.*accel_fsdp2"),
+        ("plain", {"blocks": ["Block"]}, "no submodule of Plain is a Block; its classes are .*Linear"),
+        ("plain", {"shard_size": 3}, "shard_size must divide the number of processes, 2; got 3"),
+        ("language_model", {"expert_parallel_size": 3}, "expert_parallel_size must divide .* 2; got 3"),
+    ],
+)
+def test_what_cannot_work_is_refused(name, strategy, message):
+    for actual in run_ranks(check_refused, name, strategy):
+        assert re.search(message, actual)
