@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import TopKGate as TopKGate
+    from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _PACKAGE_OF = {
     "ExpertChoiceGate": "nn",
     "ExpertLoad": "nn",
     "ExpertLoadMonitor": "callbacks",
+    "FSDP1Strategy": "strategies",
     "FeedForward": "nn",
     "FullyShardedStrategy": "strategies",
     "MixtureOfExperts": "nn",
@@ -44,6 +46,7 @@ __all__ = [
     "ExpertChoiceGate",
     "ExpertLoad",
     "ExpertLoadMonitor",
+    "FSDP1Strategy",
     "FeedForward",
     "FullyShardedStrategy",
     "MixtureOfExperts",

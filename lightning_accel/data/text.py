@@ -157,7 +157,9 @@ class TextDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer
-        replicas, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        # not the world size: several processes may work on the same rows
+        deal = None if trainer is None else trainer.distributed_sampler_kwargs
+        replicas, rank = (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
         if len(self.train_windows) < self.batch_size * replicas:
             raise ValueError(
                 f"{len(self.train_windows)} windows train, fewer than batch_size={self.batch_size} on each of "

@@ -5,8 +5,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_accel.strategies.atomic import write_atomically
 from lightning_accel.strategies.blocks import find_blocks
 from lightning_accel.strategies.expert_parallel import find_experts
+from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 
-__all__ = ["FullyShardedStrategy", "find_blocks", "find_experts", "write_atomically"]
+__all__ = ["FSDP1Strategy", "FullyShardedStrategy", "find_blocks", "find_experts", "write_atomically"]
 
-FullyShardedStrategy.register_strategies(StrategyRegistry)
+for strategy in (FSDP1Strategy, FullyShardedStrategy):
+    strategy.register_strategies(StrategyRegistry)

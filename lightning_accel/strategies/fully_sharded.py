@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -149,6 +150,7 @@ class FullyShardedStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        _require_no_whole_copies(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if self._sharded is None or self._sharded.module is not module:
             if fitting and self._layer_sync:
@@ -329,6 +331,15 @@ class FullyShardedStrategy(DDPStrategy):
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
         self.model = self.lightning_module
+
+
+def _require_no_whole_copies(trainer: L.Trainer) -> None:
+    copying = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]  # type: ignore[attr-defined]
+    if copying:
+        raise ValueError(
+            f"{type(copying[0]).__name__} keeps a whole copy of the weights, which cannot follow weights that are "
+            "split; leave it out, or train with the strategy 'ddp'"
+        )
 
 
 def _then(first: Future[Any], act: Callable[[], object]) -> Future[Any]:

@@ -4,6 +4,8 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -295,3 +297,79 @@ def check_refused(rank, name, strategy):
 def test_what_cannot_work_is_refused(name, strategy, message):
     for actual in run_ranks(check_refused, name, strategy):
         assert re.search(message, actual)
+
+
+def check_copies_refused(rank, callback):
+    with pytest.raises(ValueError, match=r"keeps a whole copy of the weights.*'ddp'"):
+        fit("plain", 4, strategy=FullyShardedStrategy(), devices=2, callbacks=[callback])
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(0.1)])
+def test_callbacks_that_copy_the_weights_are_refused(callback):
+    run_ranks(check_copies_refused, callback)
+
+
+class ListExperts(nn.Module):
+    """Experts of somebody else: stacked matrices, used one by one."""
+
+    expert_parameters = ("weight",)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 12, 12) / 4)
+
+    def forward(self, tokens, token_of_slot, weight_of_slot, counts):
+        out, start = torch.zeros_like(tokens), 0
+        for matrix, count in zip(self.weight, counts.tolist(), strict=True):
+            mine = token_of_slot[start : start + count]
+            made = tokens[mine] @ matrix.tanh() * weight_of_slot[start : start + count, None]
+            out = out.index_add(0, mine, made)
+            start += count
+        return out
+
+
+class Theirs(Plain):
+    """A module with a mixture of its own: the sign of two features picks the expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = ListExperts()
+
+    def forward(self, x):
+        tokens = self.start(x)
+        expert = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0.5)
+        order = expert.argsort(stable=True)
+        mixed = self.experts(tokens, order, x[order, 2].sigmoid(), expert.bincount(minlength=4))
+        return self.end(self.norm(tokens + mixed))
+
+
+def check_their_experts(rank, world_size):
+    torch.manual_seed(1)
+    module, (_, data) = Theirs(), make("plain")
+    strategy = "accel_expert_parallel" if world_size > 1 else "auto"
+    run = trainer(strategy=strategy, devices=world_size, gradient_clip_val=0.3)
+    run.fit(module, Rows(data, 8 // world_size))
+    return module.experts.weight.to_local().shape if world_size > 1 else None, whole_weights(run)
+
+
+def test_experts_of_any_module_are_dealt():
+    _, expected = check_their_experts(0, 1)
+    for shape, actual in run_ranks(check_their_experts, 2):
+        assert shape == (2, 12, 12)
+        close(actual, expected)
+
+
+def check_fp16(rank, name, options):
+    plugins = [MixedPrecision("16-mixed", "cpu")]
+    options = {"strategy": FullyShardedStrategy(**options), "devices": 2, "gradient_clip_val": 0.3}
+    run = fit(name, 4, plugins=plugins, optimizer=SGD, **options)
+    return whole_weights(run), run.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize(("name", "options"), [("plain", {}), ("language_model", {"expert_parallel_size": 2})])
+def test_fp16_with_a_scaler_trains(name, options):
+    expected = whole_weights(fit(name, optimizer=SGD, gradient_clip_val=0.3))
+    for actual, scale in run_ranks(check_fp16, name, options):
+        assert scale == 2**16
+        for key in set(actual) - {key for key in actual if key.endswith("expert_slots")}:
+            torch.testing.assert_close(actual[key], expected[key], rtol=0.02, atol=0.005)

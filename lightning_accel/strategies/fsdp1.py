@@ -1,0 +1,49 @@
+"""FSDP1 on CPUs too, for modules and checkpoints that need the older of torch's two implementations."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+class FSDP1Strategy(FSDPStrategy):
+    """Lightning's FSDPStrategy, with its arguments, which so runs on CPUs as well.
+
+    Prefer :class:`lightning_accel.strategies.FullyShardedStrategy`, FSDP2. This one deals no experts and reduces the
+    gradients of each accumulated batch; on CPUs it has no ``cpu_offload`` and writes sharded checkpoints alone
+    (``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`` makes one file of them).
+
+    Raises:
+        ValueError: before training, if it is asked for one of the two on a CPU.
+    """
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the short name ``accel_fsdp1`` known to the Trainer."""
+        if "accel_fsdp1" not in strategy_registry:
+            description = "Lightning's FSDP1, on CPUs too, with sharded checkpoints"
+            strategy_registry.register("accel_fsdp1", cls, description, state_dict_type="sharded")
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if self.root_device.type == "cpu":
+            if self.cpu_offload is not None and self.cpu_offload.offload_params:
+                raise ValueError("on a CPU there is nothing to offload to; leave cpu_offload out of FSDP1Strategy")
+            if self._state_dict_type != "sharded":  # torch kills the process where it makes a whole one
+                raise ValueError(
+                    "on a CPU FSDP1Strategy writes sharded checkpoints alone; give it state_dict_type='sharded', or "
+                    "take FullyShardedStrategy, which writes whole ones"
+                )
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self.root_device.type != "cpu":
+            return super()._setup_model(model)
+        self.kwargs.setdefault("device_id", torch.device("cpu"))  # else FSDP1 asks for another device
+        sharding: dict[str, Any] = {
+            "sharding_strategy": self.sharding_strategy,
+            "mixed_precision": self.mixed_precision_config,
+        }
+        return FullyShardedDataParallel(model, **sharding, **self.kwargs)
