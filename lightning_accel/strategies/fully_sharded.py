@@ -24,6 +24,7 @@ from lightning_accel.strategies.atomic import partial_path, put_in_place, write_
 from lightning_accel.strategies.blocks import find_blocks
 from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
+from lightning_accel.strategies.local_step import step_on_parts
 from lightning_accel.strategies.sharded_state import (
     REST,
     is_folder_of_parts,
@@ -163,6 +164,8 @@ class FullyShardedStrategy(DDPStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()  # of an earlier fit, which hold parameters of its own
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                step_on_parts(optimizer)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 

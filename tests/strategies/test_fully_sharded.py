@@ -301,10 +301,10 @@ def test_what_cannot_work_is_refused(name, strategy, message):
 
 def check_copies_refused(rank, callback):
     with pytest.raises(ValueError, match=r"keeps a whole copy of the weights.*'ddp'"):
-        fit("plain", 4, strategy=FullyShardedStrategy(), devices=2, callbacks=[callback])
+        fit("plain", 4, strategy=FullyShardedStrategy(), devices=2, callbacks=[callback()])
 
 
-@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(0.1)])
+@pytest.mark.parametrize("callback", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1)])
 def test_callbacks_that_copy_the_weights_are_refused(callback):
     run_ranks(check_copies_refused, callback)
 

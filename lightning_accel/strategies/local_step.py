@@ -1,0 +1,80 @@
+"""Optimizer steps on the parts of split parameters as plain tensors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+# Each element of a parameter moves by its own gradient alone. Subclasses may do otherwise.
+_ELEMENTWISE = ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+
+
+def step_on_parts(optimizer: Optimizer) -> None:
+    """Let an element-wise optimizer of torch's see each process's part of its parameters; leave any other as it is.
+
+    The result is the same. A DTensor costs about 0.1 ms more an operation and parameter, of which Adam has a dozen.
+    """
+    if type(optimizer) not in _ELEMENTWISE:
+        return
+    plain_step = optimizer.step
+
+    @wraps(plain_step)
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad(), _parts(self):
+            plain_step()
+        return loss
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers want a method
+
+
+@contextmanager
+def _parts(optimizer: Optimizer) -> Iterator[None]:
+    """Put the parts of split parameters, with their gradients and states, in the place of them."""
+    whole_of: dict[nn.Parameter, tuple[DTensor, dict[str, Any]]] = {}
+    groups = [group["params"] for group in optimizer.param_groups]
+
+    def part(parameter: nn.Parameter) -> nn.Parameter:
+        if not isinstance(parameter, DTensor) or parameter.grad is None:
+            return parameter
+        mine = nn.Parameter(parameter.to_local())
+        grad: Any = parameter.grad
+        mine.grad = grad.redistribute(placements=parameter.placements).to_local()  # autograd may have chosen others
+        state = optimizer.state.pop(parameter, {})
+        optimizer.state[mine] = {name: _local(value) for name, value in state.items()}
+        whole_of[mine] = parameter, state
+        return mine
+
+    try:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [part(parameter) for parameter in parameters]
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        for mine, (parameter, before) in whole_of.items():
+            state = optimizer.state.pop(mine)
+            optimizer.state[parameter] = {
+                name: before[name] if _local(before.get(name)) is value else _split(value, parameter)
+                for name, value in state.items()
+            }
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _split(value: Any, like: DTensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != like.to_local().shape:
+        return value  # a count of steps
+    layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(value, like.device_mesh, like.placements, **layout)
