@@ -8,7 +8,13 @@ from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 
-__all__ = ["FSDP1Strategy", "FullyShardedStrategy", "find_blocks", "find_experts", "write_atomically"]
+__all__ = [
+    "FSDP1Strategy",
+    "FullyShardedStrategy",
+    "find_blocks",
+    "find_experts",
+    "write_atomically",
+]
 
 for strategy in (FSDP1Strategy, FullyShardedStrategy):
     strategy.register_strategies(StrategyRegistry)

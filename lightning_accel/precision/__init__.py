@@ -1,0 +1,1 @@
+"""Precision plug-ins for Lightning's Trainer, which serve any LightningModule."""
