@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_accel.callbacks import ExactResume as ExactResume
     from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 _PACKAGE_OF = {
     "DigitsDataModule": "data",
+    "ExactResume": "callbacks",
     "ExpertChoiceGate": "nn",
     "ExpertLoad": "nn",
     "ExpertLoadMonitor": "callbacks",
@@ -43,6 +45,7 @@ _PACKAGE_OF = {
 
 __all__ = [
     "DigitsDataModule",
+    "ExactResume",
     "ExpertChoiceGate",
     "ExpertLoad",
     "ExpertLoadMonitor",

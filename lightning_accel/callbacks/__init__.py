@@ -1,6 +1,7 @@
 """Callbacks for any LightningModule."""
 
+from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 
-__all__ = ["ExpertLoadMonitor", "PredictionWriter"]
+__all__ = ["ExactResume", "ExpertLoadMonitor", "PredictionWriter"]

@@ -1,0 +1,113 @@
+"""An order of batches that depends on seed and epoch alone, and can be entered anywhere."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_accel.callbacks.random_state import RandomStream, derived_seed
+
+_DRAW_AT_THE_START = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+class EpochOrder:
+    """What a DataLoader draws indices from, with random draws of its own, begun at the first batch not yet done.
+
+    It takes the place of the sampler in the loader, since the loader cannot be made anew: others hold it.
+
+    Args:
+        loader: over a dataset with indices.
+        seed: returns the seed of this process's orders; those of a generator that the user gave have its seed.
+        position: returns the epoch, and how many of its batches have been trained on, infinite for all.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], seed: Callable[[], int], position: Callable[[], tuple[int, float]]
+    ) -> None:
+        self._loader = loader
+        self._slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._inner: Any = getattr(loader, self._slot)
+        self._given = loader.generator
+        given = [g for g in (loader.generator, *_generators(self._inner)) if g is not None]
+        first_seed = given[0].initial_seed() if given else None
+        self._seed = seed if first_seed is None else lambda: first_seed
+        self._position = position
+        own = torch.Generator() if loader.generator is None else loader.generator  # the seeds of workers come from it
+        loader.generator = own
+        self._reseeded = {id(generator): generator for generator in (own, *given)}.values()
+        # DataLoader.__setattr__ refuses another sampler, for the sake of those who would expect it to take effect
+        object.__setattr__(loader, self._slot, self)
+
+    @property
+    def rows(self) -> Any:
+        """The sampler of row numbers, or the user's sampler of batches."""
+        return self._inner.sampler if type(self._inner) is BatchSampler else self._inner
+
+    def release(self) -> None:
+        """Give the loader its own sampler back."""
+        object.__setattr__(self._loader, self._slot, self._inner)
+        self._loader.generator = self._given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._reseed()  # here, not at the first batch: the loader draws the seeds of its workers before that
+        return self._batches()
+
+    def _reseed(self) -> tuple[int, float]:
+        """Seed of the order that is begun, and how many of its batches are left out."""
+        epoch, skipped = self._position()
+        cycle = 0
+        if isinstance(skipped, int) and hasattr(self._inner, "__len__"):
+            cycle, skipped = divmod(skipped, max(1, len(self._inner)))  # a shorter loader beside others starts again
+        seed = derived_seed(self._seed(), epoch, cycle)
+        for generator in self._reseeded:
+            generator.manual_seed(seed)
+        for sampler in (self._inner, getattr(self._inner, "sampler", None)):
+            if set_epoch := getattr(sampler, "set_epoch", None):
+                set_epoch(epoch)  # the Trainer does so after workers have been given their first batches
+        return seed, skipped
+
+    def _batches(self) -> Iterator[Any]:
+        seed, skipped = self._reseed()
+        if skipped == math.inf:
+            return
+        stream = RandomStream(seed)
+        with stream.drawing():
+            batches = iter(self._inner)
+            batch = next(batches, self)
+        while batch is not self:
+            if skipped == 0:
+                yield batch
+            skipped = max(0, skipped - 1)
+            if type(self.rows) in _DRAW_AT_THE_START:
+                batch = next(batches, self)
+            else:
+                with stream.drawing():
+                    batch = next(batches, self)
+
+
+def can_be_entered_anywhere(loader: object) -> bool:
+    """Whether batches of ``loader`` can be left out without loading them."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _generators(sampler: Any) -> Iterable[torch.Generator | None]:
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        yield generator if isinstance(generator, torch.Generator) else None

@@ -1,1 +1,0 @@
-"""Precision plug-ins for Lightning's Trainer, which serve any LightningModule."""

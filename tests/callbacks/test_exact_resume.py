@@ -1,0 +1,298 @@
+"""Each resumed run is compared, bit for bit, with the one that was not stopped: rows, draws, weights, optimizer."""
+
+# ruff: noqa: NPY002  # the global generator is what is restored
+
+import random
+import warnings
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from lightning_accel.callbacks import ExactResume
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from tests.ranks import run_ranks
+
+ROWS = 22  # 6 batches of 4, the last of 2
+
+
+class Noisy(L.LightningModule):
+    """Knows nothing of us, and draws from every generator, in hooks that only a resumed run calls, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.rows, self.draws = [], []
+
+    def on_train_start(self):
+        torch.rand(3), np.random.rand(3), random.random()
+
+    def on_train_epoch_start(self):
+        torch.rand(1)
+
+    def training_step(self, batch, batch_idx):
+        x, number = batch
+        self.rows.append(sorted(number.view(-1).tolist()))
+        self.draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+        return self.net(x).square().mean() * (1 + self.draws[-1][1])
+
+    def validation_step(self, batch, batch_idx):
+        torch.rand(1)
+        self.log("val/loss", self.net(batch[0]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class CountsItsSteps(Noisy):
+    """Has the Trainer make its loaders before the checkpoint is read."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+class Rows(Dataset):
+    """Adds noise of the global generators when a row is fetched."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, number):
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(3, generator=generator) + 0.01 * torch.rand(3) * np.random.rand(), torch.tensor(number)
+
+
+class Quiet(Rows):
+    def __getitem__(self, number):
+        return torch.randn(3, generator=torch.Generator().manual_seed(number)), torch.tensor(number)
+
+
+class LazyBatches:
+    """A sampler of somebody else's, which draws for every batch."""
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        for _ in range(5):
+            yield np.random.randint(0, ROWS, 4).tolist()
+
+
+def shuffled(**options):
+    return DataLoader(Rows(), batch_size=4, shuffle=True, **options)
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "own generator": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
+    "in order": lambda: DataLoader(Rows(), batch_size=4),
+    "weighted": lambda: DataLoader(
+        Rows(), batch_size=4, drop_last=True, sampler=WeightedRandomSampler(torch.arange(1.0, ROWS + 1), ROWS)
+    ),
+    "row by row": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
+    "lazy batches": lambda: DataLoader(Rows(), batch_sampler=LazyBatches()),
+    "workers": lambda: DataLoader(Quiet(), batch_size=4, shuffle=True, num_workers=1),
+    "one with a state of its own": lambda: ResumableLoader(
+        Quiet(), batch_size=4, sampler=ResumableSampler(Quiet(), 4, num_replicas=1, rank=0, seed=5)
+    ),
+    "two of different length": lambda: [shuffled(), DataLoader(Quiet(), batch_size=8, shuffle=True)],
+}
+
+
+class SaveAt(Callback):
+    def __init__(self, folder, moments):
+        self.folder, self.moments = folder, moments
+
+    def save(self, trainer, moment):
+        if moment in self.moments and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"{moment}.ckpt")
+
+    def on_train_batch_end(self, trainer, *_):
+        self.save(trainer, f"step {trainer.fit_loop.epoch_loop.total_batch_idx + 1}")
+
+    def on_validation_end(self, trainer, *_):
+        self.save(trainer, f"validation {trainer.fit_loop.epoch_loop.total_batch_idx + 1}")
+
+    def on_train_epoch_end(self, trainer, *_):
+        self.save(trainer, f"epoch {trainer.current_epoch + 1}")
+
+
+def fit(folder, module=Noisy, loader=shuffled, moments=(), resume=None, exact=True, **options):
+    torch.manual_seed(7 if resume is None else 99)  # a resumed process begins with other numbers
+    np.random.seed(8 if resume is None else 98)
+    random.seed(9 if resume is None else 97)
+    torch.rand(5 if resume is None else 2)
+    model = module()
+    trainer = L.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": 3, "logger": False, "enable_model_summary": False}
+        | {"enable_progress_bar": False, "default_root_dir": folder, "enable_checkpointing": False}
+        | options,
+        callbacks=[SaveAt(folder, moments), *([ExactResume()] if exact else [])],
+    )
+    train = loader()
+    if isinstance(train, ResumableLoader):
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        train.progress = lambda: (trainer.current_epoch, batches.current.processed)
+    if isinstance(train, list):
+        model.training_step = lambda batch, batch_idx: Noisy.training_step(
+            model, [torch.cat(parts) for parts in zip(*batch, strict=True)], batch_idx
+        )
+    validation = DataLoader(TensorDataset(torch.ones(6, 3)), batch_size=3)
+    trainer.fit(model, train, validation, ckpt_path=resume)
+    return model
+
+
+def assert_goes_on(resumed, whole, moment=""):
+    count = len(resumed.rows)
+    assert 0 < count < len(whole.rows)
+    assert resumed.rows == whole.rows[-count:], f"{moment}: {resumed.rows} is not the end of {whole.rows}"
+    assert resumed.draws == whole.draws[-count:], moment
+    assert_same_end(resumed, whole)
+
+
+def assert_same_end(resumed, whole):
+    for name, tensor in whole.state_dict().items():
+        assert local(tensor).equal(local(resumed.state_dict()[name])), name
+    ours, theirs = (model.optimizers().state_dict() for model in (resumed, whole))
+    for group in (*ours["param_groups"], *theirs["param_groups"]):
+        group["betas"] = tuple(group["betas"])  # FSDP2 makes a list of them
+    assert ours["param_groups"] == theirs["param_groups"]
+    for index, state in theirs["state"].items():
+        assert all(local(value).equal(local(ours["state"][index][name])) for name, value in state.items())
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+MOMENTS = ["step 1", "step 3", "validation 3", "step 6", "validation 6", "epoch 1", "step 7", "step 10", "step 12"]
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 17}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("module", [Noisy, CountsItsSteps])
+def test_every_moment_of_saving(tmp_path, module, limit):
+    whole = fit(tmp_path, module, moments=MOMENTS, val_check_interval=3, **limit)
+    for moment in MOMENTS:
+        resumed = fit(tmp_path, module, resume=tmp_path / f"{moment}.ckpt", val_check_interval=3, **limit)
+        assert_goes_on(resumed, whole, moment)
+
+
+@pytest.mark.parametrize("module", [Noisy, CountsItsSteps])
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_every_kind_of_loader(tmp_path, loader, module):
+    moments = ["step 2", "step 4", "step 8", "epoch 1"]
+    whole = fit(tmp_path, module, loader, moments)
+    for moment in moments:
+        assert_goes_on(fit(tmp_path, module, loader, resume=tmp_path / f"{moment}.ckpt"), whole, moment)
+    if loader is not LOADERS["in order"] and loader is not LOADERS["two of different length"]:
+        assert whole.rows[0] != whole.rows[len(whole.rows) // 3], "each epoch has an order of its own"
+
+
+def test_accumulated_gradients_and_a_second_stop(tmp_path):
+    options = {"accumulate_grad_batches": 2, "limit_train_batches": 5}
+    whole = fit(tmp_path, moments=["step 4"], **options)
+    second = fit(tmp_path, moments=["step 9", "step 5"], resume=tmp_path / "step 4.ckpt", **options)
+    assert_goes_on(second, whole)
+    assert_goes_on(fit(tmp_path, resume=tmp_path / "step 5.ckpt", **options), whole)
+
+
+def test_each_epoch_visits_every_row(tmp_path):
+    whole = fit(tmp_path, max_epochs=2)
+    for epoch in (whole.rows[:6], whole.rows[6:]):
+        assert sorted(row for batch in epoch for row in batch) == list(range(ROWS))
+
+
+def test_the_loader_gets_its_sampler_back(tmp_path):
+    loader = shuffled()
+    sampler = loader.batch_sampler
+    fit(tmp_path, loader=lambda: loader, max_epochs=1)
+    assert loader.batch_sampler is sampler
+    assert loader.generator is None
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Quiet())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_stream_without_a_state_is_told(tmp_path, recwarn):
+    fit(tmp_path, loader=lambda: DataLoader(Stream(), batch_size=4), max_epochs=1, limit_train_batches=2)
+    assert "starts the Stream from its beginning, since it has no indices. Give" in messages(recwarn)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_checkpoint_of_a_run_without_it_is_told(tmp_path, recwarn):
+    fit(tmp_path, moments=["step 2"], exact=False, max_epochs=1)
+    fit(tmp_path, resume=tmp_path / "step 2.ckpt", max_epochs=1)
+    assert "written without this callback" in messages(recwarn)
+
+
+def messages(recwarn):
+    return "\n".join(str(warning.message) for warning in recwarn)
+
+
+class Sharded(Noisy):
+    def configure_model(self):
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+STRATEGIES = {
+    "ddp": (Noisy, DDPStrategy),
+    "ddp, loaders before the checkpoint": (CountsItsSteps, DDPStrategy),
+    "fsdp2, whole file": (Sharded, lambda: ModelParallelStrategy(save_distributed_checkpoint=False)),
+    "fsdp2, folder": (Sharded, ModelParallelStrategy),
+}
+
+
+def check_ranks(rank, folder, name):
+    module, strategy = STRATEGIES[name]
+    options = {"devices": 2, "val_check_interval": 2}
+    moments = ["step 1", "step 2", "validation 2", "step 3", "epoch 1", "step 4"]
+    for limit in ({"max_epochs": 3}, {"max_steps": 8}):
+        whole = fit(folder, module, moments=moments, strategy=strategy(), **options, **limit)
+        for moment in moments:
+            resumed = fit(folder, module, resume=folder / f"{moment}.ckpt", strategy=strategy(), **options, **limit)
+            assert_goes_on(resumed, whole, f"{moment} {limit}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_rank_goes_on(tmp_path, name):
+    run_ranks(check_ranks, tmp_path, name, timeout_s=120)
+
+
+def check_rows_on(rank, folder, devices, resume=None):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        options = {"strategy": "ddp"} if devices > 1 else {}
+        model = fit(folder, moments=["step 1"], resume=resume, max_epochs=2, devices=devices, **options)
+    return model.rows, "\n".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes_go_on_in_the_order(tmp_path):
+    before = run_ranks(check_rows_on, tmp_path, 4, world_size=4)
+    done = {row for rows, _ in before for row in rows[0]}
+    assert len(done) == 16
+    after = run_ranks(check_rows_on, tmp_path / "two", 2, tmp_path / "step 1.ckpt")
+    assert done.isdisjoint(rest := [row for rows, _ in after for row in rows[0]])
+    assert len(done) + len(rest) == ROWS
+    told = after[0][1]
+    assert "written by 4 processes, this run has 2. Drawn anew: dropout and other random numbers of some" in told
+    assert "order of batches" not in told
+    assert "second time" not in told
+    _, told = check_rows_on(None, tmp_path / "one", 1, tmp_path / "step 1.ckpt")
+    assert (
+        "this run has 1. Drawn anew: dropout and other random numbers of some processes; the order of batches" in told
+    )
