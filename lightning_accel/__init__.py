@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import TopKGate as TopKGate
+    from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
 
 __version__ = "0.1.0"
 
 _PACKAGE_OF = {
+    "AmpPrecision": "precision",
     "DigitsDataModule": "data",
     "ExactResume": "callbacks",
     "ExpertChoiceGate": "nn",
@@ -44,6 +46,7 @@ _PACKAGE_OF = {
 }
 
 __all__ = [
+    "AmpPrecision",
     "DigitsDataModule",
     "ExactResume",
     "ExpertChoiceGate",

@@ -1,0 +1,264 @@
+"""Mixed precision whose format fits the device, and whose skipped steps are seen by everything that counts steps."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_accel.precision.dtype_choice import MixedDtype, MixedPrecisionName, bf16_instructions, choose_precision
+from lightning_accel.precision.grad_scaler import WorldGradScaler
+from lightning_accel.precision.gradient_check import all_finite, describe_non_finite
+
+
+class AmpPrecision(MixedPrecision):
+    """Autocast in the format that the device computes in, for ``Trainer(plugins=[AmpPrecision()])``.
+
+    ``auto`` takes bf16 on CUDA devices of compute capability 8.0 or more and on CPUs that multiply in bf16 (AMX,
+    AVX512-bf16, ARM bf16); fp16 with a gradient scaler on older CUDA devices; and float32, without autocast, on CPUs
+    that would emulate bf16. The choice is logged once, when the run is set up. fp16 is real fp16 on a CPU, too, where
+    ``Trainer(precision="16-mixed")`` would silently turn to bf16.
+
+    In fp16 the processes of any strategy skip a step together. A learning-rate schedule with ``interval: step`` stays
+    where it is on a skipped step, under automatic optimization; where the step skipped was one in ``frequency``, the
+    schedule waits for the next such. ``trainer.global_step`` counts skipped steps, since Lightning tells the place in
+    an epoch by it. Gradients are unscaled before callbacks see them and before they are clipped; fused optimizers may
+    be clipped. Whether to step is read from the device, once a step; in bf16 nothing is. Two optimizers that step after
+    one backward pass are unscaled alike. Logged in fp16: ``precision/scale`` and ``precision/skipped_steps``.
+
+    The scale and the counts are saved in checkpoints; those of Lightning's own ``16-mixed`` are read.
+
+    Args:
+        dtype: ``auto``, ``bf16`` or ``fp16``.
+        init_scale: fp16's first scale.
+        growth_interval: steps without a skip until the scale doubles.
+        max_consecutive_skips: skipped steps in a row that end the run, with the names of the gradients at fault. The
+            default halves the first scale to 1/16, where no sound run overflows.
+        check_gradients: in bf16 and float32, too, look at all gradients before each step and end the run where one is
+            not finite, with its name. This waits for the device at each step.
+
+    Attributes:
+        skipped_steps: steps skipped since the beginning of the run, resumed runs included.
+        consecutive_skips: the length of the current row of skipped steps.
+
+    Raises:
+        ValueError: if an argument is out of range; before training, if fp16 is combined with LBFGS or with parameters
+            that are float16 themselves.
+        FloatingPointError: in training, if gradients are not finite, see ``max_consecutive_skips`` and
+            ``check_gradients``.
+    """
+
+    def __init__(
+        self,
+        dtype: MixedDtype = "auto",
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        max_consecutive_skips: int = 20,
+        check_gradients: bool = False,
+    ) -> None:
+        if dtype not in get_args(MixedDtype):
+            raise ValueError(f"dtype must be auto, bf16 or fp16; got {dtype!r}")
+        if init_scale <= 0 or growth_interval < 1 or max_consecutive_skips < 1:
+            raise ValueError(
+                "init_scale must be positive, growth_interval and max_consecutive_skips at least 1; got "
+                f"init_scale={init_scale}, growth_interval={growth_interval}, "
+                f"max_consecutive_skips={max_consecutive_skips}"
+            )
+        super().__init__("bf16-mixed", "cpu")  # what holds is known in choose
+        self.dtype = dtype
+        self.init_scale = init_scale
+        self.growth_interval = growth_interval
+        self.max_consecutive_skips = max_consecutive_skips
+        self.check_gradients = check_gradients
+        self.scaler: WorldGradScaler | None = None
+        self.skipped_steps = 0
+        self.consecutive_skips = 0
+        self._precision: MixedPrecisionName | None = None
+        self._across_ranks = False
+        self._loss: Tensor | None = None
+        self._unscaled: set[int] = set()
+        self._held: list[tuple[LRSchedulerConfig, int]] = []
+
+    @property  # type: ignore[override]  # an attribute in Lightning, of which all may be set
+    def precision(self) -> MixedPrecisionName:
+        """``bf16-mixed``, ``16-mixed`` or ``32-true``; before setup, what the fastest device of this machine gets."""
+        if self._precision is None:
+            device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+            return choose_precision(self.dtype, device).precision
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: MixedPrecisionName) -> None:
+        self._precision = precision
+
+    def choose(self, device: torch.device) -> str:
+        """Settle the precision for ``device`` and return it.
+
+        :meth:`convert_module` does so; a strategy that needs the answer earlier calls this.
+        """
+        choice = choose_precision(self.dtype, device)
+        if (choice.precision, device.type) != (self._precision, self.device):
+            emulated = device.type == "cpu" and choice.precision == "bf16-mixed" and not bf16_instructions()
+            advice = "; this CPU emulates bf16, so float32 is faster" if emulated else ""
+            rank_zero_info(f"AmpPrecision: {choice.precision}, since {choice.reason}{advice}")
+            self.scaler = None
+        self.precision, self.device = choice.precision, device.type
+        if self.scaler is None and choice.precision == "16-mixed":
+            self.scaler = WorldGradScaler(device.type, self.init_scale, self.growth_interval)
+        return choice.precision
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        assert isinstance(module, pl.LightningModule)
+        strategy = module.trainer.strategy
+        self.choose(strategy.root_device)
+        self._across_ranks = module.trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
+        if self.scaler is not None:
+            self.scaler.start(strategy.root_device, self._across_ranks)
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if self.scaler is not None:
+            for optimizer in optimizers:
+                _require_scalable(optimizer)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        if self.precision == "32-true":
+            return torch.autocast(self.device, enabled=False)
+        return super().autocast_context_manager()
+
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        self._loss = tensor.detach()
+        self._update_scale()
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        self._release_schedules()
+        if self.scaler is None:
+            if self.check_gradients:
+                closure = self._followed_by_check(closure, optimizer, model)
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step returned None
+            self._after_closure(model, optimizer)
+            return result
+        skip = self._unscale(optimizer)
+        self._count(skip, model)
+        self._after_closure(model, optimizer)
+        if not skip:
+            optimizer.step(**kwargs)
+        self._log(model)
+        return result
+
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        # not MixedPrecision's, which refuses fused optimizers: here they never see a scaled gradient
+        super(MixedPrecision, self).clip_gradients(optimizer, *args, **kwargs)
+
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Unscale the gradients; whether they call for skipping the step."""
+        assert self.scaler is not None
+        if id(optimizer) in self._unscaled:  # it steps again without a backward pass
+            self._update_scale()
+        self.scaler.unscale_(optimizer)
+        # the scale may change only before the next backward pass: other optimizers may have gradients at this scale
+        self._unscaled.add(id(optimizer))
+        return self.scaler.found_non_finite(optimizer)
+
+    def _update_scale(self) -> None:
+        if self.scaler is not None and self._unscaled:
+            self.scaler.update()
+        self._unscaled.clear()
+
+    def _count(self, skip: bool, model: pl.LightningModule) -> None:
+        self.consecutive_skips = self.consecutive_skips + 1 if skip else 0
+        if not skip:
+            return
+        self.skipped_steps += 1
+        self._hold_schedules(model.trainer.lr_scheduler_configs)
+        if self.consecutive_skips >= self.max_consecutive_skips:
+            assert self.scaler is not None
+            raise FloatingPointError(
+                f"{self.consecutive_skips} optimizer steps in a row were skipped, and the scale of the loss went down "
+                f"to {self.scaler.get_scale():g}. {describe_non_finite(model, self._loss, self._across_ranks)}"
+            )
+
+    def _followed_by_check(
+        self, closure: Callable[[], Any], optimizer: Optimizer, model: pl.LightningModule
+    ) -> Callable[[], Any]:
+        def checked() -> Any:
+            result = closure()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if not all_finite(parameters, self._across_ranks):
+                raise FloatingPointError(
+                    f"The gradients of step {model.trainer.global_step} are not finite. "
+                    f"{describe_non_finite(model, self._loss, self._across_ranks)}"
+                )
+            return result
+
+        return checked
+
+    def _hold_schedules(self, configs: list[LRSchedulerConfig]) -> None:
+        for config in configs:
+            if config.interval == "step":
+                self._held.append((config, config.frequency))
+                config.frequency = sys.maxsize  # Lightning steps a schedule at the multiples of this
+
+    def _release_schedules(self) -> None:
+        for config, frequency in self._held:
+            config.frequency = frequency
+        self._held.clear()
+
+    def _log(self, model: pl.LightningModule) -> None:
+        trainer: Any = model.trainer  # connectors set the attributes that are read here
+        every = trainer.log_every_n_steps
+        if trainer.loggers and every and (trainer.global_step + 1) % every == 0:
+            assert self.scaler is not None
+            model.log("precision/scale", self.scaler.get_scale())
+            model.log("precision/skipped_steps", float(self.skipped_steps))
+
+    def teardown(self) -> None:
+        self._release_schedules()
+        self._loss = None
+        super().teardown()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._update_scale()
+        counts = {"skipped_steps": self.skipped_steps, "consecutive_skips": self.consecutive_skips}
+        return super().state_dict() | counts if self.scaler is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is None:  # the checkpoint of a device that computes in fp16
+            return
+        super().load_state_dict(state_dict)
+        self.skipped_steps = state_dict.get("skipped_steps", 0)
+        self.consecutive_skips = state_dict.get("consecutive_skips", 0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint and MixedPrecision.__qualname__ in checkpoint:
+            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+
+
+def _require_scalable(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step, which a gradient scaler cannot follow; "
+            'use AmpPrecision(dtype="bf16") or another optimizer'
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ValueError(
+            "mixed precision needs float32 parameters; got float16 ones, whose gradients cannot be unscaled. "
+            "Leave the module in float32: autocast casts what gains from it"
+        )
