@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import TopKGate as TopKGate
     from lightning_accel.precision import AmpPrecision as AmpPrecision
+    from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
+    from lightning_accel.precision import Float8Precision as Float8Precision
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
 
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 _PACKAGE_OF = {
     "AmpPrecision": "precision",
+    "Bfloat16Precision": "precision",
     "DigitsDataModule": "data",
     "ExactResume": "callbacks",
     "ExpertChoiceGate": "nn",
@@ -35,6 +38,7 @@ _PACKAGE_OF = {
     "ExpertLoadMonitor": "callbacks",
     "FSDP1Strategy": "strategies",
     "FeedForward": "nn",
+    "Float8Precision": "precision",
     "FullyShardedStrategy": "strategies",
     "MixtureOfExperts": "nn",
     "MoEClassifier": "models",
@@ -47,6 +51,7 @@ _PACKAGE_OF = {
 
 __all__ = [
     "AmpPrecision",
+    "Bfloat16Precision",
     "DigitsDataModule",
     "ExactResume",
     "ExpertChoiceGate",
@@ -54,6 +59,7 @@ __all__ = [
     "ExpertLoadMonitor",
     "FSDP1Strategy",
     "FeedForward",
+    "Float8Precision",
     "FullyShardedStrategy",
     "MixtureOfExperts",
     "MoEClassifier",

@@ -1,5 +1,7 @@
 """Precision plug-ins for Lightning's Trainer, which serve any LightningModule."""
 
 from lightning_accel.precision.amp import AmpPrecision
+from lightning_accel.precision.bfloat16 import Bfloat16Precision
+from lightning_accel.precision.float8 import Float8Precision
 
-__all__ = ["AmpPrecision"]
+__all__ = ["AmpPrecision", "Bfloat16Precision", "Float8Precision"]

@@ -37,15 +37,23 @@ class PlainClassifier(L.LightningModule):
         return self.trainer.optimizers[0].param_groups[0]["lr"]
 
 
-def batches(num_batches: int = 10, batch_size: int = 4) -> DataLoader:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(num_batches * batch_size, 6, generator=generator)
-    return DataLoader(TensorDataset(x, (x[:, :3] + 0.1).argmax(dim=1)), batch_size)
+def batches(rank: int = 0, world_size: int = 1) -> DataLoader:
+    """Ten batches of four rows, or this rank's part of each."""
+    x = torch.randn(10, 4, 6, generator=torch.Generator().manual_seed(1))
+    x = x.chunk(world_size, dim=1)[rank].flatten(end_dim=1)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(dim=1)), 4 // world_size)
 
 
 def make_trainer(*plugins: Any, **options: Any) -> L.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "log_every_n_steps": 1}
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "use_distributed_sampler": False,
+        "max_epochs": 1,
+        "logger": False,
+        "log_every_n_steps": 1,
+    }
     return L.Trainer(plugins=list(plugins), **(quiet | defaults | options))
 
 

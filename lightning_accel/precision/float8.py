@@ -1,0 +1,90 @@
+"""Linear layers that multiply in float8, by torchao, with bf16 autocast for the rest."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 tensor cores
+_MULTIPLE = 16  # of both sides of a weight, which their float8 matrix products ask for
+
+
+class Float8Precision(MixedPrecision):
+    """Train the wide ``nn.Linear`` layers of any module in float8, for ``Trainer(plugins=[Float8Precision()])``.
+
+    Needs torchao, and a CUDA device of compute capability 8.9 or more. Each layer whose sides are multiples of 16 is
+    replaced by torchao's, with tensorwise dynamic scales; its weight stays float32, under the same name. All else runs
+    under bf16 autocast. Experts that are stacked in one parameter are no ``nn.Linear`` and stay in bf16. It pays where
+    layers are several thousand wide, and compiled (https://github.com/pytorch/ao/tree/main/torchao/float8).
+
+    Args:
+        exclude: parts of dotted names whose layers are left alone: ``head`` leaves out ``head`` and ``net.head.1``.
+
+    Raises:
+        ModuleNotFoundError: if torchao is not installed.
+        ValueError: before training, if the device cannot, if no layer qualifies, or if the module is sharded already.
+    """
+
+    def __init__(self, exclude: Sequence[str] = ("head", "lm_head", "gate", "router")) -> None:
+        if find_spec("torchao") is None:
+            raise ModuleNotFoundError(
+                "Float8Precision needs torchao, which is not installed: pip install torchao, or use AmpPrecision()"
+            )
+        super().__init__("bf16-mixed", "cuda")
+        self.exclude = tuple(exclude)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        assert isinstance(module, pl.LightningModule)
+        _require_float8(module.trainer.strategy.root_device)
+        return self._convert(module)
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+        if any(isinstance(layer, Float8Linear) for layer in module.modules()):  # by an earlier fit
+            return module
+        names = [name for name, layer in module.named_modules() if self._qualifies(layer, name)]
+        if not names:
+            raise ValueError(
+                f"Float8Precision found no nn.Linear whose sides are multiples of {_MULTIPLE}, apart from those that "
+                f"exclude={self.exclude} leaves out, so it would have no effect; use AmpPrecision()"
+            )
+        if any(isinstance(module.get_submodule(name).weight, DTensor) for name in names):
+            raise ValueError(
+                "Float8Precision has to replace layers before they are sharded; got a module whose configure_model "
+                "sharded them. Call torchao.float8.convert_to_float8_training there, before fully_shard, and use "
+                'AmpPrecision("bf16")'
+            )
+        # pads batches whose number of rows is no multiple of 16, such as the last of an epoch
+        config = Float8LinearConfig(pad_inner_dim=True)
+        convert_to_float8_training(module, module_filter_fn=self._qualifies, config=config)
+        rank_zero_info(f"Float8Precision: {len(names)} linear layers multiply in float8, all else is bf16-mixed")
+        return module
+
+    def _qualifies(self, layer: nn.Module, name: str) -> bool:
+        # a subclass has a forward of its own, which torchao's would replace
+        return (
+            type(layer) is nn.Linear
+            and layer.in_features % _MULTIPLE == 0
+            and layer.out_features % _MULTIPLE == 0
+            and not set(name.split(".")) & set(self.exclude)
+        )
+
+
+def _require_float8(device: torch.device) -> None:
+    if device.type != "cuda":
+        found = f"a {device.type} device"
+    elif (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        found = f"{torch.cuda.get_device_name(device)}, which has {capability[0]}.{capability[1]}"
+    else:
+        return
+    raise ValueError(
+        f"Float8Precision needs a CUDA device of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more; got "
+        f"{found}. Use AmpPrecision(), which takes what the device computes in"
+    )
