@@ -89,11 +89,10 @@ class Float32Step:
         return copy
 
     def _follow(self, master: Tensor | None, parameter: Tensor) -> Tensor:
-        values = parameter.detach().float()
         if master is None:
-            return values
+            return parameter.detach().float()
         # the master where it still rounds to the parameter, else somebody else changed the parameter
-        return master.detach().copy_(torch.where(master.to(parameter.dtype) == parameter, master, values))
+        return torch.where(master.to(parameter.dtype) == parameter, master, parameter)
 
     def _put_back(self, keep_copies: bool) -> None:
         for group in self.optimizer.param_groups:

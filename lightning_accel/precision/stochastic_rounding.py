@@ -23,7 +23,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     """
     bits = values.contiguous().view(torch.int32)
     # the low bits carry into the high ones with a probability in proportion to their value, whatever the sign
-    rounded = (bits + _random_low_bits(bits, generator)).bitwise_and_(-(1 << _LOW_BITS)).view(torch.float32)
+    rounded = _random_low_bits(bits, generator).add_(bits).bitwise_and_(-(1 << _LOW_BITS)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
