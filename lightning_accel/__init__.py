@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from lightning_accel.precision import Float8Precision as Float8Precision
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
+    from lightning_accel.strategies import SyncBatchNormPlugin as SyncBatchNormPlugin
+    from lightning_accel.strategies import convert_sync_batchnorm_ as convert_sync_batchnorm_
+    from lightning_accel.strategies import revert_sync_batchnorm_ as revert_sync_batchnorm_
 
 __version__ = "0.1.0"
 
@@ -44,9 +47,12 @@ _PACKAGE_OF = {
     "MoEClassifier": "models",
     "MoELanguageModel": "models",
     "PredictionWriter": "callbacks",
+    "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
     "TextDataModule": "data",
     "TopKGate": "nn",
+    "convert_sync_batchnorm_": "strategies",
+    "revert_sync_batchnorm_": "strategies",
 }
 
 __all__ = [
@@ -65,9 +71,12 @@ __all__ = [
     "MoEClassifier",
     "MoELanguageModel",
     "PredictionWriter",
+    "SyncBatchNormPlugin",
     "TabularDataModule",
     "TextDataModule",
     "TopKGate",
+    "convert_sync_batchnorm_",
+    "revert_sync_batchnorm_",
     "__version__",
 ]
 

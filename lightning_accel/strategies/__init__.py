@@ -7,12 +7,16 @@ from lightning_accel.strategies.blocks import find_blocks
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
+from lightning_accel.strategies.sync_batchnorm import (
 
 __all__ = [
     "FSDP1Strategy",
     "FullyShardedStrategy",
+    "SyncBatchNormPlugin",
+    "convert_sync_batchnorm_",
     "find_blocks",
     "find_experts",
+    "revert_sync_batchnorm_",
     "write_atomically",
 ]
 

@@ -1,0 +1,275 @@
+"""BatchNorm over the batches of all processes. Shapes: B rows, C channels, W processes."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm  # torch has no other name for all kinds of it
+from torch.nn.modules.lazy import LazyModuleMixin
+
+
+class SyncBatchNormPlugin(LayerSync):
+    """Let BatchNorm layers see the batches of all processes, on CPU and CUDA: ``Trainer(plugins=[...])``.
+
+    While ``fit`` runs, the model is normalised as by one process with the whole batch: outputs, gradients and running
+    statistics, also where processes have unequal numbers of rows, or none. Afterwards its layers are BatchNorm again.
+    Lightning's ``sync_batchnorm=True`` needs CUDA. Strategies of Lightning other than DDP and FSDP pass over both; call
+    :func:`convert_sync_batchnorm_` in ``configure_model`` there.
+
+    Args:
+        group_size: processes that share their statistics, those of neighbouring ranks; by default all.
+
+    Raises:
+        ValueError: before training, if ``group_size`` is below 1 or does not divide the number of processes, or if a
+            layer is a LazyBatchNorm that has seen no batch.
+    """
+
+    def __init__(self, group_size: int | None = None) -> None:
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"group_size must be at least 1; got {group_size}")
+        self.group_size = group_size
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        if not convert_sync_batchnorm_(model, self._group()):
+            rank_zero_warn(f"SyncBatchNormPlugin has no effect: {type(model).__name__} has no BatchNorm to synchronise")
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        revert_sync_batchnorm_(model)
+        return model
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if self.group_size is None or not _is_initialized():
+            return None
+        if dist.get_world_size() % self.group_size:
+            raise ValueError(f"group_size={self.group_size} does not divide the {dist.get_world_size()} processes")
+        group, _ = dist.new_subgroups(self.group_size)
+        return group
+
+
+def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Let each BatchNorm1d, 2d and 3d in ``module`` see the batches of all processes of ``group``, by default all.
+
+    The layers change their class and nothing else: parameters, buffers, hooks, names and modes stay, so an optimizer,
+    a checkpoint and a sharding made before or after go on to hold. Call it before ``fully_shard`` is given a
+    BatchNorm of its own; a parent of one may be sharded already.
+
+    Each training forward pass is one all_gather of (2 C + 1) numbers, each backward pass one all_reduce of (2 C), so
+    every process must run the layers in the same order. Statistics are float32 at least. In evaluation nothing is sent.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ValueError: if a layer is a LazyBatchNorm that has seen no batch.
+        TypeError: if ``fully_shard`` was given a BatchNorm of its own.
+    """
+    layers: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)
+    ]
+    for name, layer in layers:
+        _require_convertible(name, layer)
+    ours = [(name, layer) for name, layer in layers if type(layer) in _SYNCED or isinstance(layer, _Synced)]
+    for _, layer in ours:
+        layer.__class__ = _SYNCED.get(type(layer), type(layer))
+        layer._sync_group = _Group(group)
+    left = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in layers
+        if not isinstance(layer, (_Synced, nn.SyncBatchNorm))
+    ]
+    if left:
+        rank_zero_warn(
+            f"not synchronised between processes, since their classes may do more than BatchNorm: {', '.join(left)}"
+        )
+    return [name for name, _ in ours]
+
+
+def revert_sync_batchnorm_(module: nn.Module) -> list[str]:
+    """Make the layers in ``module`` that :func:`convert_sync_batchnorm_` changed plain BatchNorm again; their names."""
+    reverted = []
+    layer: Any
+    for name, layer in module.named_modules():
+        if isinstance(layer, _Synced):
+            reverted.append(name)
+            if type(layer) in _PLAIN:
+                del layer._sync_group
+                layer.__class__ = _PLAIN[type(layer)]
+            else:  # fully_shard made a class of its own from ours
+                layer._sync_group = None
+    return reverted
+
+
+def _require_convertible(name: str, layer: nn.Module) -> None:
+    if isinstance(layer, LazyModuleMixin):
+        raise ValueError(
+            f"{name or 'the module'} is a {type(layer).__name__} that does not know its number of channels yet; run a "
+            "batch through the model first (in configure_model, for instance), or give the number to BatchNorm"
+        )
+    if isinstance(layer, FSDPModule) and not isinstance(layer, _Synced):
+        raise TypeError(
+            f"{name or 'the module'} is a BatchNorm that was given to fully_shard; call convert_sync_batchnorm_ before "
+            "fully_shard, or shard the parent of the layer"
+        )
+
+
+class _Group:
+    """Keeps a process group where copies of a module find it; a group itself cannot be copied."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Group":
+        return self
+
+
+class _Synced(nn.Module):
+    _sync_group: _Group | None  # None: as one process
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (B, C, ...), any floating dtype."""
+        if not self.training or self._sync_group is None or not _is_initialized():
+            return super().forward(x)
+        group = self._sync_group.group
+        if dist.get_world_size(group) == 1:
+            return super().forward(x)
+        layer: Any = self
+        layer._check_input_dim(x)
+        y, mean, variance, count = _SyncBatchNorm.apply(x, layer.weight, layer.bias, layer.eps, group)
+        if layer.track_running_stats and layer.running_mean is not None:
+            _update_running_statistics(layer, mean, variance, count)
+        return y
+
+
+class SyncedBatchNorm1d(_Synced, nn.BatchNorm1d):
+    """BatchNorm1d over the batches of all processes, made by :func:`convert_sync_batchnorm_`."""
+
+
+class SyncedBatchNorm2d(_Synced, nn.BatchNorm2d):
+    """BatchNorm2d over the batches of all processes, made by :func:`convert_sync_batchnorm_`."""
+
+
+class SyncedBatchNorm3d(_Synced, nn.BatchNorm3d):
+    """BatchNorm3d over the batches of all processes, made by :func:`convert_sync_batchnorm_`."""
+
+
+_SYNCED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SyncedBatchNorm1d,
+    nn.BatchNorm2d: SyncedBatchNorm2d,
+    nn.BatchNorm3d: SyncedBatchNorm3d,
+}
+_PLAIN = {synced: plain for plain, synced in _SYNCED.items()}
+
+
+@torch.no_grad()
+def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    layer.num_batches_tracked.add_(1)
+    share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    unbiased = variance * (count / (count - 1).clamp(min=1))
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        running.copy_(running * (1 - share) + share * new)
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """Saves x, the weight, and the mean and inverse deviation of each channel.
+
+    Backward: dx = weight / deviation * (dy - mean of dy - x_hat * mean of dy * x_hat), the means over all processes;
+    the gradients of weight and bias are those of this process, which DDP and FSDP average as any other.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _combine(_gather(_local_statistics(x), group), x)
+        inverse = (variance + eps).rsqrt()
+        scale = inverse if weight is None else inverse * weight
+        # centred first: a deviation that is small beside the mean would drown in x * scale - mean * scale
+        y = (_wide(x) - _across(mean, x)) * _across(scale, x)
+        y = y if bias is None else y.add_(_across(bias.to(y.dtype), x))
+        ctx.group = group
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        return y.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        dims = _all_but_channels(x)
+        x_hat = (_wide(x) - _across(mean, x)) * _across(inverse, x)
+        wide_dy = _wide(dy)
+        sums = torch.stack([wide_dy.sum(dims), (wide_dy * x_hat).sum(dims)])  # (2, C)
+        d_weight = None if weight is None else sums[1].to(weight.dtype)
+        d_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, d_weight, d_bias, None, None
+        total = sums.clone()  # gradients of the parameters may be views of sums
+        dist.all_reduce(total, group=ctx.group)
+        mean_dy, mean_dy_x_hat = total / count.clamp(min=1)
+        scale = inverse if weight is None else inverse * weight
+        dx = wide_dy - _across(mean_dy, x) - x_hat.mul_(_across(mean_dy_x_hat, x))
+        return dx.mul_(_across(scale, x)).to(x.dtype), d_weight, d_bias, None, None
+
+
+def _local_statistics(x: Tensor) -> Tensor:
+    """Mean and sum of squared deviations of each channel, and the values in a channel, (2 C + 1,)."""
+    channels = x.shape[1]
+    count = x.numel() // channels
+    if count == 0:
+        return torch.zeros(2 * channels + 1, dtype=_wide_dtype(x), device=x.device)
+    variance, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
+    return torch.cat([mean, variance * count, mean.new_full((1,), count)])
+
+
+def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    gathered = statistics.new_empty(dist.get_world_size(group) * len(statistics))
+    dist.all_gather_into_tensor(gathered, statistics, group=group)
+    return gathered.view(-1, len(statistics))  # (W, 2 C + 1)
+
+
+def _combine(gathered: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (C,), biased variance (C,) and count () over all processes.
+
+    Chan et al. 1979, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf, eq. 2.1: deviations from
+    means, so that a deviation small beside the mean keeps its digits, as it would not in E[x^2] - E[x]^2.
+    """
+    channels = x.shape[1]
+    means, squares, counts = gathered.split([channels, channels, 1], dim=1)
+    count = counts.sum()
+    if count.device.type == "cpu" and count <= 1:  # elsewhere it would wait for the device
+        raise ValueError(
+            f"BatchNorm needs more than 1 value a channel in training over all processes; got {int(count)}, this "
+            f"process having {tuple(x.shape)}"
+        )
+    # from the first mean on, as sums of numbers far from zero lose digits
+    origin = means[counts.flatten().argmax()]
+    mean = origin + ((means - origin) * counts).sum(0) / count.clamp(min=1)
+    variance = (squares + counts * (means - mean).square()).sum(0) / count.clamp(min=1)
+    return mean, variance, count
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(_wide_dtype(x))
+
+
+def _across(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.view(1, -1, *[1] * (x.ndim - 2))
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
