@@ -4,12 +4,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_accel.strategies.atomic import write_atomically
 from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_accel.strategies.sync_batchnorm import (
 
 __all__ = [
+    "AccelDDPStrategy",
     "FSDP1Strategy",
     "FullyShardedStrategy",
     "SyncBatchNormPlugin",
@@ -20,5 +22,5 @@ __all__ = [
     "write_atomically",
 ]
 
-for strategy in (FSDP1Strategy, FullyShardedStrategy):
+for strategy in (AccelDDPStrategy, FSDP1Strategy, FullyShardedStrategy):
     strategy.register_strategies(StrategyRegistry)

@@ -99,7 +99,7 @@ def revert_sync_batchnorm_(module: nn.Module) -> list[str]:
             reverted.append(name)
             if type(layer) in _PLAIN:
                 del layer._sync_group
-                layer.__class__ = _PLAIN[type(layer)]
+                layer.__class__ = _PLAIN[type(layer)]  # type: ignore[assignment]
             else:  # fully_shard made a class of its own from ours
                 layer._sync_group = None
     return reverted
@@ -189,7 +189,6 @@ class _SyncBatchNorm(torch.autograd.Function):
         mean, variance, count = _combine(_gather(_local_statistics(x), group), x)
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
-        # centred first: a deviation that is small beside the mean would drown in x * scale - mean * scale
         y = (_wide(x) - _across(mean, x)) * _across(scale, x)
         y = y if bias is None else y.add_(_across(bias.to(y.dtype), x))
         ctx.group = group

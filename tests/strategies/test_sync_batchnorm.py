@@ -139,6 +139,23 @@ def check_group_alone(rank):
         SyncBatchNormPlugin(group_size=3).apply(nn.BatchNorm1d(3))
 
 
+def check_groups_of_two(rank):
+    group = SyncBatchNormPlugin(group_size=2)._group()
+    whole, synced = whole_and_synced(nn.BatchNorm1d, {}, torch.float64, group)
+    rows, weights = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
+    ours = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+    x, mine = rows[ours].clone().requires_grad_(), rows[rank].clone().requires_grad_()
+    (whole(x.flatten(0, 1)) * weights[ours].flatten(0, 1)).sum().backward()
+    (synced(mine) * weights[rank]).sum().backward()
+    torch.testing.assert_close(mine.grad, x.grad[rank % 2])
+    torch.testing.assert_close(synced.running_var, whole.running_var)
+
+
+@pytest.mark.slow
+def test_groups_of_neighbouring_ranks():
+    run_ranks(check_groups_of_two, world_size=4)
+
+
 @pytest.mark.parametrize("check", [check_too_few, check_group_alone])
 def test_groups_and_their_errors(check):
     run_ranks(check)

@@ -1,0 +1,195 @@
+"""DDP for models that do not use all their parameters in each step. Shapes: P parameters."""
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class AccelDDPStrategy(DDPStrategy):
+    """DDP that lets parameters go unused in some steps, on some processes, or frozen in some phases.
+
+    Gradients are those of one process with all batches: a parameter unused on some processes counts there as 0, and one
+    unused on all has no gradient, so that no optimizer moves it. Where ``find_unused_parameters=True`` walks through
+    the graph of each step to get there, this one joins every parameter to the loss by an edge that carries nothing.
+
+    ``requires_grad`` may change from one optimizer step to the next, alike on all processes, as when layers are trained
+    one after another; gradients of frozen parameters are then not sent. (Plain DDP fails on a parameter frozen in
+    training, and without a word does not synchronise one that was frozen at first.)
+
+    Not served: reentrant activation checkpointing, and sparse gradients of parameters that go unused.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer.
+        checkpoint_io: set by the Trainer.
+        precision_plugin: set by the Trainer.
+        bucket_cap_mb: MiB of gradients that are sent together.
+        gradient_as_bucket_view: gradients lie in what is sent, which saves a copy of them.
+        process_group_backend: by default nccl on CUDA, gloo on CPU.
+        timeout: of each collective.
+        start_method: of the processes.
+
+    Raises:
+        RuntimeError: if ``requires_grad`` changes between the micro-batches of an optimizer step.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        bucket_cap_mb: int = 25,
+        gradient_as_bucket_view: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        self._usage: _Usage | None = None
+        self._accumulating = False
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert self.lightning_module is not None
+        self._usage = _Usage(self.lightning_module)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._usage is not None and self._usage.is_outdated():
+            self._wrap_anew()
+        return super().training_step(*args, **kwargs)
+
+    def _wrap_anew(self) -> None:
+        if self._accumulating:
+            raise RuntimeError(
+                "requires_grad of some parameters changed between the micro-batches of an optimizer step, so that "
+                "gradients would stay behind unsent; change it where a step begins, such as in on_train_epoch_start"
+            )
+        self._unwrap()
+        self.configure_ddp()
+
+    def _unwrap(self) -> None:
+        if self._usage is not None:
+            self._usage.close()
+            self._usage = None
+        self.model = self.lightning_module
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._usage is not None and self._sends():
+            closure_loss = self._usage.join(closure_loss)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._accumulating = not self._sends()
+        if self._usage is not None and self._sends():
+            self._usage.forget_unused()
+
+    def _sends(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+
+    def teardown(self) -> None:
+        if self._usage is not None:
+            self._usage.close()
+            self._usage = None
+        self._accumulating = False
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if "accel_ddp" not in strategy_registry:
+            strategy_registry.register("accel_ddp", cls, description="DDP for parameters that go unused or are frozen")
+
+
+class _Usage:
+    """Which of the parameters that DDP was told of get a gradient."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.all = list(module.parameters())
+        self.trained = [parameter.requires_grad for parameter in self.all]
+        self.parameters = [parameter for parameter in self.all if parameter.requires_grad]
+        self.used: set[int] = set()  # positions in parameters
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note(position))
+            for position, parameter in enumerate(self.parameters)
+        ]
+
+    def _note(self, position: int) -> Any:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:  # it is called where no gradient came, too
+                self.used.add(position)
+
+        return hook
+
+    def is_outdated(self) -> bool:
+        return [parameter.requires_grad for parameter in self.all] != self.trained
+
+    def join(self, loss: Tensor) -> Tensor:
+        """The same loss, whose backward pass reaches every parameter, so that DDP waits for none."""
+        if not loss.requires_grad:  # backward tells what is wrong
+            return loss
+        # micro-batches before this one; and gradients that were set to zero, which stay
+        self.used = {position for position, one in enumerate(self.parameters) if one.grad is not None}
+        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        try:  # autograd joins those alone that require a gradient; toggle_optimizer freezes some for a while
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            return _Join.apply(loss, *self.parameters)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def forget_unused(self) -> None:
+        """Take away the zeros that DDP leaves in parameters which no process used."""
+        if not self.parameters:
+            return
+        used = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        used[list(self.used)] = 1
+        used = used.to(self.parameters[0].device, non_blocking=True)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        if len(self.used) < len(self.parameters):  # else the answer is known, without waiting for the device
+            for parameter, by_any in zip(self.parameters, used.tolist(), strict=True):
+                if not by_any:
+                    parameter.grad = None
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+class _Join(torch.autograd.Function):
+    """The first input, with edges to the others along which no gradient goes: their hooks run all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *[None] * ctx.num_parameters
