@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import ExactResume as ExactResume
     from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+    from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
     from lightning_accel.data import TabularDataModule as TabularDataModule
     from lightning_accel.data import TextDataModule as TextDataModule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
+    from lightning_accel.strategies import AccelDDPStrategy as AccelDDPStrategy
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
     from lightning_accel.strategies import SyncBatchNormPlugin as SyncBatchNormPlugin
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PACKAGE_OF = {
+    "AccelDDPStrategy": "strategies",
     "AmpPrecision": "precision",
     "Bfloat16Precision": "precision",
     "DigitsDataModule": "data",
@@ -51,11 +54,13 @@ _PACKAGE_OF = {
     "TabularDataModule": "data",
     "TextDataModule": "data",
     "TopKGate": "nn",
+    "WeightedAccumulation": "callbacks",
     "convert_sync_batchnorm_": "strategies",
     "revert_sync_batchnorm_": "strategies",
 }
 
 __all__ = [
+    "AccelDDPStrategy",
     "AmpPrecision",
     "Bfloat16Precision",
     "DigitsDataModule",
@@ -75,6 +80,7 @@ __all__ = [
     "TabularDataModule",
     "TextDataModule",
     "TopKGate",
+    "WeightedAccumulation",
     "convert_sync_batchnorm_",
     "revert_sync_batchnorm_",
     "__version__",

@@ -3,5 +3,11 @@
 from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
+from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
-__all__ = ["ExactResume", "ExpertLoadMonitor", "PredictionWriter"]
+__all__ = [
+    "ExactResume",
+    "ExpertLoadMonitor",
+    "PredictionWriter",
+    "WeightedAccumulation",
+]

@@ -1,0 +1,118 @@
+"""Gradients of losses that are not means over equally many samples."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class WeightedAccumulation(L.Callback):
+    """Weigh each micro-batch and process by what its loss is a mean over, such as tokens that are not padding.
+
+    ``training_step`` returns ``{"loss": mean_loss, "weight": tokens}``. The gradient of an optimizer step is then
+    sum(weight * gradient) / sum(weight) over its micro-batches and processes, as of one batch that holds them all; the
+    Trainer alone gives each micro-batch and process the same say. Where the weight is 0, the loss must be finite still:
+    divide by ``tokens.clamp(min=1)``.
+
+    It works with every strategy that averages gradients over processes, and with a gradient scaler. It costs a sum of
+    one number over processes, and a pass over the gradients, in each optimizer step; clipping, and callbacks after this
+    one, see the right gradient. It never waits for the device.
+
+    Raises:
+        TypeError: before training, if the module optimizes by hand; at the first step, if ``training_step`` returns no
+            weight.
+        ValueError: if a weight is not a single number, or one on the CPU is negative or not finite.
+    """
+
+    def __init__(self) -> None:
+        self.unit: float | None = None  # a power of 2 near the first weights
+        self._strategy: Any = None
+        self._weight: Tensor | None = None
+        self._total: Tensor | None = None  # of this optimizer step, in this process, in units
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read the weight where every strategy passes it on: the hooks of a callback see it after backward only."""
+        if not pl_module.automatic_optimization:
+            raise TypeError(
+                f"WeightedAccumulation needs automatic optimization, but {type(pl_module).__name__} optimizes by hand; "
+                "take the callback out and weigh the losses there"
+            )
+        self._weight = self._total = None
+        self._strategy = trainer.strategy
+        run = self._strategy.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> STEP_OUTPUT:
+            output: STEP_OUTPUT = run(*args, **kwargs)
+            self._weight = None if output is None else _weight_of(output, pl_module)
+            return output
+
+        self._strategy.training_step = training_step
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        assert self._weight is not None
+        if self.unit is None:
+            self.unit = _power_of_2(trainer.strategy.reduce(self._weight.clone(), reduce_op="mean").item())
+        # A power of 2 changes no digit of a gradient. It keeps fp16 gradients, and compressed ones, in range.
+        weight = self._weight / self.unit
+        self._total = weight if self._total is None else self._total + weight
+        if loss.requires_grad:  # else backward tells what is wrong
+            loss.register_hook(lambda gradient: (gradient * weight).to(gradient.dtype))
+
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._total is None:
+            return
+        total = trainer.strategy.reduce(self._total, reduce_op="sum")
+        self._total = None
+        # the Trainer has divided by the micro-batches, and the strategy by the processes
+        shares = trainer.accumulate_grad_batches * trainer.world_size
+        factor = torch.where(total > 0, shares / total, 0.0)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradient = parameter.grad
+                    (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._let_go()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._strategy is not None:
+            vars(self._strategy).pop("training_step", None)
+            self._strategy = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unit": self.unit}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.unit = state_dict["unit"]
+
+
+def _weight_of(output: STEP_OUTPUT, module: L.LightningModule) -> Tensor:
+    if not isinstance(output, Mapping) or output.get("weight") is None:
+        raise TypeError(
+            'WeightedAccumulation needs training_step to return {"loss": mean_loss, "weight": what it is a mean over}; '
+            f"that of {type(module).__name__} returned "
+            f"{sorted(output) if isinstance(output, Mapping) else type(output).__name__}"
+        )
+    weight = torch.as_tensor(output["weight"]).detach()
+    if weight.numel() != 1:
+        raise ValueError(f"the weight of a micro-batch must be a single number; got shape {tuple(weight.shape)}")
+    if weight.device.type == "cpu" and not 0 <= weight.item() < math.inf:
+        raise ValueError(f"the weight of a micro-batch must be finite and at least 0; got {weight.item()}")
+    dtype = torch.float32 if module.device.type == "mps" else torch.float64
+    return weight.reshape(()).to(module.device, dtype)
+
+
+def _power_of_2(weight: float) -> float:
+    return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
