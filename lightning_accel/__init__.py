@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
     from lightning_accel.strategies import AccelDDPStrategy as AccelDDPStrategy
+    from lightning_accel.strategies import DataParallelStrategy as DataParallelStrategy
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
     from lightning_accel.strategies import SyncBatchNormPlugin as SyncBatchNormPlugin
@@ -37,6 +38,7 @@ _PACKAGE_OF = {
     "AccelDDPStrategy": "strategies",
     "AmpPrecision": "precision",
     "Bfloat16Precision": "precision",
+    "DataParallelStrategy": "strategies",
     "DigitsDataModule": "data",
     "ExactResume": "callbacks",
     "ExpertChoiceGate": "nn",
@@ -63,6 +65,7 @@ __all__ = [
     "AccelDDPStrategy",
     "AmpPrecision",
     "Bfloat16Precision",
+    "DataParallelStrategy",
     "DigitsDataModule",
     "ExactResume",
     "ExpertChoiceGate",

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightning_accel.nn.gating import GateReport
 
 _IDLE = 0.01  # of an equal share
+_ADDING = Lock()  # threads with one device each may share an ExpertLoad, which must remain one that can be copied
 _TELLING = 64  # slots of an equal share from which on an expert without any is no accident
 
 
@@ -69,8 +71,9 @@ class ExpertLoad:
         """Add the report of one forward pass of mixture ``number``."""
         others = torch.stack([report.dropped, report.confidence.detach(), torch.ones_like(report.dropped)])
         sums = torch.cat([report.expert_counts.to(_wide(others)), others.to(_wide(others))])
-        before = self._sums[number]
-        self._sums[number] = sums if before is None else before + sums
+        with _ADDING:
+            before = self._sums[number]
+            self._sums[number] = sums if before is None else before + sums.to(before.device)
 
     @torch.no_grad()
     def step(self) -> list[LoadStatistics]:

@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_accel.strategies.atomic import write_atomically
 from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
@@ -22,5 +23,5 @@ __all__ = [
     "write_atomically",
 ]
 
-for strategy in (AccelDDPStrategy, FSDP1Strategy, FullyShardedStrategy):
+for strategy in (AccelDDPStrategy, DataParallelStrategy, FSDP1Strategy, FullyShardedStrategy):
     strategy.register_strategies(StrategyRegistry)

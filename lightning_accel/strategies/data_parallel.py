@@ -1,0 +1,175 @@
+"""Several devices in one process."""
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+
+from lightning_accel.strategies.batch_parts import merge_outputs, split_batch
+from lightning_accel.strategies.replicas import LogOfReplicas, Replica, run_in_threads
+
+
+class DataParallelStrategy(Strategy):
+    """One process that splits each batch over its devices, which run copies of the module in threads.
+
+    The short name is ``accel_dp``. Loss, gradients and what ``self.log`` is given are those of one device with the
+    whole batch: means over devices are weighted by rows, and metrics of torchmetrics see all rows, in order. So are
+    checkpoints. Batches may be nested, see :func:`~lightning_accel.strategies.batch_parts.split_batch`; one with fewer
+    rows than devices leaves some idle.
+
+    What a step leaves behind in the module survives from the first device alone, as in ``torch.nn.DataParallel``:
+    buffers (running statistics of BatchNorm, which are of the first device's rows; counters, which count those) and
+    attributes that are assigned. Objects that the steps change in place, such as lists, are shared by all devices,
+    whose threads must not disturb each other there.
+
+    With ``accelerator="cpu"`` the copies share parameters and run one after another, for tests.
+
+    DDP is faster: here each step copies the module to the devices, one interpreter feeds them all, and the first one
+    collects all gradients. Take this where processes cannot be started, or for one debugger to see all.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer; the first holds the module.
+        checkpoint_io: set by the Trainer.
+        precision_plugin: set by the Trainer.
+
+    Raises:
+        ValueError: before training, on several nodes or processes.
+        TypeError: before training, if the module optimizes by hand or is compiled; in a step, if its batch cannot be
+            split.
+    """
+
+    _told = False
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.parallel_devices = parallel_devices
+        self.num_nodes = 1
+        self.global_rank = self.local_rank = 0
+        self.world_size = 1
+
+    @property
+    def devices(self) -> list[torch.device]:
+        assert self.parallel_devices
+        return self.parallel_devices
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        return True
+
+    def setup_environment(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if self.num_nodes > 1 or processes > 1:
+            raise ValueError(
+                f"accel_dp is one process on one node, but there are {self.num_nodes} nodes and {processes} processes; "
+                "use strategy=ddp, or start the script without torchrun"
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+            raise TypeError(
+                f"accel_dp needs automatic optimization, but {type(self.lightning_module).__name__} optimizes by hand, "
+                "which its copies would do each for itself; use strategy=ddp"
+            )
+        self._refuse_compiled()
+        if len(self.devices) > 1 and not DataParallelStrategy._told:
+            DataParallelStrategy._told = True
+            rank_zero_info(
+                "accel_dp copies the module to all devices in each step, and feeds them from one interpreter; "
+                "strategy=ddp is faster"
+            )
+        super().setup(trainer)
+
+    def _refuse_compiled(self) -> None:
+        assert self.lightning_module is not None
+        for name, module in self.lightning_module.named_modules():
+            compiled = getattr(module, "_compiled_call_impl", None) is not None
+            if compiled or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+                raise TypeError(
+                    f"accel_dp cannot copy {name or 'the module'}, which is compiled, in each step; leave out its "
+                    "compilation, or use strategy=ddp"
+                )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", *args, **kwargs)
+
+    def _run(self, step: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        parts = split_batch(batch, len(self.devices))
+        if len(parts) == 1:
+            return getattr(module, step)(batch, *args, **kwargs)
+        replicas = [Replica(module, device) for device in self.devices[1 : len(parts)]]
+        modules = [module, *(replica.module for replica in replicas)]
+        log = LogOfReplicas([part.rows for part in parts])
+        calls = []
+        for number, (part, device) in enumerate(zip(parts, self.devices, strict=False)):
+            modules[number].__dict__["log"] = log.recorder(number)
+            inputs = move_data_to_device(part.batch, device)
+            calls.append(lambda one=modules[number], inputs=inputs: getattr(one, step)(inputs, *args, **kwargs))
+        try:
+            outputs = run_in_threads(calls, self.devices[: len(parts)])
+        finally:
+            del module.__dict__["log"]
+        for replica in replicas:
+            for metric in replica.metrics:
+                metric.replay(self.root_device)
+        log.replay(module, self.root_device)
+        return merge_outputs(outputs, log.rows, self.root_device)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same: there is one process."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The same: there is one process."""
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if "accel_dp" not in strategy_registry:
+            strategy_registry.register("accel_dp", cls, description="several devices in one process")

@@ -1,0 +1,187 @@
+"""Copies of a module for several devices of one process, and what they remember."""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_accel.strategies.batch_parts import merge_outputs
+
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum, torch.sum: torch.sum, sum: torch.sum,
+    "max": torch.amax, torch.max: torch.amax, max: torch.amax,
+    "min": torch.amin, torch.min: torch.amin, min: torch.amin,
+}  # fmt: skip
+
+
+class MetricOfReplica:
+    """Stands for a metric in a replica: its updates are kept, for the metric itself to be given afterwards."""
+
+    def __init__(self, metric: Any, device: torch.device) -> None:
+        self.metric = metric
+        self.device = device
+        self.updates: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self.updates.append((args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Update, and give the value of these rows alone."""
+        self.update(*args, **kwargs)
+        alone = copy.deepcopy(self.metric).to(self.device)
+        alone.reset()
+        alone.update(*args, **kwargs)
+        return alone.compute()
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.metric, name)
+
+    def replay(self, device: torch.device) -> None:
+        for args, kwargs in self.updates:
+            args, kwargs = move_data_to_device((args, kwargs), device)
+            self.metric.update(*args, **kwargs)
+
+
+class Replica:
+    """A copy of ``module`` on ``device`` that has its parameters, or differentiable copies of them.
+
+    Buffers are copies, which are forgotten. Other attributes are shared, and so is what they refer to.
+    """
+
+    def __init__(self, module: L.LightningModule, device: torch.device) -> None:
+        self.metrics: list[MetricOfReplica] = []
+        self._device = device
+        self._copies: dict[int, Any] = {}  # what is shared in the module stays shared
+        self.module = self._copy_module(module)
+
+    def _copy_module(self, module: nn.Module) -> Any:
+        if id(module) not in self._copies:
+            if isinstance(module, (Metric, MetricCollection)):
+                self._copies[id(module)] = MetricOfReplica(module, self._device)
+                self.metrics.append(self._copies[id(module)])
+            else:
+                self._copies[id(module)] = self._copy_layer(module)
+        return self._copies[id(module)]
+
+    def _copy_layer(self, module: nn.Module) -> nn.Module:
+        replica: Any = module._replicate_for_data_parallel()  # recurrent layers have one of their own
+        if isinstance(module, L.LightningModule):
+            replica._device = self._device
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:  # a copy is no Parameter: its gradient goes to the one that it is of
+                setattr(replica, name, self._copies.setdefault(id(parameter), parameter.to(self._device)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffer = self._copies.setdefault(id(buffer), buffer.detach().to(self._device, copy=True))
+            replica._buffers[name] = buffer
+        replica._modules = {
+            name: None if child is None else self._copy_module(child) for name, child in module._modules.items()
+        }
+        return replica
+
+
+class LogOfReplicas:
+    """Keeps what the replicas log, and logs it once, for the whole batch."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = rows
+        self.calls: list[dict[tuple[str, int], tuple[Any, dict[str, Any]]]] = [{} for _ in rows]
+
+    def recorder(self, number: int) -> Callable[..., None]:
+        calls = self.calls[number]
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            occurrence = sum(name == other for other, _ in calls)
+            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+            kwargs.update(zip(names, args, strict=False))
+            # what is logged may go on changing, such as a buffer
+            value = value.detach().clone() if isinstance(value, Tensor) and not kwargs.get("enable_graph") else value
+            calls[name, occurrence] = value, kwargs
+
+        return log
+
+    def replay(self, module: L.LightningModule, device: torch.device) -> None:
+        keys = dict.fromkeys(key for calls in self.calls for key in calls)
+        for key in keys:
+            logged = [(*calls[key], rows) for calls, rows in zip(self.calls, self.rows, strict=True) if key in calls]
+            values, options, rows = zip(*logged, strict=True)
+            sizes = [given.get("batch_size") or own for given, own in zip(options, rows, strict=True)]
+            merged = _merge_logged(values, sizes, options[0].get("reduce_fx", "mean"), device)
+            module.log(key[0], merged, **{**options[0], "batch_size": sum(sizes)})
+
+
+def _merge_logged(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
+    first = values[0]
+    if isinstance(first, MetricOfReplica):
+        return first.metric
+    if isinstance(first, Metric):
+        return first
+    if reduce_fx in _REDUCTIONS:
+        return _REDUCTIONS[reduce_fx](torch.stack([torch.as_tensor(value).to(device) for value in values]))
+    return merge_outputs([torch.as_tensor(value).reshape(()) for value in values], sizes, device)
+
+
+def run_in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+    """Call each in a thread of its own, under the caller's autocast and gradient mode, which are of a thread alone.
+
+    Those of one device run one after another, so that they draw the same random numbers each time.
+
+    Raises:
+        BaseException: that of the first call that raised one.
+    """
+    modes = _Modes(devices[0].type)
+    results: list[Any] = [None] * len(calls)
+    failures: dict[int, BaseException] = {}
+
+    def run(number: int) -> None:
+        try:
+            with modes.enter(devices[number]):
+                results[number] = calls[number]()
+        except BaseException as failure:
+            failures[number] = failure
+
+    threads = [threading.Thread(target=run, args=(number,), name=f"replica {number}") for number in range(len(calls))]
+    one_by_one = len(set(devices)) < len(devices)
+    for thread in threads:
+        thread.start()
+        if one_by_one:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[min(failures)]
+    return results
+
+
+class _Modes:
+    """Those of torch's modes that belong to the thread which made this."""
+
+    def __init__(self, device_type: str) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.cache = torch.is_autocast_cache_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", device_type))
+        ]
+
+    def enter(self, device: torch.device) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        for kind, dtype, enabled in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        return stack
