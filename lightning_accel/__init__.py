@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_accel.strategies import DataParallelStrategy as DataParallelStrategy
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
+    from lightning_accel.strategies import PipelineStrategy as PipelineStrategy
     from lightning_accel.strategies import SyncBatchNormPlugin as SyncBatchNormPlugin
     from lightning_accel.strategies import convert_sync_batchnorm_ as convert_sync_batchnorm_
     from lightning_accel.strategies import revert_sync_batchnorm_ as revert_sync_batchnorm_
@@ -51,6 +52,7 @@ _PACKAGE_OF = {
     "MixtureOfExperts": "nn",
     "MoEClassifier": "models",
     "MoELanguageModel": "models",
+    "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
     "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
@@ -78,6 +80,7 @@ __all__ = [
     "MixtureOfExperts",
     "MoEClassifier",
     "MoELanguageModel",
+    "PipelineStrategy",
     "PredictionWriter",
     "SyncBatchNormPlugin",
     "TabularDataModule",

@@ -28,6 +28,14 @@ def is_logging_step(module: L.LightningModule) -> bool:
     return any(str(getattr(watcher, "monitor", None)).startswith("train/") for watcher in watchers)
 
 
+def num_replicas(module: L.LightningModule) -> int:
+    """How many processes train on batches of their own; the stages of a pipeline, which share them, count once."""
+    if module._trainer is None:
+        return 1
+    trainer: Any = module.trainer
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
 def keep_plain_hyperparameters(module: L.LightningModule) -> None:
     """Keep what a checkpoint can hold safely: NumPy's values become Python's, and a gate stays if a config named it.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters
+from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters, num_replicas
 from lightning_accel.nn import (
     ExpertLoad,
     FeedForward,
@@ -188,6 +188,11 @@ class MoELanguageModel(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
 
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        assert self.embedding is not None
+        return [self.embedding, *self.blocks, self.norm, self.head]
+
     def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput:
         """Score what follows each of ``tokens`` (B, T) int64, which go on from those that ``caches`` hold."""
         if self.embedding is None:
@@ -207,7 +212,7 @@ class MoELanguageModel(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits, reports = self(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        self.tokens_seen += batch[:, 1:].numel() * (1 if self._trainer is None else self.trainer.world_size)
+        self.tokens_seen += batch[:, 1:].numel() * num_replicas(self)
         if is_logging_step(self):
             self.log("train/loss", loss, prog_bar=True)
             self.log("train/tokens", self.tokens_seen.float(), reduce_fx="max", sync_dist=False)

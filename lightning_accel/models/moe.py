@@ -177,6 +177,12 @@ class MoEClassifier(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
 
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        assert self.encoder is not None
+        assert self.head is not None
+        return [self.encoder, self.norm, self.mixture, self.dropout, self.head]
+
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score rows ``x`` (B, ...)."""
         if self.encoder is None or self.head is None:

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_accel.nn.gating import GateReport
 
@@ -77,22 +77,26 @@ class ExpertLoad:
 
     @torch.no_grad()
     def step(self) -> list[LoadStatistics]:
-        """Sum over processes, call ``update`` of each gate that ran and has one, and start anew.
+        """Sum over processes, call ``update`` of each gate that ran on any and has one, and start anew.
 
-        Every process must have run the same of them. The statistics are those of the gates that ran, and by their
-        numbers in ``last_step``.
+        Every process must call it, those too where some gates or none ran, such as the stages of a pipeline; only for
+        gates that did not run on it does a process wait for the device. The statistics are those of the gates that
+        ran, and by their numbers in ``last_step``.
         """
         sums, self._sums = self._sums, [None] * len(self.gates)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         ran = next((one for one in sums if one is not None), None)
-        if ran is None:
+        if not self.gates or (ran is None and not distributed):
             return []
+        zero = _zero_for(self.gates) if ran is None else ran
         sizes = [int(gate.num_experts) + 3 for gate in self.gates]
-        total = torch.cat([ran.new_zeros(size) if one is None else one for size, one in zip(sizes, sums, strict=True)])
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        total = torch.cat([zero.new_zeros(size) if one is None else one for size, one in zip(sizes, sums, strict=True)])
+        if distributed:
             torch.distributed.all_reduce(total)
         self.last_step = {}
         for number, one in enumerate(total.split(sizes)):
-            if sums[number] is not None:  # those that did not run, such as a frozen one, keep what they know
+            # those that did not run, such as a frozen one, keep what they know; the last number counts passes
+            if sums[number] is not None or (distributed and bool(one[-1] > 0)):
                 self._tell(number, one[:-3], *one[-3:])
         return list(self.last_step.values())
 
@@ -139,6 +143,15 @@ def summarise_load(statistics: Sequence[LoadStatistics]) -> dict[str, Tensor]:
         "dropped_fraction": torch.stack([one.dropped for one in statistics]).mean(),
         "gate_confidence": torch.stack([one.confidence for one in statistics]).mean(),
     }
+
+
+def _zero_for(gates: Sequence[Any]) -> Tensor:
+    """A zero where the gates are; those that another process holds may have parameters on the meta device."""
+    of_gates = [
+        tensor for gate in gates if isinstance(gate, nn.Module) for tensor in (*gate.buffers(), *gate.parameters())
+    ]
+    real = next((tensor for tensor in of_gates if not tensor.is_meta), torch.zeros(()))
+    return torch.zeros((), dtype=_wide(real), device=real.device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

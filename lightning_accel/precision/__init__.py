@@ -4,4 +4,8 @@ from lightning_accel.precision.amp import AmpPrecision
 from lightning_accel.precision.bfloat16 import Bfloat16Precision
 from lightning_accel.precision.float8 import Float8Precision
 
-__all__ = ["AmpPrecision", "Bfloat16Precision", "Float8Precision"]
+__all__ = [
+    "AmpPrecision",
+    "Bfloat16Precision",
+    "Float8Precision",
+]

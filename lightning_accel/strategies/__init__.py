@@ -9,17 +9,15 @@ from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
-from lightning_accel.strategies.sync_batchnorm import (
-    SyncBatchNormPlugin,
-    convert_sync_batchnorm_,
-    revert_sync_batchnorm_,
-)
+from lightning_accel.strategies.pipeline import PipelineStrategy
+from lightning_accel.strategies.sync_batchnorm import SyncBatchNormPlugin, convert_sync_batchnorm_, revert_sync_batchnorm_
 
 __all__ = [
     "AccelDDPStrategy",
     "DataParallelStrategy",
     "FSDP1Strategy",
     "FullyShardedStrategy",
+    "PipelineStrategy",
     "SyncBatchNormPlugin",
     "convert_sync_batchnorm_",
     "find_blocks",
@@ -28,5 +26,5 @@ __all__ = [
     "write_atomically",
 ]
 
-for strategy in (AccelDDPStrategy, DataParallelStrategy, FSDP1Strategy, FullyShardedStrategy):
+for strategy in (AccelDDPStrategy, DataParallelStrategy, FSDP1Strategy, FullyShardedStrategy, PipelineStrategy):
     strategy.register_strategies(StrategyRegistry)

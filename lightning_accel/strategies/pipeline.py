@@ -1,0 +1,488 @@
+"""A pipeline of stages: each process holds some of the layers, and micro-batches go through all of them."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_accel.strategies.pipeline_chain import (
+    Chain,
+    find_layers,
+    free_,
+    move_,
+    num_parameters,
+    stage_sizes,
+)
+from lightning_accel.strategies.pipeline_checkpoint import WholeState, clip_by_norm_
+from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, ScheduleName
+from lightning_accel.strategies.pipeline_logging import StepLog
+from lightning_accel.strategies.pipeline_stage import batch_size, split_batch
+
+_BUCKET = 2**25  # bytes of gradients reduced at once
+
+
+class PipelineStrategy(DDPStrategy):
+    """Train a module whose layers lie on several devices, with ``forward`` and the steps as written for one.
+
+    The module says which of its submodules ``forward`` calls one after another: a method ``pipeline_layers(self)``
+    that returns them in order, such as ``[self.embedding, *self.blocks, self.norm, self.head]``. Without it, the items
+    of the one ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the parameters are taken. Each process runs the
+    module's own step on every micro-batch: its own layers compute, those of earlier stages give back what they gave
+    there, and the first call of a later one ends the step. What stands between the layers may be anything that does
+    not change outputs of layers in place; it runs on several stages. Parameters outside the layers, and those that
+    layers of several stages share, such as tied embeddings, are held by all; their gradients are summed.
+
+    A loss that is a mean over rows is the one of the whole batch, and so are its gradients, clipped or not. What is
+    logged in a step is averaged over micro-batches (or reduced by its ``reduce_fx``) and known to all processes;
+    metrics are those of the last stage. ``validate``, ``test`` and ``predict`` take each batch whole, and all
+    processes get the results. Checkpoints are those of one process, both ways.
+
+    Differs from one process: dropout draws other numbers, BatchNorm sees micro-batches, and attributes that a step
+    counts up count micro-batches, those of the last stage in the checkpoint.
+
+    Args:
+        num_micro_batches: that each batch is split into along the first dimension of its tensors; the next smaller
+            number for a batch whose rows it does not divide. By default twice the stages of a pipeline.
+        schedule: ``gpipe``, ``1f1b``, or ``interleaved``, which takes two ``stages_per_rank`` or more.
+        split: layers of each stage, in order; by default such that the largest stage has the fewest parameters.
+        stages_per_rank: stage ``s`` is on process ``s % pipeline_size``.
+        data_parallel_size: pipelines that train on different batches; gradients are averaged once a step.
+        process_group_backend: by default that of the device.
+        timeout: of collectives.
+
+    Raises:
+        ValueError: if a number does not fit the others.
+        TypeError: before a run, if the module has no chain of layers.
+    """
+
+    def __init__(
+        self,
+        num_micro_batches: int | None = None,
+        *,
+        schedule: ScheduleName = "1f1b",
+        split: Sequence[int] | None = None,
+        stages_per_rank: int | None = None,
+        data_parallel_size: int = 1,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        if schedule not in ("gpipe", "1f1b", "interleaved"):
+            raise ValueError(f"schedule must be gpipe, 1f1b or interleaved; got {schedule!r}")
+        self.stages_per_rank = (2 if schedule == "interleaved" else 1) if stages_per_rank is None else stages_per_rank
+        if (self.stages_per_rank > 1) != (schedule == "interleaved") or self.stages_per_rank < 1:
+            raise ValueError(
+                "schedule='interleaved' takes stages_per_rank of 2 or more, the others 1; got "
+                f"schedule={schedule!r}, stages_per_rank={stages_per_rank}"
+            )
+        if data_parallel_size < 1 or (num_micro_batches is not None and num_micro_batches < 1):
+            raise ValueError(
+                "num_micro_batches and data_parallel_size must be at least 1; got "
+                f"num_micro_batches={num_micro_batches}, data_parallel_size={data_parallel_size}"
+            )
+        self.num_micro_batches = num_micro_batches
+        self.schedule: ScheduleName = schedule
+        self.split = split
+        self.data_parallel_size = data_parallel_size
+        self.device_mesh: DeviceMesh | None = None
+        self._pipeline: Pipeline | None = None
+        self._metrics: dict[str, Metric] = {}
+        self._metric_groups: list[Metric] = []
+        self._shared: list[nn.Parameter] = []
+        self._owned: list[nn.Parameter] = []
+        self._accumulating = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``strategy="accel_pipeline"`` known to the Trainer."""
+        if "accel_pipeline" not in strategy_registry:
+            strategy_registry.register("accel_pipeline", cls, description="Layers split over processes in a pipeline")
+
+    # ---- processes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All stages of a pipeline read the same batches."""
+        assert self.device_mesh is not None
+        mesh = self.device_mesh["data_parallel"]
+        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        replicas, stages = self.data_parallel_size, self.world_size // self.data_parallel_size
+        if stages < 2 or replicas * stages != self.world_size:
+            raise ValueError(
+                f"accel_pipeline has {self.world_size} processes for data_parallel_size={replicas} pipelines of two "
+                "processes or more each. Raise devices or num_nodes, or change data_parallel_size"
+            )
+        names = ("data_parallel", "pipeline")
+        self.device_mesh = init_device_mesh(self.root_device.type, (replicas, stages), mesh_dim_names=names)
+        num_stages = stages * self.stages_per_rank
+        self.num_micro_batches = self.num_micro_batches or 2 * num_stages
+        if self.schedule == "1f1b" and self.num_micro_batches < num_stages:
+            raise ValueError(
+                f"schedule='1f1b' needs num_micro_batches of at least the number of stages, {num_stages}; got "
+                f"{self.num_micro_batches}. Raise it, or take schedule='gpipe'"
+            )
+        if self.schedule == "interleaved" and self.num_micro_batches % stages:
+            raise ValueError(
+                f"schedule='interleaved' needs num_micro_batches to be a multiple of the {stages} processes of a "
+                f"pipeline; got {self.num_micro_batches}"
+            )
+
+    def _ranks(self) -> Ranks:
+        assert self.device_mesh is not None
+        group = objects = self.device_mesh.get_group("pipeline")
+        if dist.get_backend(group) != "gloo":  # objects in a group of their own, on the CPU, make no device wait
+            for members in self.device_mesh.mesh.tolist():
+                made = dist.new_group(members, backend="gloo", timeout=self._timeout)
+                objects = made if dist.get_rank() in members else objects
+        return Ranks(group, objects, self.root_device)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over pipelines, unless a group is given: all stages of one hold equal numbers."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        assert self.device_mesh is not None
+        return _sync_ddp_if_available(tensor, group or self.device_mesh.get_group("data_parallel"), reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        count = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(count)
+        return int(count) == self.world_size if all else bool(count)
+
+    # ---- the module
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """On the CPU: the device need not hold the whole module."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._refuse(self.lightning_module)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if self._pipeline is None:
+            self._split(self.lightning_module)
+        move_(self.lightning_module, self.root_device)
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse(self, module: pl.LightningModule) -> None:
+        """What would go wrong later."""
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} has automatic_optimization=False, but a pipeline runs forward and backward "
+                "passes of micro-batches by its schedule. Use automatic optimization, or another strategy"
+            )
+        if self._layer_sync is not None:
+            raise ValueError(
+                "accel_pipeline does not take sync_batchnorm or another LayerSync: BatchNorm sees one micro-batch at a "
+                "time on one stage. Leave it out, or use a norm without statistics of the batch"
+            )
+
+    def _split(self, module: pl.LightningModule) -> None:
+        """Keep the layers of this process, and what no layer holds; free the rest."""
+        ranks = self._ranks()
+        num_stages = ranks.size * self.stages_per_rank
+        layers = find_layers(module, num_stages)
+        sizes = list(self.split or stage_sizes([num_parameters(layer) for layer in layers], num_stages))
+        if len(sizes) != num_stages or sum(sizes) != len(layers) or min(sizes) < 1:
+            raise ValueError(
+                f"split must give {num_stages} stages one layer or more each, {len(layers)} in all; got {sizes}"
+            )
+        chain = Chain(layers, sizes)
+        held = [
+            {
+                parameter
+                for layer in chain.layers_of(range(rank, num_stages, ranks.size))
+                for parameter in layer.parameters()
+            }
+            for rank in range(ranks.size)
+        ]
+        whole = list(module.parameters())
+        if any(parameter.is_meta for parameter in whole):
+            raise ValueError(
+                f"{type(module).__name__} has parameters on the meta device, such as one that another Trainer split. "
+                "Make it anew, and load its checkpoint"
+            )
+        shared = {parameter for parameter in whole if sum(parameter in one for one in held) != 1}
+        self._broadcast(module)
+        free_(module, set(whole) - held[ranks.rank] - shared)
+        self._shared = [parameter for parameter in whole if parameter in shared]
+        self._owned = [parameter for parameter in whole if parameter in held[ranks.rank] - shared]
+        self._pipeline = Pipeline(chain, ranks, self.schedule)
+
+    def _broadcast(self, module: nn.Module) -> None:
+        """Give all processes the module of rank 0, one tensor at a time."""
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                sent = tensor.detach().to(self.root_device)
+                dist.broadcast(sent, src=0)
+                tensor.copy_(sent)
+
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        for metric in self._metric_groups:
+            metric.process_group = None
+        self._metric_groups = []
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        move_(self.lightning_module, torch.device("cpu"))
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---- steps
+
+    def on_train_start(self) -> None:
+        self._find_metrics()
+
+    def on_validation_start(self) -> None:
+        self._find_metrics()
+
+    def on_test_start(self) -> None:
+        self._find_metrics()
+
+    def on_predict_start(self) -> None:
+        self._find_metrics()
+
+    def _find_metrics(self) -> None:
+        """All stages of a pipeline hold equal states, so that metrics are joined over pipelines alone."""
+        assert self.lightning_module is not None
+        assert self.device_mesh is not None
+        inside = {id(inner) for layer in self.pipeline.chain.layers for inner in layer.modules()}
+        modules = self.lightning_module.named_modules()
+        self._metrics = {name: one for name, one in modules if isinstance(one, Metric) and id(one) not in inside}
+        for metric in self._metrics.values():
+            if metric.process_group is None:
+                metric.process_group = self.device_mesh.get_group("data_parallel")
+                self._metric_groups.append(metric)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages, from ``setup`` on."""
+        assert self._pipeline is not None
+        return self._pipeline
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward pass of all micro-batches; the gradients are added when the loss is run backward."""
+        module = self.lightning_module
+        assert module is not None
+        parameters = [one for one in module.parameters() if one.requires_grad and not one.is_meta]
+        before = [one.grad for one in parameters]
+        module.zero_grad(set_to_none=True)
+        scale = self._loss_scale()
+        log = StepLog(module, self._metrics, self.pipeline)
+        job = Job(
+            "training_step",
+            self._micro_batches(batch),
+            lambda part: module.training_step(part, *args, **kwargs),
+            partial(self._context, log, self.precision_plugin.train_step_context),
+            scale,
+        )
+        self.pipeline.run(job)
+        grads = [one.grad for one in parameters]
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+        loss = self._mean_loss(job)
+        _, (loss,) = log.share(None, [loss])
+        start = torch.zeros((), device=self.root_device, requires_grad=True)
+        return _Deposit.apply(start, loss, partial(self._deposit, parameters, grads, scale))
+
+    def _mean_loss(self, job: Job) -> Tensor:
+        if not self.pipeline.on_last:
+            return torch.zeros((), device=self.root_device)
+        losses = [job.results[number] for number in range(len(job.micro_batches))]
+        return torch.stack([one["loss"] if isinstance(one, dict) else one for one in losses]).detach().mean()
+
+    def _loss_scale(self) -> float | Tensor:
+        """What Lightning multiplies the loss by before it is run backward."""
+        assert self.lightning_module is not None
+        scale = 1 / self.lightning_module.trainer.accumulate_grad_batches
+        scaler = self._scaler()
+        return scale if scaler is None else scaler.scale(torch.full((), scale, device=self.root_device))
+
+    def _scaler(self) -> Any:
+        return self.precision_plugin.scaler if isinstance(self.precision_plugin, MixedPrecision) else None
+
+    def _deposit(
+        self, parameters: list[nn.Parameter], grads: list[Tensor | None], scale: float | Tensor, factor: Tensor
+    ) -> None:
+        """Add the gradients of a batch whose loss was multiplied by ``factor`` before it was run backward."""
+        again = factor / scale
+        made = [grad for grad in grads if grad is not None]
+        if made and (again.device.type != "cpu" or again != 1):  # reading it from another device would wait
+            torch._foreach_mul_(made, again)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        if not self._accumulating:
+            self._reduce_gradients(parameters)
+
+    def _reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
+        assert self.device_mesh is not None
+        self._sum_shared()
+        if self.data_parallel_size > 1:
+            _average(parameters, self.device_mesh.get_group("data_parallel"), self.data_parallel_size)
+        if self._scaler() is not None:
+            self._spread_overflow(parameters)
+
+    def _sum_shared(self) -> None:
+        """Sum, over stages, the gradients of what all stages hold; none where no stage used it."""
+        shared = [parameter for parameter in self._shared if parameter.requires_grad]
+        if not shared:
+            return
+        ranks = self.pipeline.ranks
+        used = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.objects)
+        for parameter, is_used in zip(shared, used.tolist(), strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=ranks.group)
+
+    def _spread_overflow(self, parameters: list[nn.Parameter]) -> None:
+        """Let all stages skip a step whose gradients overflowed on one; each scaler sees its own alone."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = torch.zeros((), device=self.root_device)
+        if grads:
+            total = (torch.stack(torch._foreach_norm(grads, float("inf"))).float() * 0).sum()  # 0, or nan
+        dist.all_reduce(total, group=self.pipeline.ranks.group)
+        for grad in grads[:1]:
+            grad.view(-1)[:1] += total.to(grad.dtype)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = [one for one in self.precision_plugin.main_params(optimizer) if not one.is_meta]
+        counted = {*self._owned, *(self._shared if self.pipeline.ranks.rank == 0 else [])}
+        clip_by_norm_(parameters, clip_val, counted, self.pipeline.ranks.group)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step on a whole batch; its result, on every process."""
+        module = self.lightning_module
+        assert module is not None
+        log = StepLog(module, self._metrics, self.pipeline)
+        batch, *others = args or (kwargs.pop("batch"),)
+        step = getattr(module, name)
+        job = Job(name, [batch], lambda part: step(part, *others, **kwargs), partial(self._context, log, context))
+        # no tensors of inference mode: whether one is changed in place between the layers could not be seen
+        with torch.inference_mode(False), torch.no_grad():
+            self.pipeline.run(job)
+            result, _ = log.share(job.results.get(0), [])
+        return result
+
+    @contextmanager
+    def _context(self, log: StepLog, precision: Callable[[], Any]) -> Generator[None, None, None]:
+        with precision(), log.recording():
+            yield
+
+    def _micro_batches(self, batch: Any) -> list[Any]:
+        assert self.num_micro_batches is not None
+        if self.num_micro_batches == 1:
+            return [batch]
+        rows = batch_size(batch)
+        if rows is None:
+            raise TypeError(
+                f"cannot split a batch of type {type(batch).__name__} into micro-batches: all its tensors must have as "
+                "many rows. Collate it so, or set num_micro_batches=1 with schedule='gpipe'"
+            )
+        num = max(one for one in range(1, self.num_micro_batches + 1) if rows % one == 0)
+        return split_batch(batch, num, rows // num)
+
+    # ---- checkpoints
+
+    def _whole(self) -> WholeState:
+        assert self.lightning_module is not None
+        return WholeState(self.lightning_module, self.pipeline)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole, on the first process of each pipeline; empty on the others."""
+        return self._whole().of_module()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole, on the first process of each pipeline; empty on the others."""
+        return self._whole().of_optimizer(getattr(optimizer, "optimizer", optimizer))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._pipeline is None:  # before setup splits it
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._whole().load_module(checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._whole().load_optimizer(optimizer, state)
+
+
+class _Deposit(torch.autograd.Function):
+    """A loss whose gradients are there already: running it backward hands them over."""
+
+    @staticmethod
+    def forward(start: Tensor, loss: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.deposit = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[None, None, None]:
+        ctx.deposit(factor)
+        return None, None, None
+
+
+def _average(parameters: list[nn.Parameter], group: Any, size: int) -> None:
+    """Average gradients over ``group``, some megabytes at once; those of parameters without one count as zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    pending: list[Tensor] = []
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for grad, following in zip(grads, [*grads[1:], None], strict=True):
+        pending.append(grad)
+        full = sum(one.numel() * one.element_size() for one in pending) > _BUCKET
+        if full or following is None or following.dtype != grad.dtype:
+            flat = torch.cat([one.reshape(-1) for one in pending])
+            dist.all_reduce(flat, group=group)
+            flat /= size
+            for one, part in zip(pending, flat.split([one.numel() for one in pending]), strict=True):
+                one.copy_(part.view_as(one))
+            pending = []

@@ -1,0 +1,109 @@
+"""The chain of layers that a module calls one after another, and how it is cut into stages."""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Chain:
+    """Layers in the order in which ``forward`` calls them; stage ``s`` owns a contiguous slice of them.
+
+    Args:
+        layers: distinct modules, none inside another.
+        sizes: how many of them each stage owns.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], sizes: Sequence[int]) -> None:
+        self.layers = list(layers)
+        self.num_stages = len(sizes)
+        self.stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+
+    def layers_of(self, stages: Sequence[int]) -> list[nn.Module]:
+        """Those that any of ``stages`` owns."""
+        return [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in stages]
+
+
+def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
+    """The layers that ``module.pipeline_layers()`` declares, or the items of the one container that holds most of it.
+
+    Raises:
+        TypeError: if nothing is declared and no single ``nn.Sequential`` or ``nn.ModuleList`` stands out.
+        ValueError: if the layers are fewer than the stages, repeated, or inside one another.
+    """
+    declare: Any = getattr(module, "pipeline_layers", None)
+    layers = list(declare()) if callable(declare) else list(_largest_container(module, num_stages))
+    name = type(module).__name__
+    if len(layers) < num_stages:
+        raise ValueError(
+            f"{name} has {len(layers)} pipeline layers, too few for {num_stages} stages. Return more of them, smaller "
+            "ones, from pipeline_layers(), or use fewer devices or stages_per_rank"
+        )
+    inside = [inner for layer in layers for inner in layer.modules()]
+    if len({id(inner) for inner in layers}) < len(layers) or any(
+        sum(inner is layer for inner in inside) > 1 for layer in layers
+    ):
+        raise ValueError(f"the pipeline layers of {name} must be distinct, and none of them inside another")
+    return layers
+
+
+def _largest_container(module: nn.Module, num_stages: int) -> Iterable[nn.Module]:
+    total = num_parameters(module)
+    holders = [
+        inner
+        for inner in module.modules()
+        if isinstance(inner, nn.Sequential | nn.ModuleList)
+        and len(inner) >= num_stages
+        and 2 * num_parameters(inner) > total
+    ]
+    inner_ones = {id(inner) for holder in holders for inner in holder.modules() if inner is not holder}
+    outer = [holder for holder in holders if id(holder) not in inner_ones]
+    if len(outer) != 1:
+        raise TypeError(
+            f"{type(module).__name__} does not tell which layers form its pipeline: it has {len(outer)} nn.Sequential "
+            f"or nn.ModuleList with {num_stages} items or more that hold most of its parameters, and one is needed. "
+            "Give it a method pipeline_layers(self) that returns the submodules that forward calls one after another, "
+            "such as [self.embedding, *self.blocks, self.head]"
+        )
+    return outer[0]
+
+
+def num_parameters(module: nn.Module) -> int:
+    """How many numbers it learns or holds fixed."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def stage_sizes(costs: Sequence[float], num_stages: int) -> list[int]:
+    """How many neighbours each stage takes for the dearest stage to be as cheap as can be.
+
+    >>> stage_sizes([5, 1, 1, 1, 4], num_stages=3)
+    [1, 3, 1]
+    """
+    before = [0.0, *accumulate(costs)]
+
+    @cache
+    def best(stop: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        if parts == 1:
+            return before[stop], (0,)
+        starts = range(parts - 1, stop)
+        cost, start = min((max(best(start, parts - 1)[0], before[stop] - before[start]), start) for start in starts)
+        return cost, (*best(start, parts - 1)[1], start)
+
+    return [stop - start for start, stop in pairwise((*best(len(costs), num_stages)[1], len(costs)))]
+
+
+def free_(module: nn.Module, freed: set[nn.Parameter]) -> None:
+    """Move ``freed`` parameters to the meta device, where they keep name, shape and place in lists of parameters."""
+    empty = {one: nn.Parameter(one.detach().to("meta"), one.requires_grad) for one in freed}
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in empty:
+                setattr(inner, name, empty[parameter])
+
+
+def move_(module: nn.Module, device: torch.device) -> None:
+    """Move all that is not on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

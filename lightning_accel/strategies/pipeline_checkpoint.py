@@ -1,0 +1,113 @@
+"""Whole checkpoints of a module whose stages lie on several processes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_accel.strategies.pipeline_engine import Pipeline
+
+
+class WholeState:
+    """Puts together on rank 0 what the stages hold, in the names and the order of the whole module.
+
+    Args:
+        module: holds the parameters of its own stages, and all others on the meta device.
+        pipeline: the stages.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
+        self.module = module
+        self.pipeline = pipeline
+
+    def of_module(self) -> dict[str, Any]:
+        """Its state dict; empty on other ranks than the first of the pipeline.
+
+        What no layer of the chain holds, such as a counter, is the last stage's, which alone runs the whole step.
+        """
+        state = self.module.state_dict()
+        owner = self._owner_of()
+        last_rank = self.pipeline.last % self.pipeline.ranks.size
+        own = {
+            name: _to_cpu(value)
+            for name, value in state.items()
+            if owner.get(name, last_rank) == self.pipeline.ranks.rank
+        }
+        parts = self._gather(own)
+        return {name: parts[owner.get(name, last_rank)][name] for name in state} if parts else {}
+
+    def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Its state dict; empty on other ranks than the first of the pipeline."""
+        state = optimizer.state_dict()
+        own = {number: _to_cpu(state["state"][number]) for number in _held(optimizer) if number in state["state"]}
+        parts = self._gather(own)
+        if not parts:
+            return {}
+        merged = {number: value for part in reversed(parts) for number, value in part.items()}
+        return {**state, "state": dict(sorted(merged.items()))}
+
+    def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Take what this process holds out of a whole state dict."""
+        elsewhere = {name for name, value in self.module.state_dict().items() if value.is_meta}
+        self.module.load_state_dict(
+            {name: value.to("meta") if name in elsewhere else value for name, value in state.items()}, strict=strict
+        )
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Take the state of the parameters that this process holds out of a whole one."""
+        held = set(_held(optimizer))
+        own = {number: value for number, value in state["state"].items() if number in held}
+        optimizer.load_state_dict({**state, "state": own})
+
+    def _owner_of(self) -> dict[str, int]:
+        """Rank in the pipeline of the stage that holds each entry of the state dict that belongs to a layer."""
+        chain = self.pipeline.chain
+        stage_of = {id(layer): stage for layer, stage in zip(chain.layers, chain.stage_of, strict=True)}
+        owner: dict[str, int] = {}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            if (stage := stage_of.get(id(module))) is not None:
+                names = module.state_dict(prefix=f"{prefix}.", keep_vars=True)
+                owner |= dict.fromkeys(names, stage % self.pipeline.ranks.size)
+        return owner
+
+    def _gather(self, value: Any) -> list[Any]:
+        ranks = self.pipeline.ranks
+        parts: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
+        dist.gather_object(value, parts, dst=ranks.world_rank(0), group=ranks.objects)
+        return parts or []
+
+
+def _held(optimizer: Optimizer) -> list[int]:
+    """Numbers of the parameters that are not on the meta device, as in the optimizer's state dict."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [number for number, parameter in enumerate(parameters) if not parameter.is_meta]
+
+
+def _to_cpu(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def clip_by_norm_(parameters: list[nn.Parameter], max_norm: float, counted: set[nn.Parameter], group: Any) -> Tensor:
+    """Scale gradients so that their norm over all stages is at most ``max_norm``; return what it was, ().
+
+    Args:
+        parameters: of this process.
+        max_norm: L2.
+        counted: those that this process answers for; what several stages share, one of them counts.
+        group: the processes of the pipeline.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    own = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter in counted]
+    device = parameters[0].device if not grads else grads[0].device
+    norm = torch.nn.utils.get_total_norm(own).to(torch.float32) if own else torch.zeros((), device=device)
+    squared = norm.square()
+    dist.all_reduce(squared, group=group)
+    total = squared.sqrt()
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
+    if grads:
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+    return total

@@ -1,0 +1,318 @@
+"""One micro-batch on one stage: the module's own step, with stand-ins for the layers of other stages."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lightning_accel.strategies.pipeline_chain import Chain
+from lightning_accel.strategies.pipeline_message import Part, pack, tie, unpack
+
+Place = tuple[int, int]  # number of the call of a layer, number of the tensor in its outputs
+
+
+class Absent(NamedTuple):
+    """A tensor that does not travel on: it went into a later layer, and nothing else needs it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Slot(NamedTuple):
+    """A tensor that travels."""
+
+    consumed: bool  # by a layer before; told if it is needed all the same
+
+
+class Header(NamedTuple):
+    """Everything about a message but the numbers."""
+
+    calls: list[tuple[int, TreeSpec, list[Any]]]  # number of the layer; leaves: Slot, Absent, or a constant
+    parts: list[Part]  # one for each Slot
+
+
+class Message(NamedTuple):
+    header: Header
+    flat: list[Tensor]
+
+
+class Echo(Tensor):
+    """Output of an earlier layer that has gone into the next one, seen again by code between the layers.
+
+    In the first run of a step it has its value, and who uses it is noted in ``needed``. From then on what nobody used
+    does not travel: it is an empty stand-in on the meta device, and a use of it is an error. What is computed from it
+    between the layers is another one: it counts as used if it reaches a layer of this stage, the loss or a metric.
+    """
+
+    plain: Tensor
+    home: torch.device
+    sources: frozenset[Place]
+    needed: set[Place]
+
+    @staticmethod
+    def make(plain: Tensor, home: torch.device, sources: frozenset[Place], needed: set[Place]) -> "Echo":
+        echo = plain.as_subclass(Echo)
+        echo.plain, echo.home, echo.sources, echo.needed = plain, home, sources, needed
+        return echo
+
+    def use(self) -> Tensor:
+        """The value."""
+        if self.plain.is_meta:
+            raise RuntimeError(
+                "the code between the layers of the pipeline needs an output of an earlier layer that it did not need "
+                "in the first batch, so that it did not travel to this stage. Let a layer do what depends on it"
+            )
+        self.needed |= self.sources
+        return self.plain
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        echoes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Echo)]
+        if func is Tensor.device.__get__:
+            return echoes[0].home
+        if func in _OF_SHAPE:
+            return func(*_plain(args), **_plain(kwargs))
+        if _changes_another(func, args, kwargs):
+            return func(*use(args), **use(kwargs))
+        if not any(echo.plain.is_meta for echo in echoes):
+            result = func(*_plain(args), **_plain(kwargs))
+        else:
+            try:
+                with torch.no_grad():
+                    result = func(*_on_meta(args), **_on_meta(kwargs))
+            except (NotImplementedError, RuntimeError):
+                result = func(*use(args), **use(kwargs))  # says why it cannot
+        leaves, spec = tree_flatten(result)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            use(echoes)
+        sources = frozenset[Place]().union(*[echo.sources for echo in echoes])
+        wrap = partial(Echo.make, home=echoes[0].home, sources=sources, needed=echoes[0].needed)
+        return tree_unflatten([wrap(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+_OF_SHAPE = {
+    Tensor.size,
+    Tensor.stride,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "layout", "requires_grad", "is_leaf", "is_meta", "grad_fn")
+    ),
+}
+
+
+def _plain(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.plain if isinstance(leaf, Echo) else leaf, tree)
+
+
+def _on_meta(tree: Any) -> Any:
+    def move(leaf: Any) -> Any:
+        leaf = leaf.plain if isinstance(leaf, Echo) else leaf
+        if isinstance(leaf, Tensor):
+            return leaf.to("meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    return tree_map(move, tree)
+
+
+def use(tree: Any) -> Any:
+    """``tree`` with the values of what is an :class:`Echo` in it."""
+    return tree_map(lambda leaf: leaf.use() if isinstance(leaf, Echo) else leaf, tree)
+
+
+def _changes_another(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor that is none of ours is changed in place, such as the state of a metric."""
+    name = getattr(func, "__name__", "")
+    in_place = name in ("__setitem__", "set_") or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
+    in_place = in_place and name not in ("__index__", "__int__", "__invert__")
+    target = args[0] if args and in_place else kwargs.get("out")
+    return isinstance(target, Tensor) and not isinstance(target, Echo)
+
+
+class _LaterLayer(BaseException):  # not an Exception, which the user's own code may catch
+    """Unwinds a step whose next layer belongs to a later stage."""
+
+
+class Call(NamedTuple):
+    """One call of a layer, on this stage or an earlier one."""
+
+    layer: int
+    leaves: list[Any]
+    spec: TreeSpec
+    versions: list[int]
+
+
+class StageRun:
+    """One micro-batch on one stage.
+
+    Args:
+        chain: the layers.
+        stage: number of this stage.
+        needed: tensors that later stages need although they have gone into a layer, or None to find out: all travel.
+        received: from the stage before.
+    """
+
+    def __init__(self, chain: Chain, stage: int, needed: set[Place] | None, received: Message | None) -> None:
+        self.chain = chain
+        self.stage = stage
+        self.needed_later = needed
+        self.needed_here: set[Place] = set()
+        self.calls: list[Call] = []
+        self._replayed = 0
+        self._place_of: dict[int, Place] = {}
+        self._consumed: set[Place] = set()
+        self._into_next: set[int] = set()
+        self._anchor: Tensor | None = None
+        if received is not None:
+            self._unpack(received)
+        self._num_received = len(self.calls)
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """What ``step`` returns, on the last stage; the :class:`Message` to the next stage on others.
+
+        Raises:
+            RuntimeError: if the step does not call the layers as the pipeline needs it.
+        """
+        with self._standing_in():
+            try:
+                result = step()
+            except _LaterLayer:
+                return self._message()
+        if self.stage < self.chain.num_stages - 1:
+            raise RuntimeError(
+                f"the step ended on stage {self.stage} of {self.chain.num_stages} without calling any layer of a later "
+                "stage. Let pipeline_layers() return layers that forward always calls"
+            )
+        return use(result)
+
+    def tie(self, output: Tensor) -> Tensor:
+        """``output``, whose backward pass reaches all that was received."""
+        return tie(self._anchor, output)
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        before = [layer.__dict__.get("forward") for layer in self.chain.layers]
+        for number, layer in enumerate(self.chain.layers):
+            layer.forward = partial(self._call, number, layer.forward)
+        try:
+            yield
+        finally:
+            for layer, own in zip(self.chain.layers, before, strict=True):
+                del layer.forward
+                if own is not None:
+                    layer.forward = own
+
+    def _call(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stage = self.chain.stage_of[number]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if stage > self.stage:
+            self._into_next = {id(leaf) for leaf in inputs}
+            raise _LaterLayer
+        self._consumed |= {self._place_of[id(leaf)] for leaf in inputs if id(leaf) in self._place_of}
+        if stage < self.stage:
+            return self._replay(number)
+        outputs = forward(*use(args), **use(kwargs))
+        self._record(number, *tree_flatten(outputs))
+        return outputs
+
+    def _replay(self, number: int) -> Any:
+        if self._replayed == self._num_received or self.calls[self._replayed].layer != number:
+            raise RuntimeError(
+                f"layer {number} of the pipeline ({type(self.chain.layers[number]).__name__}) was called out of order, "
+                "or again after a layer of a later stage. A pipeline runs through its layers once: no generation token "
+                "by token, no second pass. Run such steps on one device, from the checkpoint"
+            )
+        call = self.calls[self._replayed]
+        self._replayed += 1
+        return tree_unflatten(call.leaves, call.spec)
+
+    def _record(self, layer: int, leaves: list[Any], spec: TreeSpec) -> None:
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._place_of[id(leaf)] = len(self.calls), number
+        self.calls.append(Call(layer, leaves, spec, versions))
+
+    def _unpack(self, message: Message) -> None:
+        self._anchor, tensors = unpack(message.header.parts, message.flat)
+        home = message.flat[0].device
+        coming = iter(tensors)
+        for number, (layer, spec, slots) in enumerate(message.header.calls):
+            leaves: list[Any] = []
+            for at, slot in enumerate(slots):
+                make = partial(Echo.make, home=home, sources=frozenset([(number, at)]), needed=self.needed_here)
+                if isinstance(slot, Absent):
+                    leaves.append(make(torch.empty(slot.shape, dtype=slot.dtype, device="meta")))
+                elif isinstance(slot, Slot):
+                    tensor = next(coming)
+                    leaves.append(make(tensor) if slot.consumed and self.needed_later is None else tensor)
+                else:
+                    leaves.append(slot)
+                if isinstance(slot, Slot) and slot.consumed:
+                    self._consumed.add((number, at))
+            self._record(layer, leaves, spec)
+
+    def _message(self) -> Message:
+        calls, tensors = [], []
+        for number, call in enumerate(self.calls):
+            slots = []
+            for at, (leaf, version) in enumerate(zip(call.leaves, call.versions, strict=True)):
+                slot = self._slot((number, at), leaf)
+                if isinstance(slot, Slot):
+                    plain = leaf.plain if isinstance(leaf, Echo) else leaf
+                    if leaf._version != version:
+                        raise RuntimeError(
+                            f"an output of layer {call.layer} of the pipeline was changed in place by the code between "
+                            "the layers, which every later stage would do again. Write x = x + y in place of x += y"
+                        )
+                    tensors.append(plain)
+                slots.append(slot)
+            calls.append((call.layer, call.spec, slots))
+        parts, flat = pack(tensors)
+        flat[0] = self.tie(flat[0])
+        return Message(Header(calls, parts), flat)
+
+    def _slot(self, place: Place, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        consumed = place in self._consumed and id(leaf) not in self._into_next
+        absent = isinstance(leaf, Echo) and leaf.plain.is_meta
+        if absent or (consumed and self.needed_later is not None and place not in self.needed_later):
+            return Absent(tuple(leaf.shape), leaf.dtype)
+        return Slot(consumed)
+
+
+def batch_size(batch: Any) -> int | None:
+    """Rows of the tensors in ``batch``; None if they differ, or there are none."""
+    sizes = {len(leaf) if leaf.ndim else -1 for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    return next(iter(sizes)) if len(sizes) == 1 and min(sizes) > 0 else None
+
+
+def split_batch(batch: Any, num: int, rows: int) -> list[Any]:
+    """``num`` micro-batches of ``rows`` rows each: of tensors, and of lists with an item a row, in any nesting."""
+
+    def part(value: Any, number: int) -> Any:
+        at = slice(number * rows, (number + 1) * rows)
+        if isinstance(value, Tensor):
+            return value[at]
+        if isinstance(value, dict):
+            return type(value)(**{key: part(item, number) for key, item in value.items()})
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) and len(value) == num * rows:
+                return value[at]
+            items = [part(item, number) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
+        return value
+
+    return [part(batch, number) for number in range(num)]
