@@ -205,9 +205,12 @@ class MoELanguageModel(L.LightningModule):
             else:
                 x, report = block(x, None if caches is None else caches[number])
             reports += [] if report is None else [report]
-        if self.training:  # here, so that a subclass's own training_step need not think of it
+        logits = self.head(self.norm(x))
+        # Here, so that a subclass's own training_step need not think of it; and after the last layer, as in a pipeline
+        # what stands before it runs on several stages.
+        if self.training:
             self.expert_load.add(reports)
-        return LanguageModelOutput(self.head(self.norm(x)), reports)
+        return LanguageModelOutput(logits, reports)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits, reports = self(batch[:, :-1])

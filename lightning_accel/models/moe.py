@@ -189,9 +189,12 @@ class MoEClassifier(L.LightningModule):
             raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
         features = self.encoder(x)  # (B, D)
         mixed, report = self.mixture(self.norm(features))
-        if self.training:  # here, so that a subclass's own training_step need not think of it
+        logits = self.head(features + self.dropout(mixed))
+        # Here, so that a subclass's own training_step need not think of it; and after the last layer, as in a pipeline
+        # what stands before it runs on several stages.
+        if self.training:
             self.expert_load.add([report])
-        return ClassifierOutput(self.head(features + self.dropout(mixed)), report)
+        return ClassifierOutput(logits, report)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, target = batch

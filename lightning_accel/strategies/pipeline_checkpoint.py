@@ -38,7 +38,10 @@ class WholeState:
             if owner.get(name, last_rank) == self.pipeline.ranks.rank
         }
         parts = self._gather(own)
-        return {name: parts[owner.get(name, last_rank)][name] for name in state} if parts else {}
+        if not parts:
+            return {}
+        state.update({name: parts[owner.get(name, last_rank)][name] for name in state})
+        return state
 
     def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Its state dict; empty on other ranks than the first of the pipeline."""

@@ -202,16 +202,16 @@ class StageRun:
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
-        before = [layer.__dict__.get("forward") for layer in self.chain.layers]
-        for number, layer in enumerate(self.chain.layers):
-            layer.forward = partial(self._call, number, layer.forward)
+        # The private name through which nn.Module.compile() redirects calls of one instance. A patched forward would
+        # run hooks for stand-ins, too, and be traced by whoever compiled the layer.
+        before = [layer._compiled_call_impl for layer in self.chain.layers]
+        for number, (layer, own) in enumerate(zip(self.chain.layers, before, strict=True)):
+            layer._compiled_call_impl = partial(self._call, number, own or layer._call_impl)
         try:
             yield
         finally:
             for layer, own in zip(self.chain.layers, before, strict=True):
-                del layer.forward
-                if own is not None:
-                    layer.forward = own
+                layer._compiled_call_impl = own
 
     def _call(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stage = self.chain.stage_of[number]

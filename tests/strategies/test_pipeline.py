@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.aggregation import SumMetric
 
 from lightning_accel.models import MoEClassifier, MoELanguageModel
-from lightning_accel.strategies import PipelineStrategy
+from lightning_accel.strategies import PipelineStrategy, pipeline_engine
 from tests.ranks import run_ranks
 
 
@@ -133,5 +133,125 @@ def test_language_model_equals_one_process(tmp_path):
     one = trained(tmp_path, module=language_model(), data=tokens(), gradient_clip_val=0.5)
     for result in run_ranks(check_language_model, tmp_path, {}, {"gradient_clip_val": 0.5}):
         assert result["logged"] == pytest.approx(one["logged"], abs=1e-4)
+    whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
+    torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
+
+
+def check_schedule_was_used(rank, folder):
+    runs = []
+    run = pipeline_engine._Plan.run
+    pipeline_engine._Plan.run = lambda self, job: (runs.append(self.num), run(self, job))
+    try:
+        trained(folder, PipelineStrategy(), data=loader(60, 8), limit_val_batches=0, max_epochs=3)
+    finally:
+        pipeline_engine._Plan.run = run
+    return runs
+
+
+def test_batches_of_known_shape_go_by_the_schedule(tmp_path):
+    """Of one shape the first tells what travels; the very first tells what is needed later."""
+    assert run_ranks(check_schedule_was_used, tmp_path) == [[4] * (5 + 8 + 8)] * 2
+
+
+def check_classifier(rank, folder, strategy, options):
+    return trained(folder, PipelineStrategy(**strategy), classifier(), **options)
+
+
+def classifier():
+    torch.manual_seed(3)
+    return MoEClassifier(6, 3, dim=8, num_experts=4, expert_dim=8, balance_weight=0.5)
+
+
+@pytest.mark.parametrize("split", [(1, 4), (2, 3), (3, 2)], ids=str)
+def test_residual_outside_the_layers(tmp_path, split):
+    """The encoder's output is used again after the mixture, by code between the layers."""
+    one = trained(tmp_path, module=classifier())
+    for result in run_ranks(check_classifier, tmp_path, {"split": split}, {}):
+        assert result["logged"] == pytest.approx(one["logged"], abs=1e-4)
+    whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
+    torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}],
+    ids=["accumulation", "clipping_by_value"],
+)
+def test_options_of_the_trainer(tmp_path, options):
+    one = trained(tmp_path, **options)
+    for result in run_ranks(check_plain, tmp_path, {"schedule": "gpipe", "num_micro_batches": 2}, options):
+        assert result["logged"] == pytest.approx(one["logged"], abs=1e-5)
+    whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
+    torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
+
+
+def check_ragged(rank, folder, num_rows):
+    return trained(folder, PipelineStrategy(), data=loader(num_rows, 8), max_epochs=4)
+
+
+@pytest.mark.parametrize("num_rows", [27, 30, 25])
+def test_ragged_last_batch(tmp_path, num_rows):
+    one = trained(tmp_path, data=loader(num_rows, 8), max_epochs=4)
+    for result in run_ranks(check_ragged, tmp_path, num_rows):
+        torch.testing.assert_close(result["seen"], one["seen"], rtol=0, atol=1e-5)
+    whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
+    torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
+
+
+def check_resumed(rank, folder):
+    return trained(folder, PipelineStrategy(), checkpoint=f"{folder}/first.ckpt", max_epochs=2)
+
+
+@pytest.mark.parametrize("first", ["one", "pipeline"])
+def test_checkpoints_pass_between_pipeline_and_one_process(tmp_path, first):
+    if first == "one":
+        trained(tmp_path)
+    else:
+        run_ranks(check_plain, tmp_path, {}, {})
+    (tmp_path / f"{first}.ckpt").rename(tmp_path / "first.ckpt")
+    one = trained(tmp_path, checkpoint=tmp_path / "first.ckpt", max_epochs=2)
+    for result in run_ranks(check_resumed, tmp_path):
+        torch.testing.assert_close(result["seen"], one["seen"], rtol=0, atol=1e-5)
+    whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
+    torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(pipeline["optimizer_states"], whole["optimizer_states"], rtol=0, atol=1e-5)
+    assert {key: type(value) for key, value in pipeline.items()} == {key: type(value) for key, value in whole.items()}
+
+
+def check_evaluation(rank, folder):
+    module = Plain()
+    module.load_state_dict(load(folder, "one")["state_dict"])
+    trainer = make_trainer(folder, PipelineStrategy())
+    (validated,) = trainer.validate(module, loader(30, 8), verbose=False)
+    return validated, trainer.predict(module, loader(30, 8))
+
+
+def test_evaluation_is_that_of_one_process_on_every_rank(tmp_path):
+    trained(tmp_path)
+    module = Plain()
+    module.load_state_dict(load(tmp_path, "one")["state_dict"])
+    trainer = make_trainer(tmp_path)
+    (validated,) = trainer.validate(module, loader(30, 8), verbose=False)
+    predicted = trainer.predict(module, loader(30, 8))
+    for theirs, scores in run_ranks(check_evaluation, tmp_path):
+        assert theirs == pytest.approx(validated, abs=1e-5)
+        torch.testing.assert_close(scores, predicted)
+
+
+def check_data_parallel(rank, folder, strategy):
+    """Two pipelines take half of the rows of each batch."""
+    mine = [row for row in range(56) if row % 8 // 4 == rank // 2]
+    data = DataLoader(Subset(loader().dataset, mine), 4)
+    return trained(folder, PipelineStrategy(**strategy, data_parallel_size=2), data=data, gradient_clip_val=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [{}, {"schedule": "interleaved", "num_micro_batches": 4}], ids=["1f1b", "interleaved"]
+)
+def test_data_parallel_pipelines(tmp_path, strategy):
+    one = trained(tmp_path, gradient_clip_val=0.05)
+    for result in run_ranks(check_data_parallel, tmp_path, strategy, world_size=4):
+        assert result["logged"]["val/correct"] == one["logged"]["val/correct"]
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
