@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
     from lightning_accel.strategies import PipelineStrategy as PipelineStrategy
     from lightning_accel.strategies import SyncBatchNormPlugin as SyncBatchNormPlugin
-    from lightning_accel.strategies import convert_sync_batchnorm_ as convert_sync_batchnorm_
-    from lightning_accel.strategies import revert_sync_batchnorm_ as revert_sync_batchnorm_
 
 __version__ = "0.1.0"
 
@@ -59,8 +57,6 @@ _PACKAGE_OF = {
     "TextDataModule": "data",
     "TopKGate": "nn",
     "WeightedAccumulation": "callbacks",
-    "convert_sync_batchnorm_": "strategies",
-    "revert_sync_batchnorm_": "strategies",
 }
 
 __all__ = [
@@ -87,8 +83,6 @@ __all__ = [
     "TextDataModule",
     "TopKGate",
     "WeightedAccumulation",
-    "convert_sync_batchnorm_",
-    "revert_sync_batchnorm_",
     "__version__",
 ]
 

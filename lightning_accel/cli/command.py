@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 import lightning_accel.data
 import lightning_accel.models  # as data: the parser finds a class by its name alone once it is imported
+import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint

@@ -10,7 +10,11 @@ from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_accel.strategies.pipeline import PipelineStrategy
-from lightning_accel.strategies.sync_batchnorm import SyncBatchNormPlugin, convert_sync_batchnorm_, revert_sync_batchnorm_
+from lightning_accel.strategies.sync_batchnorm import (
+    SyncBatchNormPlugin,
+    convert_sync_batchnorm_,
+    revert_sync_batchnorm_,
+)
 
 __all__ = [
     "AccelDDPStrategy",
