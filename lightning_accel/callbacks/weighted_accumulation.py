@@ -78,6 +78,7 @@ class WeightedAccumulation(L.Callback):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradient = parameter.grad
+                    # not by way of DTensor, which takes longer than the product
                     (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -141,7 +141,8 @@ class _Usage:
 
     def _note(self, position: int) -> Any:
         def hook(parameter: Tensor) -> None:
-            if parameter.grad is not None:  # it is called where no gradient came, too
+            # it is called where no gradient came, too; one may be there from an earlier micro-batch, or set to zero
+            if parameter.grad is not None:
                 self.used.add(position)
 
         return hook
@@ -153,8 +154,7 @@ class _Usage:
         """The same loss, whose backward pass reaches every parameter, so that DDP waits for none."""
         if not loss.requires_grad:  # backward tells what is wrong
             return loss
-        # micro-batches before this one; and gradients that were set to zero, which stay
-        self.used = {position for position, one in enumerate(self.parameters) if one.grad is not None}
+        self.used.clear()
         frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         try:  # autograd joins those alone that require a gradient; toggle_optimizer freezes some for a while
             for parameter in frozen:

@@ -46,6 +46,14 @@ class Stages(Heads):
         frozen.requires_grad_(False)
 
 
+class StagesFrozenAtFirst(Stages):
+    """Plain DDP would never synchronise the trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk.requires_grad_(False)
+
+
 class Toggling(Heads):
     """Two optimizers by hand, each with the other's parameters frozen."""
 
@@ -104,10 +112,11 @@ def check_equals_one_process(rank, module, options, arguments):
         (Heads, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         (Heads, {"precision": "64-true"}),
         (Stages, {"max_epochs": 3}),
+        (StagesFrozenAtFirst, {"max_epochs": 3}),
         (Stages, {"max_epochs": 3, "accumulate_grad_batches": 3}),
         (Toggling, {}),
     ],
-    ids=["heads", "accumulated", "double", "stages", "stages_accumulated", "by_hand"],
+    ids=["heads", "accumulated", "double", "stages", "stages_frozen_at_first", "stages_accumulated", "by_hand"],
 )
 def test_equals_one_process(module, options, arguments):
     run_ranks(check_equals_one_process, module, options, arguments)
