@@ -1,0 +1,125 @@
+"""Gradients made smaller before DDP sends them. Shapes: a gradient is a matrix (N, M), approximated at rank R."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+# DDP refuses a hook whose bucket has another annotation than GradBucket, which torch does not export to type checkers.
+Hook = Callable[..., torch.futures.Future[Tensor]]
+
+
+def send_as(dtype: torch.dtype) -> Hook:
+    """A communication hook of DDP that sends gradients in ``dtype``; torch's own asks for CUDA."""
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        buffer = bucket.buffer()
+        small = buffer.to(dtype).div_(dist.get_world_size())  # before they are summed, which fp16 might not hold
+        future: torch.futures.Future[list[Tensor]] = dist.all_reduce(small, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+    return hook
+
+
+class PowerSGD:
+    """A communication hook of DDP, :meth:`average`, that sends two thin matrices in place of each gradient.
+
+    Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2: one step of subspace iteration from the
+    result of the step before, and what the approximation leaves out is added to the next gradient. Vectors, and
+    matrices that two factors would not halve, are sent whole. Arithmetic is float32 at least.
+
+    torch's hook of that name chains collectives in callbacks, whose order on gloo may differ between processes. This
+    one waits, and keeps its memory by parameter, so that neither a new order of buckets nor a resumed run loses it.
+
+    Args:
+        module: whose parameters DDP has.
+        rank: R.
+        start_step: steps whose gradients are sent whole; early gradients are the hardest to approximate.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, start_step: int) -> None:
+        self.rank = rank
+        self.start_step = start_step
+        self.step = 0
+        self.errors: dict[str, Tensor] = {}  # (N, M), of this process
+        self.bases: dict[str, Tensor] = {}  # (M, R), alike on all processes
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def average(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        """Put the mean over processes in place of the gradients of ``bucket``."""
+        if self.step < self.start_step:
+            _average(bucket.buffer())
+        else:
+            self._approximate(bucket)
+        self.step += bucket.is_last()
+        return _done(bucket.buffer())
+
+    def _approximate(self, bucket: Any) -> None:
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        matrices = {name: self._with_error(name, one) for name, one in gradients.items() if self._is_worth_it(one)}
+        whole = [gradient for name, gradient in gradients.items() if name not in matrices]
+        # one message for the first factors and what is sent whole
+        lefts = [matrix @ self._basis(name, matrix) for name, matrix in matrices.items()]
+        _average_together([*lefts, *whole])
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        rights = [matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
+        _average_together(rights)
+        for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
+            self.bases[name] = right
+            approximation = left @ right.T
+            self.errors[name] = matrix - approximation
+            gradients[name].copy_(approximation.view_as(gradients[name]))
+
+    def _is_worth_it(self, gradient: Tensor) -> bool:
+        rows, columns = (len(gradient), gradient[0].numel()) if gradient.ndim > 1 and len(gradient) else (1, 1)
+        return 2 * self.rank * (rows + columns) < rows * columns
+
+    def _with_error(self, name: str, gradient: Tensor) -> Tensor:
+        matrix = gradient.flatten(1).to(torch.promote_types(gradient.dtype, torch.float32))
+        error = self.errors.get(name)
+        return matrix if error is None else matrix + error.to(matrix)
+
+    def _basis(self, name: str, matrix: Tensor) -> Tensor:
+        if name not in self.bases:  # random, alike on all processes
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            self.bases[name] = torch.randn(matrix.shape[1], self.rank, generator=generator)
+        return torch.linalg.qr(self.bases[name].to(matrix)).Q
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; to be called on all processes.
+
+        The method is linear: of the errors of all processes their mean alone matters to what comes out, so that one
+        copy serves, for any number of processes.
+        """
+        errors = {name: error.clone() for name, error in sorted(self.errors.items())}
+        for error in errors.values():
+            _average(error)
+        return {"step": self.step, "errors": errors, "bases": dict(self.bases)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.errors, self.bases = state["step"], dict(state["errors"]), dict(state["bases"])
+
+
+def _average_together(tensors: list[Tensor]) -> None:
+    """In one message."""
+    if not tensors:
+        return
+    together = torch.cat([tensor.flatten() for tensor in tensors])
+    _average(together)
+    for tensor, averaged in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(averaged.view_as(tensor))
+
+
+def _average(tensor: Tensor) -> None:
+    dist.all_reduce(tensor.div_(dist.get_world_size()))
+
+
+def _done(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
