@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters, num_replicas
+from lightning_accel.models.tensor_parallel import clip_by_norm_, split_, tensor_parallel_mesh
 from lightning_accel.nn import (
     ExpertLoad,
     FeedForward,
@@ -166,9 +169,32 @@ class MoELanguageModel(L.LightningModule):
             )
 
     def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, once they are known, and draw all weights."""
-        if self.embedding is not None:
-            return
+        """Build the layers whose sizes may come from the datamodule, and split weights if there is a mesh for it."""
+        if self.embedding is None:
+            self._build()
+        mesh = tensor_parallel_mesh(self.device_mesh)
+        if mesh is not None and not isinstance(self.head.weight, DTensor):
+            split_(self, self.tensor_parallel_plan(mesh.size()), mesh)
+
+    def tensor_parallel_plan(self, num_devices: int) -> dict[str, ParallelStyle]:
+        """How ``ModelParallelStrategy`` splits the weights: attention by heads, the scores by tokens.
+
+        All else, mixtures included, is on every device and computes the same there.
+
+        Raises:
+            ValueError: if the heads of an attention layer do not go into ``num_devices``.
+        """
+        plan: dict[str, ParallelStyle] = {"head": ColwiseParallel(output_layouts=Replicate())}
+        for number, block in enumerate(self.blocks):
+            num_heads = int(block.attention.num_heads)  # type: ignore[arg-type, union-attr]
+            if num_heads % num_devices:
+                raise ValueError(f"tensor_parallel_size must divide num_heads; got {num_devices} and {num_heads}")
+            plan[f"blocks.{number}.attention.query_key_value"] = ColwiseParallel()
+            plan[f"blocks.{number}.attention.out"] = RowwiseParallel()
+        return plan
+
+    def _build(self) -> None:
+        """Draw all weights that are not yet drawn."""
         if self._trainer is not None:  # callbacks that copy the model call this before setup
             self._ask_datamodule()
         if self.vocab_size is None:
@@ -184,6 +210,17 @@ class MoELanguageModel(L.LightningModule):
             for name, parameter in self.blocks.named_parameters():
                 if name.endswith(("attention.out.weight", "down.weight", "down_weight")):
                     parameter.div_(math.sqrt(2 * len(self.blocks)))
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_val and gradient_clip_algorithm != "value" and isinstance(self.head.weight, DTensor):
+            clip_by_norm_(self.parameters(), gradient_clip_val)
+        else:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
@@ -232,7 +269,10 @@ class MoELanguageModel(L.LightningModule):
 
     def on_fit_start(self) -> None:
         layers = [block.feed_forward for block in self.blocks]  # a subclass may have put others in their place
-        self.expert_load = ExpertLoad([layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)])
+        mesh = self.device_mesh if tensor_parallel_mesh(self.device_mesh) else None
+        group = None if mesh is None else mesh.get_group("data_parallel")  # the others see equal tokens
+        gates = [layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)]
+        self.expert_load = ExpertLoad(gates, group)
         self.expert_load.start()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -43,10 +43,12 @@ class ExpertLoad:
 
     Args:
         gates: L gates, with an attribute ``num_experts``, in the order of the reports.
+        group: the processes that see tokens of their own; by default all.
     """
 
-    def __init__(self, gates: Sequence[Any]) -> None:
+    def __init__(self, gates: Sequence[Any], group: torch.distributed.ProcessGroup | None = None) -> None:
         self.gates = gates
+        self.group = group
         self.last_step: dict[int, LoadStatistics] = {}
         self._sums: list[Tensor | None] = [None] * len(gates)
         self._since_check: list[Tensor | int] = [0] * len(gates)
@@ -92,7 +94,7 @@ class ExpertLoad:
         sizes = [int(gate.num_experts) + 3 for gate in self.gates]
         total = torch.cat([zero.new_zeros(size) if one is None else one for size, one in zip(sizes, sums, strict=True)])
         if distributed:
-            torch.distributed.all_reduce(total)
+            torch.distributed.all_reduce(total, group=self.group)
         self.last_step = {}
         for number, one in enumerate(total.split(sizes)):
             # those that did not run, such as a frozen one, keep what they know; the last number counts passes

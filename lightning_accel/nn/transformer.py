@@ -35,6 +35,10 @@ class KeyValueCache:
 class CausalSelfAttention(nn.Module):
     """Attention to the tokens before and the token itself, with rotary positions.
 
+    ``query_key_value.weight`` holds the rows of the first head's queries, keys and values, then those of the second, so
+    that a contiguous part of it is whole heads. Split so over devices, with the columns of ``out``, each computes its
+    own (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3).
+
     Rotary positions: Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, feature i paired with i + F / 2.
 
     Args:
@@ -51,14 +55,15 @@ class CausalSelfAttention(nn.Module):
         if num_heads < 1 or dim % (2 * num_heads):
             raise ValueError(f"dim must be an even multiple of num_heads; got dim={dim}, num_heads={num_heads}")
         self.num_heads = num_heads
+        self.head_dim = dim // num_heads
         self.rotary_base = rotary_base
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Map ``x`` (B, T, D) to the same shape; with a ``cache``, ``x`` goes on from the tokens that it holds."""
-        heads = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, M, F)
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind()  # (B, M, T, F) each
+        heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, T, M, 3, F); M of this device
+        queries, keys, values = heads.permute(3, 0, 2, 1, 4).unbind()  # (B, M, T, F) each
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + x.shape[1], device=x.device)
         queries, keys = (rotate(part, positions, self.rotary_base) for part in (queries, keys))

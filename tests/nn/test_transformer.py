@@ -10,7 +10,8 @@ def attention_by_loops(layer, x):
     """Head by head and token by token, rotations as complex numbers."""
     batch, length, dim = x.shape
     size = dim // layer.num_heads
-    queries, keys, values = (x @ layer.query_key_value.weight.T).split(dim, dim=-1)
+    heads = (x @ layer.query_key_value.weight.T).split(size, dim=-1)  # of each head its queries, keys and values
+    queries, keys, values = (torch.cat(heads[part::3], dim=-1) for part in range(3))
     angles = torch.arange(length).unsqueeze(1) * layer.rotary_base ** -(torch.arange(size // 2) * 2 / size)
     turn = torch.polar(torch.ones_like(angles).double(), angles.double())
 

@@ -1,0 +1,51 @@
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor import DTensor
+
+from lightning_accel.models import MoELanguageModel
+from tests.ranks import run_ranks
+from tests.strategies.test_pipeline import load, tokens, trained
+
+SIZES = {"dim": 8, "num_layers": 2, "num_experts": 4, "expert_dim": 8, "moe_every": 2, "balance_weight": 0.5}
+
+
+def model(num_heads=4):
+    torch.manual_seed(3)
+    return MoELanguageModel(vocab_size=11, num_heads=num_heads, **SIZES)
+
+
+def check_trained(rank, folder):
+    torch.manual_seed(3)
+    module = model()
+    with torch.no_grad():
+        module.norm.weight.add_(rank)  # which that of the first process replaces
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)
+    result = trained(folder, strategy, module, tokens(24), gradient_clip_val=0.5)
+    plain = [parameter.detach() for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+    split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    return result["logged"], plain, split
+
+
+def test_three_steps_equal_those_of_one_process(tmp_path):
+    one = trained(tmp_path, module=model(), data=tokens(24), gradient_clip_val=0.5)
+    (logged, first, split), (_, second, _) = run_ranks(check_trained, tmp_path)
+    assert logged == pytest.approx(one["logged"], abs=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert len(split) == 5
+    whole, parallel = load(tmp_path, "one"), load(tmp_path, "pipeline")
+    torch.testing.assert_close(parallel["state_dict"], dict(whole["state_dict"]), rtol=0, atol=1e-5)
+
+
+def check_refused(rank, folder, sizes, num_heads, said):
+    with pytest.raises(ValueError, match=said):
+        trained(folder, ModelParallelStrategy(*sizes), model(num_heads), tokens())
+
+
+def test_heads_must_go_into_the_devices(tmp_path):
+    run_ranks(check_refused, tmp_path, (1, 2), 1, "tensor_parallel_size must divide num_heads; got 2 and 1")
+
+
+@pytest.mark.slow
+def test_data_parallelism_is_refused(tmp_path):
+    run_ranks(check_refused, tmp_path, (2, 2), 4, "does not average gradients over data_parallel_size=2", world_size=4)
