@@ -178,7 +178,7 @@ class PipelineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self._refuse(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        if self._pipeline is None:
+        if self._pipeline is None or self._pipeline.module is not self.lightning_module:
             self._split(self.lightning_module)
         move_(self.lightning_module, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
@@ -230,7 +230,7 @@ class PipelineStrategy(DDPStrategy):
         free_(module, set(whole) - held[ranks.rank] - shared)
         self._shared = [parameter for parameter in whole if parameter in shared]
         self._owned = [parameter for parameter in whole if parameter in held[ranks.rank] - shared]
-        self._pipeline = Pipeline(chain, ranks, self.schedule)
+        self._pipeline = Pipeline(module, chain, ranks, self.schedule)
 
     def _broadcast(self, module: nn.Module) -> None:
         """Give all processes the module of rank 0, one tensor at a time."""
@@ -442,7 +442,7 @@ class PipelineStrategy(DDPStrategy):
         return self._whole().of_optimizer(getattr(optimizer, "optimizer", optimizer))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._pipeline is None:  # before setup splits it
+        if self._pipeline is None or self._pipeline.module is not self.lightning_module:  # before setup splits it
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._whole().load_module(checkpoint["state_dict"], strict)

@@ -77,12 +77,14 @@ class Pipeline:
     """Runs jobs; all processes of the pipeline call the same methods with the same batches.
 
     Args:
+        module: whose layers they are.
         chain: the layers, cut into stages; stage ``s`` is on rank ``s % ranks.size``.
         ranks: the processes.
         schedule: of the batches whose shapes are known.
     """
 
-    def __init__(self, chain: Chain, ranks: Ranks, schedule: ScheduleName) -> None:
+    def __init__(self, module: nn.Module, chain: Chain, ranks: Ranks, schedule: ScheduleName) -> None:
+        self.module = module
         self.chain = chain
         self.ranks = ranks
         self.schedule = schedule

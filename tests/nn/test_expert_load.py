@@ -156,3 +156,16 @@ def test_two_processes_give_the_gradients_of_one():
     whole = gradients([[batch] for batch in rows()])
     for result in run_ranks(check_gradients_of_two_processes):
         torch.testing.assert_close(result, whole)
+
+
+def check_step_of_one_process(rank):
+    gates = TopKGate(2, 2), TopKGate(2, 2)
+    load = ExpertLoad(gates)
+    if rank == 1:
+        load.add_one(1, reports(3, 1)[0])
+    told = list(load.step()), list(load.step())
+    return [len(one) for one in told], gates[0].expert_slots.tolist(), gates[1].expert_slots.tolist()
+
+
+def test_gates_that_ran_on_one_process_alone_are_told_on_all():
+    assert run_ranks(check_step_of_one_process) == [([1, 0], [0, 0], [3, 1])] * 2

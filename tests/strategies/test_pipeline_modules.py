@@ -15,7 +15,7 @@ from lightning_accel.strategies.pipeline_chain import Chain, stage_sizes
 from lightning_accel.strategies.pipeline_message import pack, parcels, unpack
 from lightning_accel.strategies.pipeline_stage import StageRun, split_batch
 from tests.ranks import run_ranks
-from tests.strategies.test_pipeline import Plain, load, make_trainer, tokens, trained
+from tests.strategies.test_pipeline import Plain, load, loader, make_trainer, tokens, trained
 
 
 class Declared(Plain):
@@ -274,3 +274,31 @@ def test_batches_are_split_in_any_nesting():
     assert second["more"][0].tolist() == [[4, 5], [6, 7]]
     assert third["more"][1:] == [["e", "f"], ("k", 3)]
     assert first["flag"] is True
+
+
+def check_hooks(rank, folder):
+    module, calls = Plain(), []
+    for number in (0, 3):
+        module.net[number].register_forward_hook(lambda *_, number=number: calls.append(number))
+    trained(folder, PipelineStrategy(num_micro_batches=4), module, limit_train_batches=3, limit_val_batches=0)
+    return calls
+
+
+def test_hooks_of_layers_run_on_the_stage_that_holds_them(tmp_path):
+    assert run_ranks(check_hooks, tmp_path) == [[0] * 12, [3] * 12]
+
+
+def check_two_modules(rank, folder):
+    trainer, module = make_trainer(folder, PipelineStrategy()), Plain()
+    trainer.fit(module, loader(), loader())
+    tested = trainer.validate(module, loader(), verbose=False)
+    other = Plain()
+    other.load_state_dict(load(folder, "one")["state_dict"])
+    return tested, trainer.validate(other, loader(), verbose=False)
+
+
+def test_a_trainer_takes_a_module_again_and_another(tmp_path):
+    one = trained(tmp_path)["logged"]
+    (first, other), (second, _) = run_ranks(check_two_modules, tmp_path)
+    assert first == second
+    assert other[0] == pytest.approx({name: one[name] for name in other[0]}, abs=1e-5)
