@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import ExactResume as ExactResume
     from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+    from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
     from lightning_accel.data import TabularDataModule as TabularDataModule
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
     from lightning_accel.strategies import AccelDDPStrategy as AccelDDPStrategy
+    from lightning_accel.strategies import AtomicCheckpointIO as AtomicCheckpointIO
+    from lightning_accel.strategies import AtomicModelParallelStrategy as AtomicModelParallelStrategy
     from lightning_accel.strategies import DataParallelStrategy as DataParallelStrategy
     from lightning_accel.strategies import FSDP1Strategy as FSDP1Strategy
     from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
@@ -36,6 +39,8 @@ __version__ = "0.1.0"
 _PACKAGE_OF = {
     "AccelDDPStrategy": "strategies",
     "AmpPrecision": "precision",
+    "AtomicCheckpointIO": "strategies",
+    "AtomicModelParallelStrategy": "strategies",
     "Bfloat16Precision": "precision",
     "DataParallelStrategy": "strategies",
     "DigitsDataModule": "data",
@@ -52,6 +57,7 @@ _PACKAGE_OF = {
     "MoELanguageModel": "models",
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
+    "SaveOnSignal": "callbacks",
     "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
     "TextDataModule": "data",
@@ -62,6 +68,8 @@ _PACKAGE_OF = {
 __all__ = [
     "AccelDDPStrategy",
     "AmpPrecision",
+    "AtomicCheckpointIO",
+    "AtomicModelParallelStrategy",
     "Bfloat16Precision",
     "DataParallelStrategy",
     "DigitsDataModule",
@@ -78,6 +86,7 @@ __all__ = [
     "MoELanguageModel",
     "PipelineStrategy",
     "PredictionWriter",
+    "SaveOnSignal",
     "SyncBatchNormPlugin",
     "TabularDataModule",
     "TextDataModule",

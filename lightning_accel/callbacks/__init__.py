@@ -3,11 +3,13 @@
 from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
+from lightning_accel.callbacks.save_on_signal import SaveOnSignal
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
 __all__ = [
     "ExactResume",
     "ExpertLoadMonitor",
     "PredictionWriter",
+    "SaveOnSignal",
     "WeightedAccumulation",
 ]

@@ -36,6 +36,7 @@ class ExactResume(L.Callback):
     def __init__(self) -> None:
         self._seed = 0
         self._saved: list[dict[str, Any]] = []  # by rank
+        self._gathered: tuple[int, list[dict[str, Any]]] = -1, []
         self._orders: list[EpochOrder] = []
         self._entered_at: int | None = None
         self._before_validation: dict[str, Any] | None = None
@@ -60,12 +61,16 @@ class ExactResume(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         generators = self._before_validation or random_state()
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
-        everyone = [mine]
-        # A rank that failed alone must not wait for the others.
-        if self._trainer.world_size > 1 and self._trainer.state.status != TrainerStatus.INTERRUPTED:
-            everyone = [mine] * self._trainer.world_size
-            dist.all_gather_object(everyone, mine)
-        return {"ranks": everyone}
+        return {"ranks": [mine] if self._trainer.world_size == 1 else self._of_all_ranks(mine)}
+
+    def _of_all_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        step = self._trainer.fit_loop.total_batch_idx
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED:  # one that failed alone must not wait for others
+            return self._gathered[1] if self._gathered[0] == step else [mine]
+        everyone = [mine] * self._trainer.world_size
+        dist.all_gather_object(everyone, mine)
+        self._gathered = step, everyone
+        return everyone
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["ranks"]

@@ -30,7 +30,7 @@ class Checkpoint:
             UsageError: if it is not there, not whole, or not a Lightning checkpoint.
         """
         file = Path(path)
-        if path in ("best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:"):
+        if path in ("auto", "best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:"):
             return None
         if file.is_dir():
             if not any((file / name).exists() for name in ("meta.pt", ".metadata")):

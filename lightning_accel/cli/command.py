@@ -31,6 +31,7 @@ import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
+from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
 from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
 
 
@@ -41,7 +42,8 @@ class AccelCLI(LightningCLI):
     out, not before; ``--lr_interval step`` steps the scheduler every step. The model may be left out where
     ``--ckpt_path`` names a checkpoint that knows it; where both are given they must fit, and the config wins over the
     checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the newest run under the config's log
-    folder. ``predict`` writes ``predictions.csv``. Each subcommand saves its config under a name of its own.
+    folder; ``fit --ckpt_path auto`` goes on with that run, in its folder, or begins the first. ``predict`` writes
+    ``predictions.csv``. Each subcommand saves its config under a name of its own.
 
     Args:
         args: command line, by default the program's own.
@@ -104,7 +106,12 @@ class AccelCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         if self.subcommand == "fit" and config.ckpt_path in ("best", "last"):
-            raise UsageError(f"to resume, name the file; --ckpt_path {config.ckpt_path} is not for fit")
+            raise UsageError(
+                f"to resume, name the file, or give --ckpt_path auto, which goes on with the newest run of the log "
+                f"folder; --ckpt_path {config.ckpt_path} is not for fit"
+            )
+        if self.subcommand != "fit" and config.ckpt_path == "auto":
+            raise UsageError(f"--ckpt_path auto is for fit; give {self.subcommand} a file, best or last")
         if config.lr_scheduler is not None and config.optimizer is None:
             raise UsageError("--lr_scheduler needs --optimizer, whose learning rate it changes; add the optimizer")
         if config.lr_interval == "step" and config.lr_scheduler is None:
@@ -112,9 +119,15 @@ class AccelCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         require_writable(self.trainer)
+        config = self.config_init[self.subcommand]
+        if self.subcommand == "fit":
+            write_whole_checkpoints(self.trainer)
+            if config.ckpt_path == "auto":
+                config.ckpt_path = continue_run(self.trainer)
+                if config.ckpt_path is not None:
+                    self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
         share_run_folder(self.trainer)
         self._use_optimizer_of_config()
-        config = self.config_init[self.subcommand]
         if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):
             which, config.ckpt_path = config.ckpt_path, find_checkpoint(self.trainer, config.ckpt_path)
             self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))

@@ -4,12 +4,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_accel.strategies.atomic import write_atomically
 from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.checkpoint_io import AtomicCheckpointIO, AtomicModelParallelStrategy
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_accel.strategies.pipeline import PipelineStrategy
+from lightning_accel.strategies.process_exit import leave_group_at_exit
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
     convert_sync_batchnorm_,
@@ -18,6 +20,8 @@ from lightning_accel.strategies.sync_batchnorm import (
 
 __all__ = [
     "AccelDDPStrategy",
+    "AtomicCheckpointIO",
+    "AtomicModelParallelStrategy",
     "DataParallelStrategy",
     "FSDP1Strategy",
     "FullyShardedStrategy",
@@ -30,5 +34,14 @@ __all__ = [
     "write_atomically",
 ]
 
-for strategy in (AccelDDPStrategy, DataParallelStrategy, FSDP1Strategy, FullyShardedStrategy, PipelineStrategy):
+for strategy in (
+    AccelDDPStrategy,
+    AtomicModelParallelStrategy,
+    DataParallelStrategy,
+    FSDP1Strategy,
+    FullyShardedStrategy,
+    PipelineStrategy,
+):
     strategy.register_strategies(StrategyRegistry)
+
+leave_group_at_exit()

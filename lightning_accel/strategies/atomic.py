@@ -72,6 +72,12 @@ def put_in_place(partial: Path, path: str | os.PathLike[str]) -> None:
     _remove(old)
 
 
+def remove_atomically(path: str | os.PathLike[str]) -> None:
+    """Remove the file or folder ``path``, if it is there; a process that is killed leaves no part of it there."""
+    _remove(Path(path))
+    _remove(_beside(Path(path), "replaced"))
+
+
 def find_written(path: str | os.PathLike[str]) -> Path:
     """Where the last whole thing that was written to ``path`` stands: there, or under the name it was replaced under.
 

@@ -1,0 +1,93 @@
+"""A run that is told to stop saves first."""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_info
+
+
+class SaveOnSignal(L.Callback):
+    """On SIGTERM, save a checkpoint after the optimizer step that runs and end all processes with status 143.
+
+    It is enough that one process gets the signal: they agree every ``every_n_steps`` optimizer steps, which costs one
+    reduction of one number. The file stands beside those of the ModelCheckpoint as ``signal-step=N.ckpt``, from which
+    ``fit --ckpt_path auto`` goes on.
+
+    It takes the place of Lightning's handler, which sends a broadcast from within the signal, between whichever
+    collectives run, and saves nothing. Under Slurm, Lightning's handler of the signal to requeue stays, and is called
+    after a step, on all processes, in place of in the middle of one.
+
+    Args:
+        every_n_steps: optimizer steps between two agreements; one process alone needs none. The grace before SIGKILL
+            (30 s under torchrun, Slurm's KillWait) must hold that many steps and the writing of a checkpoint.
+        stop_signals: names of further signals that mean the same, such as ``SIGUSR1``.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is below 1 or a signal has another name.
+    """
+
+    def __init__(self, every_n_steps: int = 10, stop_signals: tuple[str, ...] = ()) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
+        known = {each.name for each in signal.Signals}
+        if unknown := [name for name in stop_signals if name not in known]:
+            raise ValueError(f"stop_signals are names of signals, such as SIGUSR1; got {unknown[0]!r}")
+        self.every_n_steps = every_n_steps
+        self._stop_signals = {signal.SIGTERM, *(signal.Signals[name] for name in stop_signals)}
+        self._received = 0
+        self._requeue: Any = None
+        self._requeue_signal = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python gives signals to the main thread alone
+        self._received = 0
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._requeue_signal = int(environment.requeue_signal or 0) if requeues else 0  # type: ignore[union-attr]
+        self._requeue = signal.getsignal(self._requeue_signal) if self._requeue_signal else None
+        for number in {*self._stop_signals, *({self._requeue_signal} - {0})}:
+            signal.signal(number, self._note)  # the Trainer puts back what was there before it began
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        steps, rest = divmod(batch_idx + 1, trainer.accumulate_grad_batches)
+        last = batch_idx + 1 == trainer.num_training_batches
+        if rest and not last:
+            return  # gradients that are being accumulated are in no checkpoint
+        received = self._received
+        if trainer.world_size > 1:
+            if steps % self.every_n_steps and not last:
+                return
+            received = _largest(received, trainer.strategy.root_device)
+        if received:
+            self._received = 0
+            self._obey(received, trainer)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def _obey(self, number: int, trainer: L.Trainer) -> None:
+        if number == self._requeue_signal and callable(self._requeue):
+            self._requeue(number, None)  # saves, and asks Slurm to stop this job and start it again
+            return
+        keeper = trainer.checkpoint_callback
+        folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir
+        path = Path(folder, f"signal-step={trainer.global_step}.ckpt")
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"{signal.Signals(number).name}: saved {path}, and stop")
+        raise SystemExit(128 + number)
+
+
+def _largest(number: int, device: torch.device) -> int:
+    value = torch.tensor([number], device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value.item())

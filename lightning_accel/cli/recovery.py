@@ -1,0 +1,77 @@
+"""Runs that a launcher starts again, and that go on where they were stopped."""
+
+import warnings
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_accel.cli.errors import UsageError
+from lightning_accel.strategies import AtomicCheckpointIO
+from lightning_accel.strategies.checkpoint_io import newest_checkpoint
+
+
+def write_whole_checkpoints(trainer: L.Trainer) -> None:
+    """Have checkpoints written so that no kill leaves half of one, unless the config names another way."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def continue_run(trainer: L.Trainer) -> str | None:
+    """Take the newest run folder again and find its newest whole checkpoint; None where there is none yet.
+
+    Every process finds it by itself, before they are joined; that they found the same is checked once they are.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger | TensorBoardLogger):
+            _take_newest_folder(logger)
+            if isinstance(logger, CSVLogger) and trainer.is_global_zero:
+                _keep_metrics(Path(logger.log_dir))
+    warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* not empty")
+    path = newest_checkpoint(_places(trainer))
+    rank_zero_info("--ckpt_path auto: " + (f"going on from {path}" if path else "no checkpoint yet, a new run begins"))
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    callbacks.append(_SameCheckpoint(path))
+    return None if path is None else str(path)
+
+
+def _take_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
+    if logger._version is None and isinstance(logger.version, int) and logger.version > 0:
+        logger._version = logger.version - 1  # the property has set it to the next free number; nothing public does
+
+
+def _keep_metrics(folder: Path) -> None:
+    """Set aside the metrics so far: the logger deletes the file that it finds."""
+    path = folder / "metrics.csv"
+    if path.exists():
+        number = 1 + len(list(folder.glob("metrics_*.csv")))
+        path.rename(folder / f"metrics_{number}.csv")
+
+
+def _places(trainer: L.Trainer) -> list[Path]:
+    """Where this run's checkpoints stand: those of ModelCheckpoint, SaveOnSignal, and Lightning's under Slurm."""
+    root = Path(trainer.default_root_dir)
+    log_dirs = [log_dir for logger in trainer.loggers[:1] if (log_dir := getattr(logger, "log_dir", None))]
+    places = [Path(log_dirs[0] if log_dirs else root, "checkpoints")]
+    keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
+    places += [Path(keeper.dirpath) for keeper in keepers if keeper.dirpath]
+    return [*places, *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
+
+
+class _SameCheckpoint(L.Callback):
+    """Refuse to go on where processes found different checkpoints."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        first = trainer.strategy.broadcast(self.path)
+        if not trainer.strategy.reduce_boolean_decision(first == self.path, all=True):
+            raise UsageError(
+                f"--ckpt_path auto: the newest checkpoint is {first} for process 0, {self.path} for process "
+                f"{trainer.global_rank}. All machines must see one folder; give --trainer.default_root_dir on a disk "
+                "that they share"
+            )

@@ -1,0 +1,50 @@
+"""What the runs of test_recovery.py train: large enough that a good part of each step is the writing of its state."""
+
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+WIDTH = 512
+
+
+class Job(L.LightningModule):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def on_train_start(self):
+        if self.global_rank == 0:
+            (self.folder / "started").touch()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_rank == 0 and self.trainer.global_step:  # the ModelCheckpoint is done with that step
+            with open(self.folder / "saved", "a") as file:
+                file.write(f" {self.trainer.global_step}")
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean() + 0.1 * torch.rand(())
+
+
+class ShardedJob(Job):
+    def configure_model(self):
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def local_state(module: L.LightningModule) -> dict[str, Tensor]:
+    """Weights and the optimizer's state, of this rank."""
+    state = {name: _local(value) for name, value in module.state_dict().items()}
+    for index, each in module.optimizers().state_dict()["state"].items():
+        state |= {f"{index}.{name}": _local(value) for name, value in each.items()}
+    return state
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

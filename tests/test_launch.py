@@ -1,0 +1,204 @@
+"""Runs that torchrun starts, of one rank each per process: restarts, signals, two hosts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+
+MODULE = '''
+"""Takes its time, and tells which step it is at and who it is."""
+import os, pathlib, time
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Slow(L.LightningModule):
+    def __init__(self, pause: float = 0.0):
+        super().__init__()
+        self.pause = pause
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.pause)
+        path = pathlib.Path(f"rank-{self.global_rank}.txt")
+        path.write_text(f"{os.getpid()} {self.global_step}")
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        rows = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(rows), batch_size=4, shuffle=True)
+'''
+
+FIT = """
+seed_everything: 3
+model: {class_path: slow_module.Slow}
+trainer:
+  accelerator: cpu
+  devices: 2
+  strategy: ddp
+  max_epochs: 5
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs, flush_logs_every_n_steps: 1}}
+  callbacks:
+    - {class_path: lightning_accel.callbacks.ExactResume}
+    - {class_path: lightning_accel.callbacks.SaveOnSignal, init_args: {every_n_steps: 2}}
+    - {class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {every_n_train_steps: 3}}
+"""
+STEPS = 40  # 64 rows of two processes, 4 at a time, 5 epochs
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "slow_module.py").write_text(MODULE)
+    (tmp_path / "fit.yaml").write_text(FIT)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def torchrun(folder: Path, *arguments: object, launcher: tuple = ("--standalone",)) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *launcher]
+    command += ["-m", "lightning_accel", "fit", "--config=fit.yaml", *map(str, arguments)]
+    with open(folder / "log.txt", "a") as log:
+        return subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
+
+
+def finish(process: subprocess.Popen, folder: Path, timeout_s: float = 120) -> int:
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError((folder / "log.txt").read_text()[-3000:]) from None
+
+
+def wait_for_step(folder: Path, step: int, rank: int = 1) -> int:
+    """The process id of ``rank`` once it has come to ``step``."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = folder / f"rank-{rank}.txt"
+        words = path.read_text().split() if path.exists() else []
+        if len(words) == 2 and int(words[1]) >= step:
+            return int(words[0])
+        time.sleep(0.01)
+    raise AssertionError((folder / "log.txt").read_text()[-3000:])
+
+
+def end_of(folder: Path) -> dict:
+    (path,) = folder.glob("logs/lightning_logs/version_0/checkpoints/*.ckpt")
+    return torch.load(path, weights_only=True)
+
+
+def assert_equal_ends(ours: dict, theirs: dict) -> None:
+    assert ours["global_step"] == theirs["global_step"] == STEPS - 1  # the last multiple of three
+    for name, value in theirs["state_dict"].items():
+        assert value.equal(ours["state_dict"][name]), name
+    for index, state in theirs["optimizer_states"][0]["state"].items():
+        assert all(value.equal(ours["optimizer_states"][0]["state"][index][name]) for name, value in state.items())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict:
+    """The end of a run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "slow_module.py").write_text(MODULE)
+    (folder / "fit.yaml").write_text(FIT)
+    assert finish(torchrun(folder), folder) == 0, (folder / "log.txt").read_text()[-3000:]
+    return end_of(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
+    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05", launcher=("--standalone", "--max-restarts=2"))
+    os.kill(wait_for_step(folder, 10, rank), signal.SIGKILL)
+    assert finish(launcher, folder) == 0, (folder / "log.txt").read_text()[-3000:]
+    log = (folder / "log.txt").read_text()
+    assert "--ckpt_path auto: no checkpoint yet, a new run begins" in log
+    assert "--ckpt_path auto: going on from logs/lightning_logs/version_0/checkpoints/epoch=1-step=" in log
+    assert os.listdir(folder / "logs/lightning_logs") == ["version_0"]
+    assert_equal_ends(end_of(folder), whole)
+    tables = sorted((folder / "logs/lightning_logs/version_0").glob("metrics*.csv"))
+    assert [path.name for path in tables] == ["metrics.csv", "metrics_1.csv"]
+    steps = {step for path in tables for step in pd.read_csv(path)["step"]}
+    assert steps == set(range(STEPS))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
+    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05")
+    os.kill(wait_for_step(folder, 7, rank), signal.SIGTERM)
+    assert finish(launcher, folder) == 1
+    log = (folder / "log.txt").read_text()
+    assert "SIGTERM: saved" in log
+    assert "exitcode  : 143" in log
+    assert finish(torchrun(folder, "--ckpt_path=auto"), folder) == 0, (folder / "log.txt").read_text()[-3000:]
+    assert (
+        "auto: going on from logs/lightning_logs/version_0/checkpoints/signal-step=" in (folder / "log.txt").read_text()
+    )
+    checkpoints = folder / "logs/lightning_logs/version_0/checkpoints"
+    for path in (folder / checkpoints).glob("signal-step=*.ckpt"):
+        path.unlink()
+    assert_equal_ends(end_of(folder), whole)
+
+
+def test_sigterm_of_the_launcher_saves(folder):
+    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05")
+    wait_for_step(folder, 7)
+    launcher.send_signal(signal.SIGTERM)
+    assert finish(launcher, folder) != 0
+    assert list(folder.glob("logs/lightning_logs/version_0/checkpoints/signal-step=*.ckpt"))
+
+
+NETWORK = """
+ip link set lo up
+unshare --net sleep 300 & other=$!
+trap "kill $other" EXIT
+sleep 0.3
+ip link add one type veth peer name two
+ip link set two netns $other
+ip addr add 10.77.0.1/24 dev one && ip link set one up
+nsenter --target $other --net sh -c "ip link set lo up; ip addr add 10.77.0.2/24 dev two; ip link set two up"
+run() {{
+    {python} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29471 \
+        --rdzv-id two --local-addr $1 -m lightning_accel fit --config fit.yaml --trainer.devices 1 --trainer.num_nodes 2
+}}
+export -f run
+GLOO_SOCKET_IFNAME=one run 10.77.0.1 > first.txt 2>&1 & first=$!
+GLOO_SOCKET_IFNAME=two nsenter --target $other --net bash -c "run 10.77.0.2" > second.txt 2>&1
+status=$?
+wait $first && exit $status
+"""
+
+
+def test_two_hosts(folder, whole):
+    made = ["unshare", "--net", "--user", "--map-root-user"]
+    probe = "ip link add a type veth peer name b && unshare --net true"
+    missing = subprocess.run([*made, "sh", "-c", probe], capture_output=True, text=True, check=False)
+    if missing.returncode:
+        pytest.skip(f"no network namespaces here: {missing.stderr.strip()}")
+    script = NETWORK.format(python=sys.executable)
+    done = subprocess.run(
+        [*made, "bash", "-c", script], cwd=folder, env=environment(), timeout=150, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    logs = [path.read_text()[-2000:] for path in (folder / "first.txt", folder / "second.txt") if path.exists()]
+    assert done.returncode == 0, "\n".join([done.stderr, *logs])
+    assert_equal_ends(end_of(folder), whole)
