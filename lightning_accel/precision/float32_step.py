@@ -70,9 +70,6 @@ class Float32Step:
     @torch.no_grad()
     def _after_load(self, *_: Any) -> None:
         self._put_back(keep_copies=False)
-        if self.noise is not None:
-            for state in self.optimizer.state.values():
-                state.pop(_MASTER, None)
 
     def _replace(self, parameter: Tensor) -> Tensor:
         if parameter.dtype != torch.bfloat16:
@@ -98,7 +95,6 @@ class Float32Step:
         for group in self.optimizer.param_groups:
             group["params"] = [self._parameter_of.get(copy, copy) for copy in group["params"]]
         for copy, parameter in self._parameter_of.items():
-            copy.grad = None
             state = self.optimizer.state.pop(copy, {})
             if keep_copies:
                 state[_MASTER] = copy.detach()

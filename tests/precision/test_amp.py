@@ -72,13 +72,14 @@ def test_auto_guesses_before_the_device_is_known():
 
 
 class Overflowing(PlainClassifier):
-    """Its last layer gets an infinite gradient at the ``steps`` named."""
+    """Its last layer gets a gradient of ``value`` at the ``steps`` named."""
 
     steps = (2, 3)
+    value = torch.inf
 
     def on_after_backward(self):
         if self.trainer.global_step in self.steps:
-            self.net[2].bias.grad[1] = torch.inf
+            self.net[2].bias.grad[1] = self.value
 
 
 class WeightsAfterEachStep(L.Callback):
@@ -133,7 +134,7 @@ def test_accumulates_gradients_of_one_scale():
 
 def test_endless_skips_end_with_the_names_of_the_gradients():
     model = Overflowing()
-    model.steps = range(100)
+    model.steps, model.value = range(100), torch.nan  # which clipping would spread over all gradients
     message = "5 optimizer steps in a row were skipped.*went down to 4096. Not finite are the gradients of net.2.bias. "
     with pytest.raises(FloatingPointError, match=message + "The loss is finite"):
         fit(AmpPrecision("fp16", max_consecutive_skips=5), model=model, gradient_clip_val=1.0)

@@ -134,6 +134,22 @@ def test_switches_mode_and_takes_checkpoints_of_plain_runs(tmp_path):
     assert not any("master_weight" in state for state in resumed.trainer.optimizers[0].state.values())
 
 
+def test_counts_steps_for_its_noise():
+    precision = Bfloat16Precision("stochastic", seed=5)
+    fit(precision)
+    assert precision.state_dict() == {"seeds": [5], "steps": [10]}
+
+
+def test_clips_gradients():
+    torch.manual_seed(0)
+    model = PlainClassifier(torch.optim.SGD, lr=1.0)
+    before = [parameter.detach().bfloat16().float() for parameter in model.parameters()]
+    make_trainer(Bfloat16Precision(), max_steps=1, gradient_clip_val=1e-3).fit(model, batches())
+    masters = [model.trainer.optimizers[0].state[parameter]["master_weight"] for parameter in model.parameters()]
+    moved = torch.cat([(a - b).flatten() for a, b in zip(masters, before, strict=True)])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=0.02)  # the norm and the gradients are bf16
+
+
 class ZeroFirstRow(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, *_):
         with torch.no_grad():
