@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 # DDP refuses a hook whose bucket has another annotation than GradBucket, which torch does not export to type checkers.
 Hook = Callable[..., torch.futures.Future[Tensor]]
 

@@ -192,6 +192,23 @@ def test_buffers_and_attributes_of_the_first_device_survive():
     torch.testing.assert_close(model.norm.running_mean, firsts.running_mean)
 
 
+class LogsAndChanges(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        for value in (batch["x"].mean(), batch["y"].mean()):
+            self.log("train/twice", value, on_step=False, on_epoch=True)
+        self.log("train/level", self.level, on_step=False, on_epoch=True)
+        self.level.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_values_are_those_of_the_time_of_logging():
+    assert_same(fit(LogsAndChanges(), 2), fit(LogsAndChanges(), 1))
+
+
 class Weighted(Plain):
     def training_step(self, batch, batch_idx):
         tokens = batch["tokens"]
