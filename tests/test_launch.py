@@ -177,7 +177,8 @@ ip link set two netns $other
 ip addr add 10.77.0.1/24 dev one && ip link set one up
 nsenter --target $other --net sh -c "ip link set lo up; ip addr add 10.77.0.2/24 dev two; ip link set two up"
 run() {{
-    {python} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29471 \
+    {python} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --rdzv-backend c10d \
+        --rdzv-endpoint 10.77.0.1:29471 \
         --rdzv-id two --local-addr $1 -m lightning_accel fit --config fit.yaml --trainer.devices 1 --trainer.num_nodes 2
 }}
 export -f run

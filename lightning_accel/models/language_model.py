@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters, num_replicas
-from lightning_accel.models.tensor_parallel import clip_by_norm_, split_, tensor_parallel_mesh
+from lightning_accel.models.tensor_parallel import split_, tensor_parallel_mesh
 from lightning_accel.nn import (
     ExpertLoad,
     FeedForward,
@@ -28,6 +28,7 @@ from lightning_accel.nn import (
     summarise_load,
 )
 from lightning_accel.nn.gating import GateFactory
+from lightning_accel.strategies.clipping import clip_grad_norm_
 
 
 class LanguageModelOutput(NamedTuple):
@@ -218,7 +219,7 @@ class MoELanguageModel(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm != "value" and isinstance(self.head.weight, DTensor):
-            clip_by_norm_(self.parameters(), gradient_clip_val)
+            clip_grad_norm_(self.parameters(), gradient_clip_val)
         else:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

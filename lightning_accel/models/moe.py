@@ -144,6 +144,11 @@ class MoEClassifier(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
+        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
+            raise ValueError(
+                "MoEClassifier has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits its "
+                "weights, or 'accel_expert_parallel', which deals its experts to processes"
+            )
         if self.head is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup

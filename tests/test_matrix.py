@@ -1,0 +1,161 @@
+"""Every module under every strategy, precision and set of callbacks.
+
+A cell trains as one process does, saves, and resumes, or is refused before training. The README's table is made of it:
+``python -m tests.test_matrix`` prints it.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+
+import lightning_accel.strategies  # noqa: F401  # its short names
+from lightning_accel import AmpPrecision, ExactResume, ExpertLoadMonitor, PredictionWriter
+from tests.ranks import run_ranks
+from tests.strategies.trained import ADAMW, SGD, fit
+
+ROWS = 8  # of a step, over all processes
+
+
+class Way(NamedTuple):
+    """How a strategy is asked for."""
+
+    name: str
+    processes: int
+    replicas: int  # that share the rows of a step
+    trainer: dict
+
+
+def ways() -> list[Way]:
+    tensor = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)
+    return [
+        Way("single device", 1, 1, {}),
+        Way("ddp", 2, 2, {"strategy": "ddp", "devices": 2}),
+        Way("accel_ddp", 2, 2, {"strategy": "accel_ddp", "devices": 2}),
+        Way("accel_fsdp2", 2, 2, {"strategy": "accel_fsdp2", "devices": 2}),
+        Way("accel_expert_parallel", 2, 2, {"strategy": "accel_expert_parallel", "devices": 2}),
+        Way("accel_pipeline", 2, 1, {"strategy": "accel_pipeline", "devices": 2}),
+        Way("tensor parallel", 2, 1, {"strategy": tensor, "devices": 2}),
+        Way("accel_dp", 1, 1, {"strategy": "accel_dp", "devices": 2}),
+    ]
+
+
+MODULES = {"plain": "a plain LightningModule", "classifier": "MoEClassifier", "language_model": "MoELanguageModel"}
+PRECISIONS = {
+    "32-true": dict,
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "fp16": lambda: {"plugins": [AmpPrecision("fp16")]},
+    "auto": lambda: {"plugins": [AmpPrecision()]},
+}
+CALLBACKS = {
+    "Lightning's": lambda module, folder: [
+        EarlyStopping("val/loss", patience=9, check_on_train_epoch_end=False),  # there is none where a run resumes
+        LearningRateMonitor(),
+    ],
+    "ours": lambda module, folder: [
+        ExactResume(),
+        PredictionWriter(folder / "predictions.csv"),
+        *([] if module == "plain" else [ExpertLoadMonitor()]),  # which refuses modules without a mixture
+    ],
+}
+REFUSED = {  # patterns of messages, by module, strategy and precision
+    ("plain", "accel_expert_parallel", "any"): "Plain has no layer that holds experts.*'accel_fsdp2'",
+    ("plain", "tensor parallel", "any"): r"required to override the `configure_model\(\)` hook",
+    ("classifier", "tensor parallel", "any"): "MoEClassifier has no plan for tensor parallelism.*'accel_fsdp2'",
+}
+
+
+def refusal(module: str, way: str, precision: str) -> str | None:
+    for key in ((module, way, precision), (module, way, "any"), ("any", way, precision)):
+        if key in REFUSED:
+            return REFUSED[key]
+    return None
+
+
+def run(module, way: str, precision, callbacks, folder, steps, ckpt_path=None) -> L.Trainer:
+    one = next(one for one in ways() if one.name == way)
+    keeper = ModelCheckpoint(folder, filename="{step}", monitor="val/loss", save_top_k=-1)
+    options = {"callbacks": [keeper, *CALLBACKS[callbacks](module, folder)], "max_steps": steps}
+    options |= one.trainer | PRECISIONS[precision]()
+    logger = L.pytorch.loggers.CSVLogger(folder)
+    files = {"logger": logger, "enable_checkpointing": True, "default_root_dir": folder, "log_every_n_steps": 1}
+    optimizer = ADAMW if precision == "32-true" else SGD  # Adam makes rounding errors of small gradients large
+    rows = ROWS // one.replicas
+    return fit(module, rows, num_rows=ROWS, optimizer=optimizer, ckpt_path=ckpt_path, **files, **options)
+
+
+def check_cell(rank, module, way, precision, callbacks, folder):
+    """Keep checkpoints of two steps, and of one step that goes on from the checkpoint of the first."""
+    run(module, way, precision, callbacks, folder / "through", 2)
+    run(module, way, precision, callbacks, folder / "resumed", 2, folder / "through" / "step=1.ckpt")
+
+
+def check_refused(rank, module, way, precision, callbacks, folder):
+    with pytest.raises((ValueError, TypeError)) as error:
+        run(module, way, precision, callbacks, folder, 2)
+    return str(error.value)
+
+
+@cache
+def of_one_process(module: str, precision: str) -> dict[str, Tensor]:
+    one = run(module, "single device", precision, "Lightning's", Path("one"), 2)
+    return {name: value.clone() for name, value in one.lightning_module.state_dict().items()}
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def cells() -> list[object]:
+    return [
+        pytest.param(module, way.name, precision, callbacks, marks=[] if is_short else [pytest.mark.slow])
+        for module in MODULES
+        for way in ways()
+        for precision in PRECISIONS
+        for callbacks in CALLBACKS
+        for is_short in [precision == "32-true" or (precision, callbacks) == ("auto", "ours")]
+    ]
+
+
+@pytest.mark.parametrize(("module", "way", "precision", "callbacks"), cells())
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_cell(module, way, precision, callbacks, run_folder):
+    processes = next(one.processes for one in ways() if one.name == way)
+    pattern = refusal(module, way, precision)
+    check = check_cell if pattern is None else check_refused
+    arguments = module, way, precision, callbacks, run_folder
+    answers = [check(0, *arguments)] if processes == 1 else run_ranks(check, *arguments, world_size=processes)
+    if pattern is not None:
+        assert all(re.search(pattern, answer, flags=re.DOTALL) for answer in answers), answers[0]
+        assert not list(run_folder.glob("**/*.ckpt"))
+        return
+    expected, through = of_one_process(module, precision), weights(run_folder / "through" / "step=2.ckpt")
+    assert list(through) == list(expected)
+    tolerance = 1e-5 if precision == "32-true" else 0.02
+    for name, value in expected.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(through[name], value, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
+    torch.testing.assert_close(weights(run_folder / "resumed" / "step=2.ckpt"), through, rtol=1e-5, atol=1e-6)
+
+
+def table() -> str:
+    """What works, as Markdown: a row for each strategy, and in each cell the precisions it works with."""
+    lines = ["| strategy | " + " | ".join(MODULES.values()) + " |", "| --- |" + " --- |" * len(MODULES)]
+    for way in ways():
+        row = []
+        for module in MODULES:
+            works = [precision for precision in PRECISIONS if refusal(module, way.name, precision) is None]
+            row.append("all" if len(works) == len(PRECISIONS) else ", ".join(works) or "refused")
+        lines.append(f"| {way.name} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
