@@ -20,7 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_accel.strategies.atomic import partial_path, put_in_place, write_atomically
+from lightning_accel.strategies.atomic import (
+    find_written,
+    partial_path,
+    put_in_place,
+    remove_atomically,
+    write_atomically,
+)
 from lightning_accel.strategies.blocks import find_blocks
 from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
@@ -298,21 +304,28 @@ class FullyShardedStrategy(DDPStrategy):
         self.barrier()
         to_remove, self._to_remove = self._to_remove, []
         for path in to_remove:
-            super().remove_checkpoint(path)
+            self._remove(path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint, once the one that is being written is complete."""
         if self._saving is not None:
             self._to_remove.append(filepath)
         else:
-            super().remove_checkpoint(filepath)
+            self._remove(filepath)
+
+    def _remove(self, path: str | Path) -> None:
+        if self.checkpoints == "whole":
+            super().remove_checkpoint(path)
+        elif self.is_global_zero:
+            remove_atomically(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a folder; the weights and optimizer states in a folder follow once the model is split."""
         self._folder_to_load = None
-        if not is_folder_of_parts(checkpoint_path):
+        found = checkpoint_path if "://" in str(checkpoint_path) else find_written(checkpoint_path)
+        if not is_folder_of_parts(found):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        self._folder_to_load = Path(checkpoint_path)
+        self._folder_to_load = Path(found)
         return load_rest(self._folder_to_load, weights_only) | {"state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

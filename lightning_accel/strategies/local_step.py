@@ -26,6 +26,8 @@ def step_on_parts(optimizer: Optimizer) -> None:
 
     @wraps(plain_step)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:  # they expect the parameters themselves
+            return plain_step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -55,6 +55,23 @@ def test_steps_on_parts_equal_steps_on_the_whole(kind):
     run_ranks(check_steps, kind)
 
 
+def check_hooks(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = SGD([parameter], lr=1.0)
+    step_on_parts(optimizer)
+    seen = []
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["params"][0] is parameter))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert seen == [True]
+    assert parameter.full_tensor().tolist() == [0] * 4
+
+
+def test_hooks_see_the_parameters():
+    run_ranks(check_hooks)
+
+
 class Normalised(SGD):
     """Moves by the gradient over its norm, which no part knows alone."""
 
