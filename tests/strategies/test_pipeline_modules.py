@@ -52,6 +52,8 @@ class Declared(Plain):
                 return four(three(two(one(four(three(two(one(x)))).repeat(1, 2)))))
             case "never":
                 return two(one(x))[:, :3]
+            case "detached":
+                return four(three(two(one(x)).detach()))
             case "frozen":
                 one.requires_grad_(False)
                 return four(three(two(one(x))))
@@ -114,6 +116,13 @@ def test_equals_one_process(tmp_path, way):
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
     torch.testing.assert_close(pipeline["optimizer_states"], whole["optimizer_states"], rtol=0, atol=1e-5)
+
+
+def test_a_stage_may_learn_nothing(tmp_path):
+    """Its gradients are zero, where one process has none."""
+    one = trained(tmp_path, module=make("detached"))
+    for result in run_ranks(check, tmp_path, "detached", {}, {}):
+        torch.testing.assert_close(result["seen"], one["seen"], rtol=0, atol=1e-2)
 
 
 def check_refused(rank, folder, way, strategy):
