@@ -1,7 +1,7 @@
 """Every module under every strategy, precision and set of callbacks.
 
 A cell trains as one process does, saves, and resumes, or is refused before training. The README's table is made of it:
-``python -m tests.test_matrix`` prints it.
+``python -m tests.test_matrix`` writes it.
 """
 
 import re
@@ -21,6 +21,7 @@ from lightning_accel import AmpPrecision, ExactResume, ExpertLoadMonitor, Predic
 from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, fit
 
+README = Path(__file__).parents[1] / "README.md"
 ROWS = 8  # of a step, over all processes
 
 
@@ -157,5 +158,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def test_table_of_the_readme_is_this_one():
+    assert table() in README.read_text(), "run python -m tests.test_matrix"
+
+
 if __name__ == "__main__":
-    print(table())
+    begin, end = "<!-- table of tests/test_matrix.py -->\n", "\n<!-- end of table -->"
+    before, _, after = README.read_text().partition(begin)
+    README.write_text(before + begin + table() + end + after.partition(end)[2])
