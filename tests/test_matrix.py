@@ -34,18 +34,23 @@ class Way(NamedTuple):
     trainer: dict
 
 
-def ways() -> list[Way]:
-    tensor = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)
+def ways(number: int = 2) -> list[Way]:
+    """Each strategy, with so many processes or devices."""
+    tensor = ModelParallelStrategy(1, tensor_parallel_size=number, save_distributed_checkpoint=False)
     return [
         Way("single device", 1, 1, {}),
-        Way("ddp", 2, 2, {"strategy": "ddp", "devices": 2}),
-        Way("accel_ddp", 2, 2, {"strategy": "accel_ddp", "devices": 2}),
-        Way("accel_fsdp2", 2, 2, {"strategy": "accel_fsdp2", "devices": 2}),
-        Way("accel_expert_parallel", 2, 2, {"strategy": "accel_expert_parallel", "devices": 2}),
-        Way("accel_pipeline", 2, 1, {"strategy": "accel_pipeline", "devices": 2}),
-        Way("tensor parallel", 2, 1, {"strategy": tensor, "devices": 2}),
-        Way("accel_dp", 1, 1, {"strategy": "accel_dp", "devices": 2}),
+        Way("ddp", number, number, {"strategy": "ddp", "devices": number}),
+        Way("accel_ddp", number, number, {"strategy": "accel_ddp", "devices": number}),
+        Way("accel_fsdp2", number, number, {"strategy": "accel_fsdp2", "devices": number}),
+        Way("accel_expert_parallel", number, number, {"strategy": "accel_expert_parallel", "devices": number}),
+        Way("accel_pipeline", number, 1, {"strategy": "accel_pipeline", "devices": number}),
+        Way("tensor parallel", number, 1, {"strategy": tensor, "devices": number}),
+        Way("accel_dp", 1, 1, {"strategy": "accel_dp", "devices": number}),
     ]
+
+
+def way_named(name: str, number: int) -> Way:
+    return next(one for one in ways(number) if one.name == name)
 
 
 MODULES = {"plain": "a plain LightningModule", "classifier": "MoEClassifier", "language_model": "MoELanguageModel"}
@@ -80,8 +85,8 @@ def refusal(module: str, way: str, precision: str) -> str | None:
     return None
 
 
-def run(module, way: str, precision, callbacks, folder, steps, ckpt_path=None) -> L.Trainer:
-    one = next(one for one in ways() if one.name == way)
+def run(module, way: str, precision, callbacks, folder, steps, ckpt_path=None, number=2) -> L.Trainer:
+    one = way_named(way, number)
     keeper = ModelCheckpoint(folder, filename="{step}", monitor="val/loss", save_top_k=-1)
     options = {"callbacks": [keeper, *CALLBACKS[callbacks](module, folder)], "max_steps": steps}
     options |= one.trainer | PRECISIONS[precision]()
@@ -128,7 +133,7 @@ def cells() -> list[object]:
 @pytest.mark.parametrize(("module", "way", "precision", "callbacks"), cells())
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_cell(module, way, precision, callbacks, run_folder):
-    processes = next(one.processes for one in ways() if one.name == way)
+    processes = way_named(way, 2).processes
     pattern = refusal(module, way, precision)
     check = check_cell if pattern is None else check_refused
     arguments = module, way, precision, callbacks, run_folder
@@ -140,10 +145,36 @@ def test_cell(module, way, precision, callbacks, run_folder):
     expected, through = of_one_process(module, precision), weights(run_folder / "through" / "step=2.ckpt")
     assert list(through) == list(expected)
     tolerance = 1e-5 if precision == "32-true" else 0.02
-    for name, value in expected.items():
-        if value.is_floating_point():
-            torch.testing.assert_close(through[name], value, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
+    require_equal(through, expected, tolerance)
     torch.testing.assert_close(weights(run_folder / "resumed" / "step=2.ckpt"), through, rtol=1e-5, atol=1e-6)
+
+
+def check_three_steps(rank, module, way, folder):
+    run(module, way, "32-true", "Lightning's", folder, 3, number=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("way", [way.name for way in ways()[1:]])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_three_steps_of_four_equal_those_of_one(module, way, run_folder):
+    if refusal(module, way, "32-true"):
+        pytest.skip("refused")
+    processes = way_named(way, 4).processes
+    if processes == 1:
+        check_three_steps(0, module, way, run_folder)
+    else:
+        run_ranks(check_three_steps, module, way, run_folder, world_size=processes, timeout_s=120)
+    one = run(
+        module, "single device", "32-true", "Lightning's", run_folder / "one", 3, number=4
+    ).lightning_module.state_dict()
+    require_equal(weights(run_folder / "step=3.ckpt"), one, 1e-5)
+
+
+def require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, value in expected.items():
+        if value.is_floating_point():  # counts are those of the first of several devices in one process
+            torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance)
 
 
 def table() -> str:

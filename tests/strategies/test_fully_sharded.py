@@ -225,9 +225,9 @@ def check_dtypes(rank):
 def test_mixed_precision_gathers_low_and_keeps_gates_and_master_weights():
     expected = whole_weights(fit("language_model", precision="bf16-mixed", optimizer=SGD))
     for seen, master, weights in run_ranks(check_dtypes):
-        assert seen["blocks.0.feed_forward.gate"] == (torch.float32, (4, 8))
-        assert seen["blocks.1.attention.out"] == (torch.bfloat16, (8, 8))
-        assert seen["blocks.0.feed_forward.experts"] == (torch.bfloat16, (4, 12, 8))
+        assert seen["blocks.0.feed_forward.gate"] == (torch.float32, (4, 16))
+        assert seen["blocks.1.attention.out"] == (torch.bfloat16, (16, 16))
+        assert seen["blocks.0.feed_forward.experts"] == (torch.bfloat16, (4, 12, 16))
         assert master == {torch.float32}
         for key in set(weights) - {key for key in weights if key.endswith("expert_slots")}:  # near ties go either way
             torch.testing.assert_close(weights[key], expected[key], rtol=0.02, atol=0.01)
@@ -275,8 +275,8 @@ def check_reductions(rank, reduce_every_micro_batch):
 
 def test_accumulated_gradients_are_reduced_once():
     once, always = run_ranks(check_reductions, False), run_ranks(check_reductions, True)
-    assert once == [2 * 4] * 2  # steps, and groups: three blocks and the rest
-    assert always == [2 * 2 * 4] * 2
+    assert once == [2 * 5] * 2  # steps, and groups: four blocks and the rest
+    assert always == [2 * 2 * 5] * 2
 
 
 def check_refused(rank, name, strategy):

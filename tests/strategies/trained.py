@@ -26,7 +26,7 @@ class Plain(L.LightningModule):
         super().__init__()
         self.start = nn.Linear(5, 12)
         norm = nn.BatchNorm1d(12) if batch_norm else nn.LayerNorm(12)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(12, 13), nn.Tanh(), nn.Linear(13, 12)) for _ in range(3)))
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(12, 13), nn.Tanh(), nn.Linear(13, 12)) for _ in range(4)))
         self.norm = norm
         self.end = nn.Linear(12, 3)
         self.scale = nn.Parameter(torch.ones(3))
@@ -58,7 +58,9 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(1)
     if name == "language_model":
-        model = MoELanguageModel(11, dim=8, num_layers=2, num_heads=2, num_experts=4, expert_dim=6, optimizer=optimizer)
+        model = MoELanguageModel(
+            11, dim=16, num_layers=2, num_heads=4, num_experts=4, expert_dim=6, optimizer=optimizer
+        )
         return model, TokenRows(torch.randint(11, (num_rows, 7), generator=generator))
     x = torch.randn(num_rows, 5, generator=generator)
     target = torch.randint(3, (num_rows,), generator=generator)
