@@ -1,5 +1,6 @@
 """Runs that a launcher starts again, and that go on where they were stopped."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError
 from lightning_accel.strategies import AtomicCheckpointIO
@@ -25,6 +26,7 @@ def continue_run(trainer: L.Trainer) -> str | None:
 
     Every process finds it by itself, before they are joined; that they found the same is checked once they are.
     """
+    _warn_of_a_shared_store()
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger | TensorBoardLogger):
             _take_newest_folder(logger)
@@ -36,6 +38,15 @@ def continue_run(trainer: L.Trainer) -> str | None:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     callbacks.append(_SameCheckpoint(path))
     return None if path is None else str(path)
+
+
+def _warn_of_a_shared_store() -> None:
+    """Tell that restarts may hang: https://github.com/pytorch/pytorch/issues/135712, 3 of 6 did on torch 2.13."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        rank_zero_warn(
+            "processes that torchrun starts again find the addresses of those that died in its store, and may wait for "
+            "them until the time-out: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts ..."
+        )
 
 
 def _take_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
