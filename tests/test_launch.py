@@ -156,7 +156,6 @@ def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
     assert (
         "auto: going on from logs/lightning_logs/version_0/checkpoints/signal-step=" in (folder / "log.txt").read_text()
     )
-    checkpoints = folder / "logs/lightning_logs/version_0/checkpoints"
     assert_equal_ends(end_of(folder), whole)
 
 
@@ -172,20 +171,16 @@ NETWORK = """
 ip link set lo up
 unshare --net sleep 300 & other=$!
 trap "kill $other" EXIT
-sleep 0.3
+sleep 0.5
 ip link add one type veth peer name two
 ip link set two netns $other
 ip addr add 10.77.0.1/24 dev one && ip link set one up
 nsenter --target $other --net sh -c "ip link set lo up; ip addr add 10.77.0.2/24 dev two; ip link set two up"
-run() {{
-    {python} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --rdzv-id two \
-        --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29471 --local-addr $1 -m lightning_accel fit --config fit.yaml --trainer.devices 1 --trainer.num_nodes 2
-}}
-export -f run
-GLOO_SOCKET_IFNAME=one run 10.77.0.1 > first.txt 2>&1 & first=$!
-GLOO_SOCKET_IFNAME=two nsenter --target $other --net bash -c "run 10.77.0.2" > second.txt 2>&1
-status=$?
-wait $first && exit $status
+run="{python} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --master-addr 10.77.0.1 --master-port 29471"
+fit="-m lightning_accel fit --config fit.yaml --trainer.devices 1 --trainer.num_nodes 2"
+GLOO_SOCKET_IFNAME=one $run --node-rank 0 $fit > first.txt 2>&1 & first=$!
+GLOO_SOCKET_IFNAME=two nsenter --target $other --net $run --node-rank 1 $fit > second.txt 2>&1 &&
+wait $first
 """
 
 

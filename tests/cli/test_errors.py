@@ -114,8 +114,14 @@ def config(text):
         ([*TABLE, "--data.path=absent.csv", "--data.target=y"], r"no file absent.csv; did you mean present.csv\?"),
         ([*TABLE, "--data.path=present.csv", "--data.target=z"], r"present.csv has no column 'z'.*Its columns: x, y"),
         ([*OURS, "--ckpt_path=absent.ckpt"], r"no checkpoint absent.ckpt; did you mean 'present.ckpt'\?"),
-        ([*OURS, "--ckpt_path=last"], r"to resume, name the file; --ckpt_path last is not for fit"),
-        ([*OURS, "--ckpt_path=best"], r"to resume, name the file; --ckpt_path best is not for fit"),
+        (
+            [*OURS, "--ckpt_path=last"],
+            r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path last is not for fit",
+        ),
+        (
+            [*OURS, "--ckpt_path=best"],
+            r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path best is not for fit",
+        ),
         (["test", *OURS[1:], "--ckpt_path=best"], r"--ckpt_path best: no checkpoint under .*lightning_logs; run fit"),
     ],
 )

@@ -1,0 +1,50 @@
+import os
+import signal
+
+import lightning as L
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_accel.callbacks import SaveOnSignal
+
+
+class Sends(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trainer(folder, *callbacks, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **quiet,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("accumulated", "step"), [(1, 5), (2, 3), (3, 2)])
+def test_saves_after_the_optimizer_step_and_ends(tmp_path, accumulated, step):
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(tmp_path, Sends(), SaveOnSignal(), accumulate_grad_batches=accumulated, enable_checkpointing=False)
+    with pytest.raises(SystemExit) as stop:
+        run.fit(BoringModel())
+    assert stop.value.code == 143
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"signal-step={step}.ckpt"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1; got 0"),
+        ({"stop_signals": ("USR1",)}, "names of signals, such as SIGUSR1; got 'USR1'"),
+    ],
+)
+def test_wrong_arguments_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        SaveOnSignal(**options)
