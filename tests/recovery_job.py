@@ -38,11 +38,39 @@ class ShardedJob(Job):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+class ExpertJob(Job):
+    """With experts, which are used one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.experts = Experts()
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        expert = (x[:, 0] > 0).long()
+        mixed = self.experts(x, expert.argsort(stable=True), torch.ones(len(x)), expert.bincount(minlength=2))
+        return self.net(x + mixed).square().mean() + 0.1 * torch.rand(())
+
+
+class Experts(nn.Module):
+    expert_parameters = ("weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, tokens, token_of_slot, weight_of_slot, counts):
+        rows = tokens[token_of_slot].split(counts.tolist())
+        made = torch.cat([part @ matrix for part, matrix in zip(rows, self.weight, strict=True)])
+        return torch.zeros_like(tokens).index_add(0, token_of_slot, made * weight_of_slot.unsqueeze(1))
+
+
 def local_state(module: L.LightningModule) -> dict[str, Tensor]:
     """Weights and the optimizer's state, of this rank."""
-    state = {name: _local(value) for name, value in module.state_dict().items()}
+    # on meta are the layers that a pipeline keeps elsewhere
+    state = {name: _local(value) for name, value in module.state_dict().items() if not value.is_meta}
     for index, each in module.optimizers().state_dict()["state"].items():
-        state |= {f"{index}.{name}": _local(value) for name, value in each.items()}
+        state |= {f"{index}.{name}": _local(value) for name, value in each.items() if not value.is_meta}
     return state
 
 

@@ -22,8 +22,9 @@ class ExactResume(L.Callback):
     A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), so dropout goes
     on bit for bit. A resumed epoch begins with the first batch that was not trained on; earlier ones are left out
     without being loaded. For that the order of batches becomes a function of the seed and the epoch, and validation
-    leaves the generators as it found them: with this callback a run draws other numbers than without it, and the same
-    ones whether or not it was stopped.
+    leaves the generators as it found them. Processes that train on different rows draw different numbers, for dropout
+    say, where Lightning has all of them draw the same once a seed is set. With this callback a run draws other numbers
+    than without it, and the same ones whether or not it was stopped.
 
     Loaders with a ``state_dict`` of their own (this package's data modules) keep their position themselves. An
     iterable dataset without one starts anew, which a warning says. Random numbers that a dataset draws in worker
@@ -112,6 +113,7 @@ class ExactResume(L.Callback):
         strategy, loop = self._trainer.strategy, self._trainer.fit_loop
         type(strategy).on_train_start(strategy)
         if not loop.is_resuming:
+            self._part_noise()
             return
         self._correct_counters()
         if not self._saved:
@@ -125,6 +127,12 @@ class ExactResume(L.Callback):
         if len(self._saved) > self._trainer.global_rank:
             set_random_state(self._saved[self._trainer.global_rank]["generators"])
         self._saved = []
+
+    def _part_noise(self) -> None:
+        """Let processes that train on different rows draw different numbers; those that share rows draw the same."""
+        deal = self._trainer.distributed_sampler_kwargs
+        if deal and deal["rank"]:
+            seed_random_state(derived_seed(self._seed, deal["rank"]))
 
     def _correct_counters(self) -> None:
         loop = self._trainer.fit_loop
