@@ -1,14 +1,16 @@
 """What does a strategy add to a training step, over the same step written by hand in torch? And what does it save?
 
-python benchmarks/bench_strategies.py [--quick] [--processes 2] [--device cpu|cuda] [--json FILE]
+python benchmarks/bench_strategies.py [--quick] [--processes 2] [--rounds 4] [--device cpu|cuda] [--json FILE]
 
 Every subject trains the same model on the same rows, in processes that talk through gloo (nccl on GPUs). Subjects take
 turns in the same processes; a step is the median over all rounds, forward, backward, optimizer, of the first process.
 Memory is that of one process: what parameters and optimizer states take between steps, and the most they take, gathered
-parameters included, while a block runs. The answer is checked first: all subjects end with the weights of one process.
+parameters included, while a block runs. The answer is checked first: all subjects on the same rows end with equal
+weights. A pipeline's processes all train on the rows of the first.
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -17,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,16 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_accel import FullyShardedStrategy, MixtureOfExperts
+from lightning_accel import AccelDDPStrategy, FullyShardedStrategy, MixtureOfExperts, PipelineStrategy
 from lightning_accel.strategies.sharding import Sharding, shard_module
 
 ROWS = 64  # a process
+MICRO_BATCHES = 4
 
 
 class Residual(nn.Module):
@@ -108,7 +113,7 @@ class Clock(L.Callback):
         self.kept = {id(parameter) for parameter in pl_module.parameters()}
         if self.watch:
             for block in pl_module.blocks:
-                block.register_forward_hook(lambda *_: self.look(pl_module))
+                block.register_forward_pre_hook(lambda *_: self.look(pl_module))
                 block.register_full_backward_pre_hook(lambda *_: self.look(pl_module))
 
     def look(self, module: nn.Module) -> None:
@@ -137,7 +142,7 @@ def nbytes(tensor: Tensor) -> int:
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(map(nbytes, [*module.parameters(), *states]))
+    return sum(nbytes(one) for one in [*module.parameters(), *states] if not one.is_meta)
 
 
 class Bench:
@@ -148,23 +153,50 @@ class Bench:
         self.world_size = dist.get_world_size()
         self.make = lambda: Stack(block, dim, depth)
         self.data = Rows(steps, dim, dist.get_rank())
+        self.same_data = Rows(steps, dim, 0)
 
     def by_hand(self, wrap: Callable[[Stack], nn.Module]) -> tuple[list[float], Stack]:
         """Seconds of each step of a loop in plain torch but the first, and what it trained."""
         module = self.make().to(self.device)
         wrapped = wrap(module)
-        optimizer = module.configure_optimizers()
+
+        def step(x: Tensor, target: Tensor) -> None:
+            F.cross_entropy(wrapped(x), target).backward()
+
+        return self._loop(step, module.configure_optimizers(), self.data), module
+
+    def pipeline_by_hand(self) -> tuple[list[float], nn.Module]:
+        """A stage of torch's own pipeline."""
+        module, rank = self.make().to(self.device), dist.get_rank()
+        layers = module.pipeline_layers()
+        cuts = [number * len(layers) // self.world_size for number in range(self.world_size + 1)]
+        mine = nn.Sequential(*layers[cuts[rank] : cuts[rank + 1]])
+        stage = PipelineStage(mine, rank, self.world_size, self.device)
+        schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=F.cross_entropy)
+
+        def step(x: Tensor, target: Tensor) -> None:
+            inputs = (x,) if rank == 0 else ()
+            schedule.step(*inputs, target=target if rank == self.world_size - 1 else None)
+
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-4)
+        return self._loop(step, optimizer, self.same_data), module
+
+    def _loop(
+        self, step: Callable[[Tensor, Tensor], None], optimizer: torch.optim.Optimizer, data: Rows
+    ) -> list[float]:
         seconds = []
-        for number, (x, target) in enumerate(self.data.batches):
+        for number, (x, target) in enumerate(data.batches):
             start = now(self.device)
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(x.to(self.device)), target.to(self.device)).backward()
+            step(x.to(self.device), target.to(self.device))
             optimizer.step()
             if number:
                 seconds.append(now(self.device) - start)
-        return seconds, module
+        return seconds
 
-    def fit(self, strategy: Strategy, watch: bool = False) -> tuple[list[float], Stack, dict[str, int]]:
+    def fit(
+        self, strategy: Strategy, watch: bool, same_data: bool = False
+    ) -> tuple[list[float], Stack, dict[str, int]]:
         """The same under the Trainer, and bytes."""
         clock, module = Clock(watch), self.make()
         quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
@@ -178,7 +210,7 @@ class Bench:
             callbacks=[clock],
             **quiet,
         )
-        trainer.fit(module, DataLoader(self.data, batch_size=None))
+        trainer.fit(module, DataLoader(self.same_data if same_data else self.data, batch_size=None))
         return clock.seconds, module, {"between steps": clock.resting, "at most": clock.resting + clock.gathered}
 
     def fsdp2(self, module: Stack) -> nn.Module:
@@ -198,25 +230,35 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in module.named_parameters()
+        if not value.is_meta  # a layer on another stage of a pipeline
     }
 
 
 def subjects(bench: Bench, mixture: bool) -> dict[str, tuple[str, Callable[[bool], Any]]]:
     """What each is compared with, and how to run it."""
+
+    def hand(wrap: Callable[[Stack], nn.Module]) -> Callable[[bool], Any]:
+        return lambda watch: bench.by_hand(wrap)
+
+    def ours(strategy: Callable[[], Strategy], same_data: bool = False) -> Callable[[bool], Any]:
+        return lambda watch: bench.fit(strategy(), watch, same_data)
+
     if mixture:
+        all_ranks = partial(FullyShardedStrategy, expert_parallel_size="all")
         return {
-            "expert parallel, by hand": ("", lambda watch: bench.by_hand(bench.experts)),
-            "expert parallel": (
-                "expert parallel, by hand",
-                lambda watch: bench.fit(FullyShardedStrategy(expert_parallel_size="all"), watch),
-            ),
-            "fsdp2": ("expert parallel, by hand", lambda watch: bench.fit(FullyShardedStrategy(), watch)),
+            "ddp, by hand": ("", hand(DistributedDataParallel)),
+            "ddp, Lightning's": ("ddp, by hand", ours(DDPStrategy)),
+            "accel_expert_parallel, by hand": ("", hand(bench.experts)),
+            "accel_expert_parallel": ("accel_expert_parallel, by hand", ours(all_ranks)),
         }
     return {
-        "ddp, by hand": ("", lambda watch: bench.by_hand(DistributedDataParallel)),
-        "ddp, Lightning's": ("ddp, by hand", lambda watch: bench.fit(DDPStrategy(), watch)),
-        "fsdp2, by hand": ("", lambda watch: bench.by_hand(bench.fsdp2)),
-        "fsdp2": ("fsdp2, by hand", lambda watch: bench.fit(FullyShardedStrategy(), watch)),
+        "ddp, by hand": ("", hand(DistributedDataParallel)),
+        "ddp, Lightning's": ("ddp, by hand", ours(DDPStrategy)),
+        "accel_ddp": ("ddp, by hand", ours(AccelDDPStrategy)),
+        "fsdp2, by hand": ("", hand(bench.fsdp2)),
+        "accel_fsdp2": ("fsdp2, by hand", ours(FullyShardedStrategy)),
+        "pipeline, by hand": ("", lambda watch: bench.pipeline_by_hand()),
+        "accel_pipeline": ("pipeline, by hand", ours(partial(PipelineStrategy, MICRO_BATCHES), same_data=True)),
     }
 
 
@@ -251,17 +293,22 @@ def compare(bench: Bench, mixture: bool, rounds: int) -> list[dict[str, Any]]:
     case = f"{'mixtures' if mixture else 'perceptrons'}, {size:.0f}M, {bench.world_size} processes"
     seconds: dict[str, list[float]] = {name: [] for name in run}
     memory: dict[str, dict[str, int]] = {}
-    expected: dict[str, Tensor] = {}
+    expected: dict[str, dict[str, Tensor]] = {}
     for number in range(rounds):
         for name, (_, start) in run.items():
+            module = None
+            gc.collect()  # models and Trainers know each other
             times, module, *rest = start(number == 0)
             if number:  # the first round warms up, and looks at memory and weights
                 seconds[name] += times
             else:
                 memory[name] = rest[0] if rest else {}
+                data = "same" if "pipeline" in name else "each its own"
                 actual = whole(module)
-                expected = expected or actual
-                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+                known = expected.setdefault(data, {})
+                for key in actual.keys() & known.keys():
+                    torch.testing.assert_close(actual[key], known[key], rtol=1e-4, atol=1e-4)
+                expected[data] = actual | known
     rows = []
     for name, (baseline, _) in run.items():
         median = statistics.median(seconds[name])
@@ -297,10 +344,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, few steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=4, help="the first warms up")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
-    arguments.rounds, arguments.steps = (2, 4) if arguments.quick else (5, 7)
+    arguments.rounds, arguments.steps = (2, 4) if arguments.quick else (arguments.rounds, 7)
     arguments.perceptrons = (128, 3) if arguments.quick else (1024, 12)
     arguments.mixtures = (64, 2) if arguments.quick else (512, 22)
     with tempfile.TemporaryDirectory() as folder:

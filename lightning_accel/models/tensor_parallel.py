@@ -1,11 +1,11 @@
 """Weight matrices split over devices, by a plan of ``torch.distributed.tensor.parallel`` that a model declares."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from lightning_accel.strategies.sharding import broadcast_state
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -27,10 +27,4 @@ def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
 def split_(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Split the weights in ``plan``; the others become those of the first process on all, and stay plain tensors."""
     parallelize_module(module, mesh, plan)
-    group = mesh.get_group()
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if not isinstance(tensor, DTensor) and not tensor.is_meta:
-                sent = tensor.detach().to(mesh.device_type)
-                dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
-                tensor.copy_(sent)
+    broadcast_state(module, torch.device(mesh.device_type))

@@ -30,6 +30,7 @@ from lightning_accel.strategies.pipeline_checkpoint import WholeState, clip_by_n
 from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, ScheduleName
 from lightning_accel.strategies.pipeline_logging import StepLog
 from lightning_accel.strategies.pipeline_stage import batch_size, split_batch
+from lightning_accel.strategies.sharding import broadcast_state
 
 _BUCKET = 2**25  # bytes of gradients reduced at once
 
@@ -226,19 +227,11 @@ class PipelineStrategy(DDPStrategy):
                 "Make it anew, and load its checkpoint"
             )
         shared = {parameter for parameter in whole if sum(parameter in one for one in held) != 1}
-        self._broadcast(module)
+        broadcast_state(module, self.root_device)
         free_(module, set(whole) - held[ranks.rank] - shared)
         self._shared = [parameter for parameter in whole if parameter in shared]
         self._owned = [parameter for parameter in whole if parameter in held[ranks.rank] - shared]
         self._pipeline = Pipeline(module, chain, ranks, self.schedule)
-
-    def _broadcast(self, module: nn.Module) -> None:
-        """Give all processes the module of rank 0, one tensor at a time."""
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                sent = tensor.detach().to(self.root_device)
-                dist.broadcast(sent, src=0)
-                tensor.copy_(sent)
 
     def teardown(self) -> None:
         assert self.lightning_module is not None

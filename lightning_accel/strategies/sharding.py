@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accel.strategies.expert_parallel import distribute_experts, expert_parameters, find_experts
@@ -129,9 +129,9 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Give every process the parameters and buffers of the first one."""
+    """Give every process the parameters and buffers of the first one; those that are split are left alone."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        if not tensor.is_meta:
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
             broadcast_(tensor, device)
 
 

@@ -296,3 +296,16 @@ def test_other_numbers_of_processes_go_on_in_the_order(tmp_path):
     assert (
         "this run has 1. Drawn anew: dropout and other random numbers of some processes; the order of batches" in told
     )
+
+
+def check_noise(rank, folder, strategy):
+    torch.manual_seed(3)
+    return [fit(folder / str(again), max_epochs=1, devices=2, strategy=strategy).draws for again in range(2)]
+
+
+@pytest.mark.parametrize(("strategy", "is_shared"), [("ddp", False), ("accel_pipeline", True)])
+def test_processes_on_different_rows_draw_different_numbers(tmp_path, strategy, is_shared):
+    (first, first_again), (second, second_again) = run_ranks(check_noise, tmp_path, strategy)
+    assert first == first_again
+    assert second == second_again
+    assert (first[0] == second[0]) is is_shared  # later ones follow the dropout of the layers that are there

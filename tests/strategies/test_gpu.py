@@ -25,7 +25,7 @@ def no_group_left():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("name", ["plain", "classifier", "language_model"])
-@pytest.mark.parametrize("strategy", ["accel_fsdp2", "ddp"])
+@pytest.mark.parametrize("strategy", ["accel_fsdp2", "ddp", "accel_ddp"])
 def test_one_process_trains_as_without_a_strategy(name, strategy, precision):
     expected = whole_weights(on_gpu(name, precision=precision))
     actual = whole_weights(on_gpu(name, strategy=strategy, precision=precision))
@@ -76,7 +76,7 @@ class Waits(L.Callback):
             self.number = sum("synchroniz" in str(one.message) for one in self.seen)
 
 
-@pytest.mark.parametrize("strategy", ["accel_fsdp2", "ddp"])
+@pytest.mark.parametrize("strategy", ["accel_fsdp2", "ddp", "accel_ddp"])
 def test_the_host_waits_no_more_often(strategy):
     alone, split = Waits(), Waits()
     on_gpu("language_model", callbacks=[alone])
