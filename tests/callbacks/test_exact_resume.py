@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_accel.callbacks import ExactResume
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 
 ROWS = 22  # 6 batches of 4, the last of 2
@@ -300,10 +301,10 @@ def test_other_numbers_of_processes_go_on_in_the_order(tmp_path):
 
 def check_noise(rank, folder, strategy):
     torch.manual_seed(3)
-    return [fit(folder / str(again), max_epochs=1, devices=2, strategy=strategy).draws for again in range(2)]
+    return [fit(folder / str(again), max_epochs=1, devices=2, strategy=strategy()).draws for again in range(2)]
 
 
-@pytest.mark.parametrize(("strategy", "is_shared"), [("ddp", False), ("accel_pipeline", True)])
+@pytest.mark.parametrize(("strategy", "is_shared"), [(DDPStrategy, False), (PipelineStrategy, True)])
 def test_processes_on_different_rows_draw_different_numbers(tmp_path, strategy, is_shared):
     (first, first_again), (second, second_again) = run_ranks(check_noise, tmp_path, strategy)
     assert first == first_again
