@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ class ExpertLoad:
         """Add the report of one forward pass of mixture ``number``."""
         others = torch.stack([report.dropped, report.confidence.detach(), torch.ones_like(report.dropped)])
         sums = torch.cat([report.expert_counts.to(_wide(others)), others.to(_wide(others))])
-        with _ADDING:
+        with nullcontext() if torch.compiler.is_compiling() else _ADDING:  # a lock would break the graph
             before = self._sums[number]
             self._sums[number] = sums if before is None else before + sums.to(before.device)
 

@@ -32,7 +32,13 @@ def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> 
             )
     else:
         blocks = list(_repeated(module))
-    return [block for block in blocks if not _shares_parameters(block, module)]
+    return [block for block in _outermost(blocks) if not _shares_parameters(block, module)]
+
+
+def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Each once, however many names it has, and none that is inside another."""
+    inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
+    return list({id(block): block for block in blocks if id(block) not in inside}.values())
 
 
 def _of_classes(module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:

@@ -22,9 +22,10 @@ class DataParallelStrategy(Strategy):
     """One process that splits each batch over its devices, which run copies of the module in threads.
 
     The short name is ``accel_dp``. Loss, gradients and what ``self.log`` is given are those of one device with the
-    whole batch: means over devices are weighted by rows, and metrics of torchmetrics see all rows, in order. So are
-    checkpoints. Batches may be nested, see :func:`~lightning_accel.strategies.batch_parts.split_batch`; one with fewer
-    rows than devices leaves some idle.
+    whole batch: means over devices are weighted by rows, and metrics of torchmetrics see all rows, in order (but a
+    metric logged with ``on_step=True`` tells of a step the first device's rows alone). So are checkpoints. Batches
+    may be nested, see :func:`~lightning_accel.strategies.batch_parts.split_batch`; one with fewer rows than devices
+    leaves some idle.
 
     What a step leaves behind in the module survives from the first device alone, as in ``torch.nn.DataParallel``:
     buffers (running statistics of BatchNorm, which are of the first device's rows; counters, which count those) and

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -65,7 +65,9 @@ class FullyShardedStrategy(DDPStrategy):
 
     Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype and gradients reduced in float32;
     submodules with an attribute ``keep_float32 = True`` are gathered in float32. Running statistics of batch norms
-    are those of the first process wherever they are used or saved.
+    are those of the first process wherever they are used or saved. After a run the module stays split, for further ones
+    with the same options; on one device, load a checkpoint into a new module. One that is a folder becomes a file by
+    ``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER``.
 
     Args:
         blocks: class names of the blocks; by default ``repeated_blocks()`` of the module, or what its structure shows.
@@ -128,6 +130,8 @@ class FullyShardedStrategy(DDPStrategy):
         self._sharded: Sharded | None = None
         self._folder_to_load: Path | None = None
         self._saving: Future[Any] | None = None
+        self._has_failed = False
+        self._accumulating = False
         self._to_remove: list[str | Path] = []
         self._cpu_group: dist.ProcessGroup | None = None
 
@@ -159,11 +163,18 @@ class FullyShardedStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         _require_no_whole_copies(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        if self._sharded is None or self._sharded.module is not module:
+        self._sharded = vars(module).get("_sharded")
+        if self._sharded is None:
             if fitting and self._layer_sync:
                 module = self._layer_sync.apply(module)  # type: ignore[assignment]
             self.precision_plugin.convert_module(module)
-            self._sharded = self._shard(module)
+            self._sharded = vars(module)["_sharded"] = self._shard(module)
+            self._sharded.options = self._options()
+        elif self._sharded.options != self._options():
+            raise ValueError(
+                f"{type(module).__name__} was split by an earlier run, with other options of FullyShardedStrategy or "
+                "another precision; make it anew, and load a checkpoint"
+            )
         if self._folder_to_load is not None:
             load_parts(self._folder_to_load, module, module.strict_loading)
         self.model = self._sharded
@@ -179,8 +190,8 @@ class FullyShardedStrategy(DDPStrategy):
         name = type(module).__name__
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise TypeError(
-                f"{name} has split its parameters itself; FullyShardedStrategy does it for modules that do not. Take "
-                "Lightning's ModelParallelStrategy, or leave the splitting out of configure_model()"
+                f"{name} has parameters that are split already, by itself or by another strategy. For modules that "
+                "split themselves in configure_model() take Lightning's ModelParallelStrategy; else make them anew"
             )
         if self.expert_parallel_size != 1 and not find_experts(module):
             raise ValueError(
@@ -195,6 +206,11 @@ class FullyShardedStrategy(DDPStrategy):
         if self.activation_checkpointing:
             recompute_activations(blocks)
         return shard_module(module, blocks, self._sharding())
+
+    def _options(self) -> tuple[object, ...]:
+        precision = getattr(self.precision_plugin, "precision", "32-true")
+        mesh = self.world_size, self.shard_size, self.expert_parallel_size
+        return *mesh, self.blocks, self.activation_checkpointing, self.cpu_offload, precision
 
     def _sharding(self) -> Sharding:
         device_type, world_size = self.root_device.type, self.world_size
@@ -223,11 +239,23 @@ class FullyShardedStrategy(DDPStrategy):
         if self.reduce_every_micro_batch or self._sharded is None:
             yield
             return
+        self._accumulating = True
         self._sharded.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:
             yield
         finally:
             self._sharded.set_requires_gradient_sync(True)  # type: ignore[operator]
+            self._accumulating = False
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average the gradients of numbers, which FSDP does not take."""
+        super().post_backward(closure_loss)
+        for number in self._sharded.numbers if self._sharded is not None and not self._accumulating else []:
+            if number.requires_grad:
+                if number.grad is None:
+                    number.grad = torch.zeros_like(number)
+                dist.all_reduce(number.grad)
+                number.grad /= self.world_size
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         # torch's own refuses gradients of several meshes, which experts have
@@ -301,7 +329,7 @@ class FullyShardedStrategy(DDPStrategy):
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
-        self.barrier()
+            self.barrier()
         to_remove, self._to_remove = self._to_remove, []
         for path in to_remove:
             self._remove(path)
@@ -341,8 +369,15 @@ class FullyShardedStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_whole_optimizer(optimizer, state)
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._has_failed = True  # others may be gone, or wait elsewhere: from here on none is waited for
+
     def teardown(self) -> None:
-        self._finish_saving()
+        if not self._has_failed:
+            self._finish_saving()
+            if self._start_method != "popen" and self.lightning_module is not None:
+                _hand_back(self.lightning_module, keep=self.is_global_zero)
         self._folder_to_load = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
@@ -356,6 +391,12 @@ def _require_no_whole_copies(trainer: L.Trainer) -> None:
             f"{type(copying[0]).__name__} keeps a whole copy of the weights, which cannot follow weights that are "
             "split; leave it out, or train with the strategy 'ddp'"
         )
+
+
+def _hand_back(module: L.LightningModule, keep: bool) -> None:
+    """Let the process that started this one, which is about to end, get whole weights."""
+    whole = make_whole(module.state_dict(), keep)
+    module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
 
 def _then(first: Future[Any], act: Callable[[], object]) -> Future[Any]:

@@ -79,7 +79,7 @@ def num_parameters(module: nn.Module) -> int:
 def stage_sizes(costs: Sequence[float], num_stages: int) -> list[int]:
     """How many neighbours each stage takes for the dearest stage to be as cheap as can be.
 
-    >>> stage_sizes([5, 1, 1, 1, 4], num_stages=3)
+    >>> stage_sizes([5, 1, 1, 1, 5], num_stages=3)
     [1, 3, 1]
     """
     before = [0.0, *accumulate(costs)]

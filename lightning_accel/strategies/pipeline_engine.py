@@ -170,6 +170,13 @@ class Pipeline:
 
     def _agree(self, job: Job, error: Exception | None, needed: set[Place]) -> None:
         """Raise on all ranks what failed on any, and tell all which outputs are needed late."""
+        if error is not None and "device meta" in str(error):
+            hint = (
+                "a layer of another stage was used other than by calling it, by its weight for example. Call it, or "
+                f"take that parameter out of the layers of the pipeline ({error})"
+            )
+            raised, error = error, RuntimeError(hint)
+            error.__cause__ = raised
         said = None if error is None else f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((said, needed))
         if error is not None:

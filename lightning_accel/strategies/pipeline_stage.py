@@ -192,7 +192,8 @@ class StageRun:
         if self.stage < self.chain.num_stages - 1:
             raise RuntimeError(
                 f"the step ended on stage {self.stage} of {self.chain.num_stages} without calling any layer of a later "
-                "stage. Let pipeline_layers() return layers that forward always calls"
+                "stage. Let pipeline_layers() return layers that forward always calls, and training_step a loss for "
+                "each batch: None leaves none out here"
             )
         return use(result)
 

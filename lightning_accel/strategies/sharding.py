@@ -60,6 +60,8 @@ class Sharded(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.numbers: list[nn.Parameter] = []  # parameters without a dimension, which FSDP does not take
+        self.options: tuple[object, ...] = ()
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
@@ -68,7 +70,8 @@ class Sharded(nn.Module):
 def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Sharded:
     """Split ``module`` in place, each of ``blocks`` on its own; call what is returned in place of it.
 
-    Submodules with an attribute ``keep_float32 = True`` are gathered in the dtype of their parameters.
+    Submodules with an attribute ``keep_float32 = True``, and batch norms, are gathered in the dtype they are in.
+    The gradients of parameters without a dimension, the ``numbers`` of what is returned, are left to the caller.
 
     Raises:
         ValueError: if experts cannot be dealt in equal numbers.
@@ -76,13 +79,18 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     if sharding.expert_mesh is not None:
         for name, experts in find_experts(module).items():
             _shard_experts(name, experts, sharding, sharding.expert_mesh)
+    numbers = [parameter for parameter in module.parameters() if parameter.ndim == 0]
+    sharding.ignored.update(numbers)
     for submodule in module.modules():
-        if getattr(submodule, "keep_float32", False) and any(True for _ in submodule.parameters()):
+        # batch norms of torch mix low inputs with float32 weights, but not float32 statistics with low weights
+        is_exact = getattr(submodule, "keep_float32", False) or isinstance(submodule, nn.modules.batchnorm._NormBase)
+        if is_exact and submodule not in blocks and any(True for _ in submodule.parameters()):
             sharding.apply(submodule)
     for block in blocks:
         sharding.apply(block, sharding.dtype)
     root = Sharded(module)
     sharding.apply(root, sharding.dtype, reshard_after_forward=False)
+    root.numbers = numbers
     _move_rest(module, sharding)
     return root
 

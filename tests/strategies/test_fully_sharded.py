@@ -1,5 +1,9 @@
+import os
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -373,3 +377,95 @@ def test_fp16_with_a_scaler_trains(name, options):
         assert scale == 2**16
         for key in set(actual) - {key for key in actual if key.endswith("expert_slots")}:
             torch.testing.assert_close(actual[key], expected[key], rtol=0.02, atol=0.005)
+
+
+class Unusual(Plain):
+    """A number among the parameters, and layers with two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.backbone, self.rest = self.blocks[:2], self.blocks[2:]
+
+    def forward(self, x):
+        return super().forward(x) * self.temperature
+
+
+def check_unusual(rank, world_size):
+    torch.manual_seed(1)
+    module, (_, data) = Unusual(), make("plain")
+    options = {"strategy": FullyShardedStrategy() if world_size > 1 else "auto", "devices": world_size}
+    run = trainer(accumulate_grad_batches=2, max_steps=2, gradient_clip_val=0.3, **options)
+    run.fit(module, Rows(data, 8 // world_size))
+    return whole_weights(run)
+
+
+def test_numbers_and_layers_with_two_names():
+    for actual in run_ranks(check_unusual, 2):
+        close(actual, check_unusual(0, 1))
+
+
+def check_low_batch_norm(rank):
+    run = fit("plain_batch_norm", 4, strategy="accel_fsdp2", devices=2, precision="bf16-mixed", optimizer=SGD)
+    return whole_weights(run)["norm.weight"]
+
+
+def test_batch_norms_train_in_mixed_precision():
+    first, second = run_ranks(check_low_batch_norm)
+    assert first.equal(second)
+    assert not first.equal(torch.ones(12))
+
+
+def check_second_trainer(rank):
+    module, data = make("plain")
+    for _ in range(2):
+        run = trainer(strategy=FullyShardedStrategy(), devices=2)
+        run.fit(module, Rows(data, 4))
+    with pytest.raises(ValueError, match="was split by an earlier run, with other options"):
+        trainer(strategy=FullyShardedStrategy(blocks=["Linear"]), devices=2).fit(module, Rows(data, 4))
+    return whole_weights(run)
+
+
+def test_a_second_trainer_takes_the_module():
+    module, data = make("plain")
+    for _ in range(2):
+        run = trainer()
+        run.fit(module, Rows(data, 8))
+    for actual in run_ranks(check_second_trainer):
+        close(actual, whole_weights(run))
+
+
+class FailsOnOne(Plain):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("not in this batch")
+        return super().training_step(batch, batch_idx)
+
+
+def check_failure(rank):
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        trainer(strategy=FullyShardedStrategy(), devices=2).fit(FailsOnOne(), Rows(make("plain")[1], 4))
+    if rank == 1:
+        assert str(error.value) == "not in this batch"
+        os._exit(3)  # as the end of its program would
+
+
+def test_a_process_that_fails_says_so_at_once():
+    with pytest.raises(AssertionError, match="rank 1: the process died, exit code 3"):
+        run_ranks(check_failure, timeout_s=30)
+
+
+def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from lightning_accel import AtomicCheckpointIO, FullyShardedStrategy\n"
+        "from tests.strategies.trained import Rows, make, trainer\n"
+        "module, data = make('plain')\n"
+        "strategy = FullyShardedStrategy(start_method='fork')\n"
+        "trainer(strategy=strategy, devices=2, plugins=[AtomicCheckpointIO()]).fit(module, Rows(data, 4))\n"
+        "torch.save(module.state_dict(), 'weights.pt')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path, env=environment, timeout=60)
+    close(torch.load(tmp_path / "weights.pt"), whole_weights(fit("plain", 8)))
