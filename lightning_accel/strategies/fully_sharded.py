@@ -63,6 +63,9 @@ class FullyShardedStrategy(DDPStrategy):
     one by one, the rest of it once a step. Training equals that of one process with the batches of all of them. Weights
     are those of the first process at the start, as with DistributedDataParallel.
 
+    A module too large for the memory of a process is made on the meta device, ``with torch.device("meta")``. Its layers
+    then draw their weights where they are kept, by their ``reset_parameters()``, or take those of a checkpoint.
+
     Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype and gradients reduced in float32;
     submodules with an attribute ``keep_float32 = True`` are gathered in float32. Running statistics of batch norms
     are those of the first process wherever they are used or saved. After a run the module stays split, for further ones
@@ -130,6 +133,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._sharded: Sharded | None = None
         self._folder_to_load: Path | None = None
         self._saving: Future[Any] | None = None
+        self._state_to_load: Mapping[str, Any] | None = None
         self._has_failed = False
         self._accumulating = False
         self._to_remove: list[str | Path] = []
@@ -177,6 +181,9 @@ class FullyShardedStrategy(DDPStrategy):
             )
         if self._folder_to_load is not None:
             load_parts(self._folder_to_load, module, module.strict_loading)
+        elif self._state_to_load is not None:
+            load_whole_model(module, self._state_to_load, module.strict_loading)
+            self._state_to_load = None
         self.model = self._sharded
         if fitting:
             self._reset_optimizers_and_schedulers()  # of an earlier fit, which hold parameters of its own
@@ -358,7 +365,9 @@ class FullyShardedStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        if self._folder_to_load is None:
+        if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
+            self._state_to_load = checkpoint["state_dict"]  # there is nowhere to load it to yet
+        elif self._folder_to_load is None:
             load_whole_model(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

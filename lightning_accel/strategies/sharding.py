@@ -120,12 +120,38 @@ def _shard_experts(name: str, experts: nn.Module, sharding: Sharding, mesh: Devi
 def _move_rest(module: nn.Module, sharding: Sharding) -> None:
     """What FSDP leaves: experts that are nowhere twice, and buffers where parameters are kept on the CPU."""
     device_type = sharding.mesh.device_type
+    if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+        device = torch.device("cpu" if sharding.cpu_offload else device_type)
+        with torch.random.fork_rng():
+            torch.manual_seed(torch.initial_seed() + dist.get_rank())  # or all parts of a weight would be equal
+            draw_weights(module, device)
+        broadcast_state(module, torch.device(device_type))  # what is not split is the same everywhere
     if not sharding.cpu_offload:
         module.to(device_type)
         return
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             setattr(submodule, name, buffer.to(device_type))
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, device: torch.device) -> None:
+    """Give memory to the submodules that were made on the meta device, and draw their weights as they do themselves.
+
+    Raises:
+        TypeError: if one of them has no ``reset_parameters()``.
+    """
+    for name, submodule in module.named_modules():
+        own = [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        submodule.to_empty(device=device, recurse=False)
+        if not callable(reset := getattr(submodule, "reset_parameters", None)):
+            raise TypeError(
+                f"{name or type(submodule).__name__} was made on the meta device, but has no reset_parameters() that "
+                "draws its weights; give it one, or make it on the CPU"
+            )
+        reset()
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:

@@ -469,3 +469,35 @@ def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, script], check=True, cwd=tmp_path, env=environment, timeout=60)
     close(torch.load(tmp_path / "weights.pt"), whole_weights(fit("plain", 8)))
+
+
+class Large(Plain):
+    """Made where it takes no memory; its own parameters, which nothing could draw, are on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in [self.start, *self.blocks.modules(), self.norm, self.end]:
+            layer._apply(lambda tensor: tensor.to("meta"), recurse=False)
+
+
+def check_large(rank, path):
+    data = Rows(make("plain", num_rows=8)[1], 4)
+    drawn, resumed = Large(), Large()
+    torch.manual_seed(4)
+    first = trainer(strategy=FullyShardedStrategy(), devices=2, max_steps=1)
+    first.fit(drawn, data)
+    run = trainer(strategy=FullyShardedStrategy(), devices=2)
+    run.fit(resumed, data, ckpt_path=path)
+    return whole_weights(first), whole_weights(run)
+
+
+def test_modules_on_the_meta_device_draw_their_parts_or_load_them(tmp_path):
+    one_batch("plain", 8, max_steps=1).save_checkpoint(tmp_path / "one.ckpt")
+    expected = whole_weights(one_batch("plain", 8))
+    (drawn, resumed), (drawn_there, resumed_there) = run_ranks(check_large, tmp_path / "one.ckpt")
+    close(resumed, expected)
+    close(resumed_there, expected)
+    weight = drawn["blocks.1.0.weight"]  # 13 x 12, in parts of 7 and 6 rows
+    assert weight.equal(drawn_there["blocks.1.0.weight"])
+    assert 0.1 < weight.std() < 0.25  # uniform in 1 / sqrt(12)
+    assert (weight[:6] - weight[7:]).abs().mean() > 0.1
