@@ -123,7 +123,8 @@ def _move_rest(module: nn.Module, sharding: Sharding) -> None:
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         device = torch.device("cpu" if sharding.cpu_offload else device_type)
         with torch.random.fork_rng():
-            torch.manual_seed(torch.initial_seed() + dist.get_rank())  # or all parts of a weight would be equal
+            part = (sharding.mesh.get_coordinate() or [0])[-1]  # copies of the model draw the same
+            torch.manual_seed(torch.initial_seed() + part)  # else all parts of a weight would be equal
             draw_weights(module, device)
         broadcast_state(module, torch.device(device_type))  # what is not split is the same everywhere
     if not sharding.cpu_offload:
