@@ -1,4 +1,5 @@
 import copy
+import inspect
 import warnings
 
 import lightning as L
@@ -18,7 +19,9 @@ LAYERS = {
     "2d": (nn.BatchNorm2d, (3, 2)),
     "3d": (nn.BatchNorm3d, (2, 3, 2)),
 }
-OPTIONS = [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"bias": False}]
+OPTIONS = [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}]
+if "bias" in inspect.signature(nn.BatchNorm1d).parameters:  # torch 2.12 and later
+    OPTIONS.append({"bias": False})
 
 
 def whole_and_synced(layer, options, dtype, group=None):
