@@ -22,6 +22,7 @@ from lightning_accel.strategies.pipeline_chain import (
     Chain,
     find_layers,
     free_,
+    measured_costs,
     move_,
     num_parameters,
     stage_sizes,
@@ -58,7 +59,9 @@ class PipelineStrategy(DDPStrategy):
         num_micro_batches: that each batch is split into along the first dimension of its tensors; the next smaller
             number for a batch whose rows it does not divide. By default twice the stages of a pipeline.
         schedule: ``gpipe``, ``1f1b``, or ``interleaved``, which takes two ``stages_per_rank`` or more.
-        split: layers of each stage, in order; by default such that the largest stage has the fewest parameters.
+        split: layers of each stage, in order; by default such that the dearest stage is as cheap as can be, by the time
+            that layers take in a forward pass of the module's ``example_input_array``, or, if it has none, by their
+            parameters.
         stages_per_rank: stage ``s`` is on process ``s % pipeline_size``.
         data_parallel_size: pipelines that train on different batches; gradients are averaged once a step.
         process_group_backend: by default that of the device.
@@ -206,7 +209,7 @@ class PipelineStrategy(DDPStrategy):
         ranks = self._ranks()
         num_stages = ranks.size * self.stages_per_rank
         layers = find_layers(module, num_stages)
-        sizes = list(self.split or stage_sizes([num_parameters(layer) for layer in layers], num_stages))
+        sizes = list(self.split or stage_sizes(self._costs(module, layers), num_stages))
         if len(sizes) != num_stages or sum(sizes) != len(layers) or min(sizes) < 1:
             raise ValueError(
                 f"split must give {num_stages} stages one layer or more each, {len(layers)} in all; got {sizes}"
@@ -232,6 +235,12 @@ class PipelineStrategy(DDPStrategy):
         self._shared = [parameter for parameter in whole if parameter in shared]
         self._owned = [parameter for parameter in whole if parameter in held[ranks.rank] - shared]
         self._pipeline = Pipeline(module, chain, ranks, self.schedule)
+
+    def _costs(self, module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
+        if module.example_input_array is None:
+            return [float(num_parameters(layer)) for layer in layers]
+        costs = measured_costs(module, layers) if self.is_global_zero else []
+        return self.broadcast(costs)  # two measurements differ, and all must split alike
 
     def teardown(self) -> None:
         assert self.lightning_module is not None

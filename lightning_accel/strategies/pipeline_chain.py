@@ -1,10 +1,12 @@
 """The chain of layers that a module calls one after another, and how it is cut into stages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
+from time import perf_counter
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -74,6 +76,35 @@ def _largest_container(module: nn.Module, num_stages: int) -> Iterable[nn.Module
 def num_parameters(module: nn.Module) -> int:
     """How many numbers it learns or holds fixed."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+@torch.no_grad()
+def measured_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
+    """Seconds that each of ``layers`` takes in a forward pass of the module's ``example_input_array``, on the CPU."""
+    example, seconds, was_training = module.example_input_array, [0.0] * len(layers), module.training
+    hooks = []
+    for number, layer in enumerate(layers):
+
+        def begin(*_: object, number: int = number) -> None:
+            seconds[number] -= perf_counter()
+
+        def end(*_: object, number: int = number) -> None:
+            seconds[number] += perf_counter()
+
+        hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+    module.eval()
+    try:
+        for _ in range(2):  # the first warms up
+            seconds[:] = [0.0] * len(layers)
+            if isinstance(example, Mapping):
+                module(**example)
+            else:
+                module(*example if isinstance(example, tuple) else (example,))
+    finally:
+        module.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return seconds
 
 
 def stage_sizes(costs: Sequence[float], num_stages: int) -> list[int]:

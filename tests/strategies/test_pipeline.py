@@ -1,3 +1,4 @@
+import time
 from itertools import pairwise
 
 import lightning as L
@@ -259,3 +260,47 @@ def test_data_parallel_pipelines(tmp_path, strategy):
         assert result["logged"]["val/correct"] == one["logged"]["val/correct"]
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.02)
+        return x * 1.0
+
+
+class Uneven(L.LightningModule):
+    """Most parameters in front, most of the time at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 64), nn.Linear(64, 4), nn.Linear(4, 4), Slow(), nn.Linear(4, 4), Slow()
+        )
+        self.example_input_array = torch.randn(2, 4)
+
+    def pipeline_layers(self):
+        return list(self.layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def check_costs(rank, folder):
+    rows = DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=4)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=PipelineStrategy(2), enable_model_summary=False, **options
+    )
+    trainer.fit(Uneven(), rows)
+    chain = trainer.strategy.pipeline.chain
+    return [len(list(chain.layers_of([stage]))) for stage in range(2)]
+
+
+def test_stages_take_equal_times_where_the_module_has_an_example(tmp_path):
+    assert run_ranks(check_costs, tmp_path) == [[4, 2]] * 2  # by parameters it would be [1, 5]
