@@ -48,4 +48,6 @@ def test_heads_must_go_into_the_devices(tmp_path):
 
 @pytest.mark.slow
 def test_data_parallelism_is_refused(tmp_path):
-    run_ranks(check_refused, tmp_path, (2, 2), 4, "does not average gradients over data_parallel_size=2", world_size=4)
+    run_ranks(
+        check_refused, tmp_path, (2, 2), 4, "data_parallel_size=2 nothing would average the gradients", world_size=4
+    )
