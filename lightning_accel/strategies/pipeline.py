@@ -32,6 +32,11 @@ from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, Sch
 from lightning_accel.strategies.pipeline_logging import StepLog
 from lightning_accel.strategies.pipeline_stage import batch_size, split_batch
 from lightning_accel.strategies.sharding import broadcast_state
+from lightning_accel.strategies.sync_batchnorm import (
+    SyncBatchNormPlugin,
+    convert_sync_batchnorm_,
+    revert_sync_batchnorm_,
+)
 
 _BUCKET = 2**25  # bytes of gradients reduced at once
 
@@ -52,7 +57,8 @@ class PipelineStrategy(DDPStrategy):
     metrics are those of the last stage. ``validate``, ``test`` and ``predict`` take each batch whole, and all
     processes get the results. Checkpoints are those of one process, both ways.
 
-    Differs from one process: dropout draws other numbers, BatchNorm sees micro-batches, and attributes that a step
+    Differs from one process: dropout draws other numbers, BatchNorm sees micro-batches (joined over pipelines by
+    :class:`lightning_accel.strategies.SyncBatchNormPlugin`), and attributes that a step
     counts up count micro-batches, those of the last stage in the checkpoint.
 
     Args:
@@ -184,6 +190,8 @@ class PipelineStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._pipeline is None or self._pipeline.module is not self.lightning_module:
             self._split(self.lightning_module)
+        if self._layer_sync is not None and self.data_parallel_size > 1 and self.device_mesh is not None:
+            convert_sync_batchnorm_(self.lightning_module, self.device_mesh.get_group("data_parallel"))
         move_(self.lightning_module, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         if trainer.state.fn == TrainerFn.FITTING:
@@ -198,10 +206,10 @@ class PipelineStrategy(DDPStrategy):
                 f"{type(module).__name__} has automatic_optimization=False, but a pipeline runs forward and backward "
                 "passes of micro-batches by its schedule. Use automatic optimization, or another strategy"
             )
-        if self._layer_sync is not None:
+        if self._layer_sync is not None and not isinstance(self._layer_sync, SyncBatchNormPlugin):
             raise ValueError(
-                "accel_pipeline does not take sync_batchnorm or another LayerSync: BatchNorm sees one micro-batch at a "
-                "time on one stage. Leave it out, or use a norm without statistics of the batch"
+                "accel_pipeline takes SyncBatchNormPlugin alone of the LayerSync plug-ins, which joins a micro-batch "
+                f"with those of the other pipelines; got {type(self._layer_sync).__name__}. Give that, or leave it out"
             )
 
     def _split(self, module: pl.LightningModule) -> None:
@@ -250,6 +258,7 @@ class PipelineStrategy(DDPStrategy):
             metric.process_group = None
         self._metric_groups = []
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        revert_sync_batchnorm_(self.lightning_module)
         move_(self.lightning_module, torch.device("cpu"))
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
