@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_accel.strategies import PipelineStrategy
+
 
 class WeightedAccumulation(L.Callback):
     """Weigh each micro-batch and process by what its loss is a mean over, such as tokens that are not padding.
@@ -24,8 +26,8 @@ class WeightedAccumulation(L.Callback):
     one, see the right gradient. It never waits for the device.
 
     Raises:
-        TypeError: before training, if the module optimizes by hand; at the first step, if ``training_step`` returns no
-            weight.
+        TypeError: before training, if the module optimizes by hand, or under ``accel_pipeline``; at the first step, if
+            ``training_step`` returns no weight.
         ValueError: if a weight is not a single number, or one on the CPU is negative or not finite.
     """
 
@@ -41,6 +43,11 @@ class WeightedAccumulation(L.Callback):
             raise TypeError(
                 f"WeightedAccumulation needs automatic optimization, but {type(pl_module).__name__} optimizes by hand; "
                 "take the callback out and weigh the losses there"
+            )
+        if isinstance(trainer.strategy, PipelineStrategy):
+            raise TypeError(
+                "WeightedAccumulation does not work under accel_pipeline, whose schedule runs the micro-batches; "
+                "take the callback out, or train with 'accel_fsdp2'"
             )
         self._weight = self._total = None
         self._strategy = trainer.strategy

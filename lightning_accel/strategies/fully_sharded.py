@@ -167,11 +167,12 @@ class FullyShardedStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         _require_no_whole_copies(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        self._has_failed = False
+        if self._layer_sync:  # in evaluation too, where it changes nothing: it must come before the splitting
+            module = self._layer_sync.apply(module)  # type: ignore[assignment]
+        self.precision_plugin.convert_module(module)
         self._sharded = vars(module).get("_sharded")
         if self._sharded is None:
-            if fitting and self._layer_sync:
-                module = self._layer_sync.apply(module)  # type: ignore[assignment]
-            self.precision_plugin.convert_module(module)
             self._sharded = vars(module)["_sharded"] = self._shard(module)
             self._sharded.options = self._options()
         elif self._sharded.options != self._options():
@@ -179,6 +180,8 @@ class FullyShardedStrategy(DDPStrategy):
                 f"{type(module).__name__} was split by an earlier run, with other options of FullyShardedStrategy or "
                 "another precision; make it anew, and load a checkpoint"
             )
+        else:
+            self._sharded.reshard()  # an evaluation leaves gathered copies for parameters
         if self._folder_to_load is not None:
             load_parts(self._folder_to_load, module, module.strict_loading)
         elif self._state_to_load is not None:
@@ -217,7 +220,8 @@ class FullyShardedStrategy(DDPStrategy):
     def _options(self) -> tuple[object, ...]:
         precision = getattr(self.precision_plugin, "precision", "32-true")
         mesh = self.world_size, self.shard_size, self.expert_parallel_size
-        return *mesh, self.blocks, self.activation_checkpointing, self.cpu_offload, precision
+        memory = self.activation_checkpointing, self.cpu_offload, self.reshard_after_forward
+        return *mesh, self.blocks, *memory, precision
 
     def _sharding(self) -> Sharding:
         device_type, world_size = self.root_device.type, self.world_size
@@ -365,9 +369,11 @@ class FullyShardedStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        if self._folder_to_load is not None:
+            return
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
             self._state_to_load = checkpoint["state_dict"]  # there is nowhere to load it to yet
-        elif self._folder_to_load is None:
+        else:
             load_whole_model(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -380,6 +386,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._saving, self._to_remove = None, []
         self._has_failed = True  # others may be gone, or wait elsewhere: from here on none is waited for
 
     def teardown(self) -> None:
@@ -389,6 +396,8 @@ class FullyShardedStrategy(DDPStrategy):
                 _hand_back(self.lightning_module, keep=self.is_global_zero)
         self._folder_to_load = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        if self._layer_sync and self.lightning_module is not None:
+            self._layer_sync.revert(self.lightning_module)
         super().teardown()
         self.model = self.lightning_module
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import WeightedAccumulation
-from lightning_accel.strategies import AccelDDPStrategy
+from lightning_accel.strategies import AccelDDPStrategy, PipelineStrategy
 from tests.ranks import run_ranks
+from tests.strategies.trained import Rows, make, trainer
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -153,3 +154,13 @@ def test_errors():
     model.automatic_optimization = False
     with pytest.raises(TypeError, match="Tokens optimizes by hand"):
         fit(model, micro_batches(0), WeightedAccumulation())
+
+
+def check_pipeline_is_refused(rank):
+    module, data = make("plain")
+    with pytest.raises(TypeError, match="does not work under accel_pipeline"):
+        trainer(strategy=PipelineStrategy(), devices=2, callbacks=[WeightedAccumulation()]).fit(module, Rows(data, 8))
+
+
+def test_pipelines_are_refused():
+    run_ranks(check_pipeline_is_refused)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.strategies import FullyShardedStrategy
+from lightning_accel import AmpPrecision
+from lightning_accel.strategies import FullyShardedStrategy, SyncBatchNormPlugin
 from tests.ranks import run_ranks
 from tests.strategies.trained import SGD, Plain, Rows, fit, make, trainer, whole_weights
 
@@ -424,6 +425,7 @@ def check_second_trainer(rank):
     for _ in range(2):
         run = trainer(strategy=FullyShardedStrategy(), devices=2)
         run.fit(module, Rows(data, 4))
+        run.validate(module, Rows(data, 4), verbose=False)
     with pytest.raises(ValueError, match="was split by an earlier run, with other options"):
         trainer(strategy=FullyShardedStrategy(blocks=["Linear"]), devices=2).fit(module, Rows(data, 4))
     return whole_weights(run)
@@ -523,3 +525,23 @@ def test_after_a_failure_no_other_process_is_waited_for(monkeypatch):
     strategy._saving = Future()  # which is never done
     strategy.on_exception(ValueError())
     strategy.teardown()
+
+
+def check_each_run_is_set_up(rank):
+    module, data = make("plain_batch_norm", SGD)
+    seen = []
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            scaled = trainer.precision_plugin.scaler is not None
+            seen.append((pl_module.norm._sync_group is not None, scaled))
+
+    for stage in ("validate", "fit", "fit"):
+        plugins = [SyncBatchNormPlugin(), AmpPrecision("fp16")]
+        run = trainer(strategy=FullyShardedStrategy(), devices=2, plugins=plugins, callbacks=[Look()], max_steps=1)
+        getattr(run, stage)(module, datamodule=Rows(data, 4))
+    return seen
+
+
+def test_each_run_has_its_precision_and_its_synchronised_batch_norms():
+    assert run_ranks(check_each_run_is_set_up) == [[(True, True)] * 2] * 2
