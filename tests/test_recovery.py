@@ -50,6 +50,7 @@ def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_accel import AtomicCheckpointIO, ExactResume, FullyShardedStrategy
+    from lightning_accel.strategies.atomic import write_atomically
     from tests import recovery_job
 
     torch.set_num_threads(1)
@@ -68,7 +69,8 @@ def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
     )  # fmt: skip
     rows = torch.randn(7 * 4 * world_size, recovery_job.WIDTH, generator=torch.Generator().manual_seed(1))
     trainer.fit(job, DataLoader(TensorDataset(rows), batch_size=4, shuffle=True), ckpt_path=resume)
-    torch.save(recovery_job.local_state(job), folder / f"end-{rank}.pt")
+    with write_atomically(folder / f"end-{rank}.pt") as end:  # a kill may come now, too
+        torch.save(recovery_job.local_state(job), end)
     sys.stderr.close()
     os._exit(0)
 
