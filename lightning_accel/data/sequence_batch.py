@@ -1,0 +1,48 @@
+"""Sequences of unequal lengths as one batch. Shapes: B rows, T steps of the longest, F features."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORED = -100  # a step's target where there is none, as in torch.nn.functional.cross_entropy
+
+
+class SequenceBatch(NamedTuple):
+    """What :class:`lightning_accel.models.SequenceModel` trains on.
+
+    ``carried`` is there in truncated back-propagation through time alone, where long sequences come in several batches:
+    for each row, the row of the batch before that it goes on from, or -1 where it begins.
+    """
+
+    x: Tensor  # (B, T, F) floating, or (B, T) int64 tokens; 0 after a row's end
+    lengths: Tensor  # (B,) int64, in [0, T]
+    target: Tensor | None = (
+        None  # (B,) classes, (B,) or (B, K) values, or (B, T) classes of steps, IGNORED after the end
+    )
+    carried: Tensor | None = None  # (B,) int64
+
+
+def collate_sequences(items: Sequence[tuple[Tensor, Tensor | None]]) -> SequenceBatch:
+    """Join pairs of a sequence, (T, F) or (T,), and its target: (), (K,), one for each step, (T,), or None.
+
+    >>> collate_sequences([(torch.ones(2, 1), torch.tensor(3)), (torch.ones(3, 1), torch.tensor(4))]).lengths
+    tensor([2, 3])
+    """
+    sequences, targets = zip(*items, strict=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    return SequenceBatch(pad_sequence(list(sequences), batch_first=True), lengths, _join_targets(targets, lengths))
+
+
+def _join_targets(targets: Sequence[Tensor | None], lengths: Tensor) -> Tensor | None:
+    if any(target is None for target in targets):
+        return None
+    present = [torch.as_tensor(target) for target in targets]
+    if all(
+        target.shape == (length,) and not target.is_floating_point()
+        for target, length in zip(present, lengths, strict=True)
+    ):
+        return pad_sequence(present, batch_first=True, padding_value=IGNORED)
+    return torch.stack(present)
