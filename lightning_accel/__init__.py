@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
+    from lightning_accel.nn import DynamicRNN as DynamicRNN
     from lightning_accel.nn import ExpertChoiceGate as ExpertChoiceGate
     from lightning_accel.nn import ExpertLoad as ExpertLoad
     from lightning_accel.nn import FeedForward as FeedForward
@@ -44,6 +45,7 @@ _PACKAGE_OF = {
     "Bfloat16Precision": "precision",
     "DataParallelStrategy": "strategies",
     "DigitsDataModule": "data",
+    "DynamicRNN": "nn",
     "ExactResume": "callbacks",
     "ExpertChoiceGate": "nn",
     "ExpertLoad": "nn",
@@ -73,6 +75,7 @@ __all__ = [
     "Bfloat16Precision",
     "DataParallelStrategy",
     "DigitsDataModule",
+    "DynamicRNN",
     "ExactResume",
     "ExpertChoiceGate",
     "ExpertLoad",

@@ -1,0 +1,347 @@
+"""Recurrent networks for rows of unequal lengths.
+
+Shapes: B rows, T steps, I inputs, H hidden, L layers, D directions.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+from lightning_accel.nn.recurrent_layer import CELLS, CellName, RecurrentLayer, States
+from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SortedLayout
+from lightning_accel.nn.sequence_pooling import POOLINGS, AttentionPooling, pool
+
+Execution: TypeAlias = Literal["auto", "padded", "staircase", "packed", "lanes"]
+Pooling: TypeAlias = Literal["last", "mean", "max", "attention", "none"]
+State: TypeAlias = Tensor | tuple[Tensor, Tensor]
+Sequences: TypeAlias = Tensor | Sequence[Tensor] | PackedSequence
+
+
+class RecurrentOutput(NamedTuple):
+    """What a :class:`DynamicRNN` returns."""
+
+    output: Sequences  # the last layer's, in the form of the input: (B, T, D * H), zeros after a row's end
+    pooled: Tensor | None  # (B, D * H); None for pooling="none"
+    state: State  # (L * D, B, H) after each row's last valid step; a pair, h and c, of an LSTM
+
+
+class DynamicRNN(nn.Module):
+    """A recurrent network to which a batch of unequally long rows is as good as each row alone.
+
+    What comes after a row's end changes neither what is put out nor a gradient, and may be NaN. A row of length 0 is a
+    row: its states stay, and what is pooled of it is its state for ``last``, else 0.
+
+    ``execution`` is how the steps are run; all give the same numbers. ``auto`` takes what ``benchmarks/bench_rnn.py``
+    found fastest for the device, the cell and the lengths: ``padded`` runs all rows as long as the longest, without
+    waiting for a GPU; ``staircase`` sorts rows by length and runs those that go on; ``packed`` is torch's kernel for a
+    PackedSequence; ``lanes`` lays rows end to end, for the scan cells.
+
+    Args:
+        input_size: I.
+        hidden_size: H.
+        num_layers: L.
+        cell: ``rnn`` (tanh), ``gru`` or ``lstm``, those of torch; ``mingru`` or ``minlstm``, whose gates know the input
+            alone, so that all steps are computed at once.
+        bidirectional: whether a second layer beside each reads from the last valid step to the first.
+        pooling: how the steps of a row become one vector: its ``last`` valid step (in each direction), ``mean``,
+            ``max``, ``attention`` with a learned query, or ``none``.
+        dropout: share of what goes from layer to layer that is dropped in training.
+        weight_drop: share of the weights from state to gates that is dropped, the same at all steps of a batch.
+        zoneout: share of the states that stay as they were at a step, drawn anew at each.
+        layer_norm: whether to normalise what gates get from the input and from the state, and an LSTM's c.
+        execution: ``auto``, ``padded``, ``staircase``, ``packed`` or ``lanes``.
+
+    Raises:
+        ValueError: if a size is below 1, a share not in [0, 1), a name not among those above, or the execution or
+            an option is one that the cell cannot have.
+
+    Source: Feng et al. 2024, Were RNNs All We Needed? (minGRU, minLSTM); Merity et al. 2018, Regularizing and
+    Optimizing LSTM Language Models (weight drop); Krueger et al. 2017, Zoneout, eq. 4 and 5; Ba et al. 2016, Layer Normalization,
+    eq. 20 to 22, with one gain vector for all gates.
+
+    >>> rnn = DynamicRNN(3, 5)
+    >>> rnn(torch.randn(2, 4, 3), torch.tensor([4, 1])).pooled.shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        cell: CellName = "gru",
+        bidirectional: bool = False,
+        pooling: Pooling = "last",
+        dropout: float = 0.0,
+        weight_drop: float = 0.0,
+        zoneout: float = 0.0,
+        layer_norm: bool = False,
+        execution: Execution = "auto",
+    ) -> None:
+        super().__init__()
+        _require_options(
+            {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers},
+            {"dropout": dropout, "weight_drop": weight_drop, "zoneout": zoneout},
+            {"cell": (cell, tuple(CELLS)), "pooling": (pooling, POOLINGS), "execution": (execution, _EXECUTIONS)},
+        )
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.cell: CellName = cell
+        self.bidirectional = bidirectional
+        self.pooling: Pooling = pooling
+        self.dropout = dropout
+        self.execution: Execution = execution
+        directions = 2 if bidirectional else 1
+        self.layers = nn.ModuleList(  # in the order of a state's: both directions of the first, of the second
+            RecurrentLayer(
+                hidden_size * directions if number else input_size, hidden_size, cell, weight_drop, zoneout, layer_norm
+            )
+            for number in range(num_layers)
+            for _ in range(directions)
+        )
+        self.attention = AttentionPooling(hidden_size * directions) if pooling == "attention" else None
+        self._require_possible(weight_drop)
+
+    @property
+    def output_size(self) -> int:
+        """Width of a step's output and of what is pooled: D * H."""
+        return self.hidden_size * (1 + self.bidirectional)
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.RNNBase, *, pooling: Pooling = "last", execution: Execution = "auto"
+    ) -> "DynamicRNN":
+        """Copy ``module``, an ``nn.RNN`` (tanh), ``nn.GRU`` or ``nn.LSTM``, with its weights.
+
+        Raises:
+            ValueError: if it has a projection, no biases, or another non-linearity.
+        """
+        cell = _CELL_OF_TORCH.get(module.mode)
+        if cell is None or module.proj_size or not module.bias:
+            raise ValueError(
+                "DynamicRNN copies nn.RNN with tanh, nn.GRU and nn.LSTM, with biases and without proj_size; "
+                f"got mode={module.mode!r}, bias={module.bias}, proj_size={module.proj_size}"
+            )
+        made = cls(
+            module.input_size, module.hidden_size, module.num_layers, cell=cell, dropout=module.dropout,
+            bidirectional=module.bidirectional, pooling=pooling, execution=execution,
+        ).to(next(module.parameters()))  # fmt: skip
+        suffixes = [f"_l{number}{end}" for number in range(module.num_layers) for end in made._suffixes]
+        with torch.no_grad():
+            for layer, suffix in zip(made.layers, suffixes, strict=True):
+                for name, parameter in layer.named_parameters():
+                    parameter.copy_(getattr(module, name + suffix))
+        return made.train(module.training)
+
+    def forward(
+        self, x: Sequences, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
+    ) -> RecurrentOutput:
+        """Run over rows ``x``.
+
+        Args:
+            x: (B, T, I) floating, or a list of B tensors (T_i, I), or a PackedSequence.
+            lengths: (B,) integers in [0, T], on any device; by default all T. Lists and PackedSequences know theirs.
+            state: to begin with, as in what is returned; by default zeros.
+
+        Raises:
+            TypeError: if ``x`` is none of these, or ``lengths`` are not integers.
+            ValueError: if shapes disagree, a length is not in [0, T], or lengths are given twice.
+        """
+        rows, lengths, form = _pad(x, lengths, self.input_size)
+        layout = self._layout(rows, lengths)
+        states = self._split_state(state, rows)
+        data = layout.enter(rows)
+        ends: list[States] = []
+        for number in range(self.num_layers):
+            if number:
+                data = F.dropout(data, self.dropout, self.training)
+            parts = []
+            for direction in range(1 + self.bidirectional):
+                layer = self.layers[len(ends)]
+                out, end = layer(layout.reverse(data) if direction else data, states[len(ends)], layout)
+                parts.append(layout.reverse(out) if direction else out)
+                ends.append(end)
+            data = torch.cat(parts, dim=-1) if self.bidirectional else parts[0]
+        output = layout.leave(data)
+        pooled = self._pool(output, lengths, ends)
+        joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        new = (joined[0], joined[1]) if len(joined) == 2 else joined[0]
+        return RecurrentOutput(_unpad(output, lengths, form), pooled, new)
+
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Advance all rows by one step ``x`` (B, I), for streams: returns the output (B, H) and the state.
+
+        ``weight_drop`` is left out, as its draw would be another at each step.
+
+        Raises:
+            ValueError: if the network is bidirectional, or shapes disagree.
+        """
+        if self.bidirectional:
+            raise ValueError("a bidirectional DynamicRNN reads the last step first and cannot run step by step")
+        if x.ndim != 2 or x.shape[1] != self.input_size:
+            raise ValueError(f"step needs x of shape (B, {self.input_size}); got {tuple(x.shape)}")
+        ends: list[States] = []
+        for layer, states in zip(self.layers, self._split_state(state, x), strict=True):
+            assert isinstance(layer, RecurrentLayer)
+            if ends:
+                x = F.dropout(x, self.dropout, self.training)
+            ends.append(layer.step(x, layer.zero_states(x, len(x)) if states is None else states))
+            x = ends[-1][0]
+        joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        return x, (joined[0], joined[1]) if len(joined) == 2 else joined[0]
+
+    def choose_execution(self, lengths: Tensor | None, device: torch.device) -> Execution:
+        """What ``execution="auto"`` takes for rows of ``lengths``, None where all are full."""
+        if self.execution != "auto":
+            return self.execution
+        if lengths is None or torch.compiler.is_compiling():
+            return "padded"
+        if device.type != "cpu":
+            return "packed" if self._has_kernel else "padded"
+        if lengths.numel() == 0 or bool((lengths == lengths[0]).all()):
+            return "padded"
+        return "lanes" if self._is_scan else "staircase"
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, execution={self.execution!r}"
+
+    @property
+    def _suffixes(self) -> tuple[str, ...]:
+        return ("", "_reverse")[: 1 + self.bidirectional]
+
+    @property
+    def _is_scan(self) -> bool:
+        return CELLS[self.cell].advance is None
+
+    @property
+    def _has_kernel(self) -> bool:
+        layer = self.layers[0]
+        assert isinstance(layer, RecurrentLayer)
+        return layer.has_kernel
+
+    def _require_possible(self, weight_drop: float) -> None:
+        if weight_drop and self._is_scan:
+            raise ValueError(
+                f"weight_drop={weight_drop} drops weights from state to gates, and {self.cell!r} has none; use dropout"
+            )
+        if self.execution == "lanes" and not self._is_scan:
+            raise ValueError(
+                f"execution='lanes' needs a cell whose gates know the input alone, 'mingru' or 'minlstm'; got "
+                f"{self.cell!r}. Take 'auto'"
+            )
+        if self.execution == "packed" and not self._has_kernel:
+            raise ValueError(
+                "execution='packed' runs torch's kernels, which know 'rnn', 'gru' and 'lstm' without zoneout and "
+                f"layer_norm; got cell={self.cell!r}. Take 'auto'"
+            )
+
+    def _layout(self, x: Tensor, lengths: Tensor | None) -> "PaddedLayout | SortedLayout | LanesLayout":
+        execution = self.choose_execution(lengths, x.device)
+        if execution == "padded" and x.shape[1] and len(x):
+            return PaddedLayout(None if lengths is None else lengths.to(x.device))
+        steps = x.shape[1]
+        known = torch.full((len(x),), steps) if lengths is None else lengths.cpu()
+        if execution == "lanes":
+            return LanesLayout(known, steps, x.device)
+        return SortedLayout(known, steps, x.device, packed=execution == "packed")
+
+    def _pool(self, output: Tensor, lengths: Tensor | None, ends: list[States]) -> Tensor | None:
+        if self.pooling == "last":
+            return torch.cat([end[0] for end in ends[-1 - self.bidirectional :]], dim=-1)
+        if self.attention is not None:
+            return self.attention(output, lengths)
+        return pool(output, lengths, self.pooling)
+
+    def _split_state(self, state: State | None, x: Tensor) -> "list[States | None]":
+        number = self.num_layers * (1 + self.bidirectional)
+        if state is None:
+            return [None] * number
+        parts = state if isinstance(state, tuple) else (state,)
+        shape = number, len(x), self.hidden_size
+        needed = CELLS[self.cell].states
+        if len(parts) != needed or any(part.shape != shape for part in parts):
+            raise ValueError(
+                f"the state of this {self.cell!r} is {'a pair (h, c), each' if needed == 2 else ''} (layers * "
+                f"directions, rows, hidden_size) = {shape}; got {[tuple(part.shape) for part in parts]}"
+            )
+        return [tuple(part[i] for part in parts) for i in range(number)]
+
+
+_CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
+_EXECUTIONS = ("auto", "padded", "staircase", "packed", "lanes")
+
+
+def _require_options(
+    sizes: dict[str, int], shares: dict[str, float], choices: dict[str, tuple[str, tuple[str, ...]]]
+) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1; got {size}")
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name} is a share in [0, 1); got {share}")
+    for name, (given, known) in choices.items():
+        if given not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {given!r}")
+
+
+def _pad(
+    x: Sequences, lengths: Tensor | Sequence[int] | None, input_size: int
+) -> "tuple[Tensor, Tensor | None, str | PackedSequence]":
+    """Rows (B, T, I), their lengths or None where all are full, and the form in which they came."""
+    form: str | PackedSequence = "tensor"
+    if isinstance(x, Tensor):
+        rows = x
+    elif lengths is not None:
+        raise ValueError(f"lengths go with a padded tensor; a {type(x).__name__} knows its own. Leave them out")
+    elif isinstance(x, PackedSequence):
+        form = x
+        rows, lengths = pad_packed_sequence(x, batch_first=True)
+    elif isinstance(x, (list, tuple)) and all(isinstance(row, Tensor) and row.ndim == 2 for row in x) and x:
+        form = "list"
+        rows, lengths = pad_sequence(list(x), batch_first=True), torch.tensor([len(row) for row in x])
+    else:
+        raise TypeError(
+            "DynamicRNN needs a tensor (B, T, input_size), a list of tensors (T_i, input_size), one or more, or a "
+            f"PackedSequence; got {_described(x)}"
+        )
+    if rows.ndim != 3 or rows.shape[2] != input_size:
+        raise ValueError(f"DynamicRNN needs x of shape (B, T, {input_size}); got {tuple(rows.shape)}")
+    if not rows.is_floating_point():
+        raise TypeError(f"DynamicRNN needs floating x; got {rows.dtype}. Embed tokens first, with nn.Embedding")
+    return rows, None if lengths is None else _checked(lengths, rows), form
+
+
+def _checked(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
+    lengths = torch.as_tensor(lengths)
+    if lengths.is_floating_point() or lengths.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise TypeError(f"lengths are integers, numbers of valid steps; got {lengths.dtype}")
+    if lengths.shape != (len(x),):
+        raise ValueError(f"lengths must be ({len(x)},), one for each row of x; got {tuple(lengths.shape)}")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and len(lengths):
+        least, most = lengths.aminmax()  # on a GPU this would wait for it
+        if least < 0 or most > x.shape[1]:
+            raise ValueError(f"lengths must be in [0, {x.shape[1]}], the steps of x; got {int(least)} to {int(most)}")
+    return lengths.long()
+
+
+def _unpad(output: Tensor, lengths: Tensor | None, form: "str | PackedSequence") -> Sequences:
+    if isinstance(form, str) and form == "tensor":
+        return output
+    assert lengths is not None
+    if isinstance(form, str):
+        return [row[:length] for row, length in zip(output, lengths.tolist(), strict=True)]
+    packed = pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=False)
+    return PackedSequence(packed.data, form.batch_sizes, form.sorted_indices, form.unsorted_indices)
+
+
+def _described(x: object) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} of {[tuple(i.shape) if isinstance(i, Tensor) else type(i).__name__ for i in x]}"
+    return f"a {type(x).__name__}"

@@ -1,0 +1,266 @@
+"""One recurrent layer in one direction. Shapes: S steps, B rows, I inputs, H hidden, G gates, N tokens of all rows."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_accel.ops import linear_scan
+
+CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
+States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and c of an LSTM
+
+_SURE = 1e4  # a pre-activation whose sigmoid is 1, and 0 with the other sign, in every dtype; float16 holds it
+
+
+class Cell(NamedTuple):
+    """What tells one cell from another.
+
+    ``advance`` maps what the gates get from the input and from the state, (B, G * H) each, and the states to the next
+    states. A scan cell, whose gates do not know the state, has none; nor has it a ``kernel``, torch's for all steps.
+    """
+
+    gates: int
+    states: int
+    advance: Callable[[Tensor, Tensor, States], States] | None = None
+    kernel: Callable[..., Any] | None = None
+
+
+def _advance_rnn(x: Tensor, h: Tensor, states: States) -> States:
+    return ((x + h).tanh(),)
+
+
+def _advance_gru(x: Tensor, h: Tensor, states: States) -> States:
+    (x_reset, x_update, x_new), (h_reset, h_update, h_new) = x.chunk(3, -1), h.chunk(3, -1)
+    new = (x_new + (x_reset + h_reset).sigmoid() * h_new).tanh()
+    return (torch.lerp(new, states[0], (x_update + h_update).sigmoid()),)
+
+
+def _advance_lstm(x: Tensor, h: Tensor, states: States) -> States:
+    entry, keep, new, show = (x + h).chunk(4, -1)
+    cell = keep.sigmoid() * states[1] + entry.sigmoid() * new.tanh()
+    return show.sigmoid() * cell.tanh(), cell
+
+
+CELLS = {
+    "rnn": Cell(1, 1, _advance_rnn, torch.rnn_tanh),
+    "gru": Cell(3, 1, _advance_gru, torch.gru),
+    "lstm": Cell(4, 2, _advance_lstm, torch.lstm),
+    "mingru": Cell(2, 1),
+    "minlstm": Cell(3, 1),
+}
+
+
+class Layout(Protocol):
+    """How the steps of all rows lie in memory, and how a layer is run over them."""
+
+    def run(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: States | None
+    ) -> tuple[Tensor, States]: ...
+
+
+class RecurrentLayer(nn.Module):
+    """A layer in one direction; :class:`lightning_accel.nn.DynamicRNN` says what the options mean.
+
+    ``weight_ih`` (G * H, I), ``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,) are laid out as those of
+    ``torch.nn.RNN``, ``GRU`` and ``LSTM``. Scan cells have no ``hh``; the gates of ``mingru`` are update and candidate,
+    those of ``minlstm`` keep, entry and candidate.
+    """
+
+    weight_hh: Tensor | None
+    bias_hh: Tensor | None
+
+    def __init__(
+        self, input_size: int, hidden_size: int, cell: CellName, weight_drop: float, zoneout: float, layer_norm: bool
+    ) -> None:
+        super().__init__()
+        self.cell = cell
+        self.hidden_size = hidden_size
+        self.weight_drop = weight_drop
+        self.zoneout = zoneout
+        self.is_scan = CELLS[cell].advance is None
+        self.has_kernel = not (self.is_scan or zoneout or layer_norm)
+        size = CELLS[cell].gates * hidden_size
+        self.weight_ih = nn.Parameter(torch.empty(size, input_size))
+        self.bias_ih = nn.Parameter(torch.empty(size))
+        self.weight_hh = None if self.is_scan else nn.Parameter(torch.empty(size, hidden_size))
+        self.bias_hh = None if self.is_scan else nn.Parameter(torch.empty(size))
+        self.norm_ih = nn.LayerNorm(size, bias=False) if layer_norm else nn.Identity()
+        self.norm_hh = nn.LayerNorm(size, bias=False) if layer_norm and not self.is_scan else nn.Identity()
+        self.norm_cell = nn.LayerNorm(hidden_size) if layer_norm and cell == "lstm" else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights as torch does, uniform within 1 / sqrt(H)."""
+        bound = 1 / math.sqrt(self.hidden_size)
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, data: Tensor, states: States | None, layout: Layout) -> tuple[Tensor, States]:
+        """Run over ``data``, in ``layout``, from ``states`` or zeros; returns what each step puts out, and states."""
+        # once for all steps: DropConnect on the weights, not on the states (Merity et al. 2018)
+        weight_hh = None if self.weight_hh is None else F.dropout(self.weight_hh, self.weight_drop, self.training)
+        return layout.run(self, weight_hh, data, states)
+
+    def zero_states(self, like: Tensor, rows: int) -> States:
+        one = like.new_zeros(rows, self.hidden_size, dtype=self.weight_ih.dtype)
+        return (one,) * CELLS[self.cell].states
+
+    def steps(
+        self, x: Tensor, states: States | None, weight_hh: Tensor | None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, States]:
+        """Run ``x`` (S, B, I) from states to states; those of a row stay as they are after its length, (B,), if given.
+
+        What is put out after a row's length means nothing.
+        """
+        states = self.zero_states(x, x.shape[1]) if states is None else states
+        if self.is_scan:
+            return self._scan(x, states, lengths)
+        if self.has_kernel:
+            return self._run_kernel(x, states, weight_hh, lengths)
+        return self._loop(x, states, weight_hh, lengths)
+
+    def packed(
+        self, x: Tensor, batch_sizes: Tensor, states: States | None, weight_hh: Tensor | None
+    ) -> tuple[Tensor, States]:
+        """Run tokens (N, I) that lie as in a PackedSequence with ``batch_sizes``, int64 on the CPU."""
+        states = self.zero_states(x, int(batch_sizes[0])) if states is None else states
+        with self._kernel_precision(x):
+            return self._kernel(x.to(self.weight_ih.dtype), states, self._weights(weight_hh), batch_sizes)
+
+    def lanes(
+        self, x: Tensor, states: States | None, begins: Tensor, ends: Tensor, starts: Tensor
+    ) -> tuple[Tensor, States]:
+        """Run tokens (N, I) of whole rows that lie end to end, each from its own state.
+
+        ``begins`` and ``ends`` (B,) int64 are where rows have their first and last token, ``starts`` (N,) bool is True
+        at the first ones.
+        """
+        gate, value = self._scan_terms(x)
+        if states is not None:
+            value = value.index_add(0, begins, gate[begins] * states[0].to(value.dtype))
+        out = linear_scan(gate[None], value[None], starts=starts[None])[0].to(self.weight_ih.dtype)
+        return out, (out[ends],)
+
+    def step(self, x: Tensor, states: States) -> States:
+        """Advance by one step ``x`` (B, I)."""
+        if self.is_scan:
+            gate, value = self._scan_terms(x)
+            return ((gate * states[0] + value).to(self.weight_ih.dtype),)
+        return self._advance(self._project(x), states, self.weight_hh)
+
+    def _scan(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
+        gate, value = self._scan_terms(x)
+        if lengths is not None:
+            over = _is_over(x, lengths)
+            gate, value = gate.masked_fill(over, 1), value.masked_fill(over, 0)  # so that the state stays
+        out = linear_scan(gate.transpose(0, 1), value.transpose(0, 1), states[0].to(value.dtype)).transpose(0, 1)
+        out = out.to(self.weight_ih.dtype)
+        return out, (out[-1],)
+
+    def _scan_terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and value of a scan cell's h = gate * h + value, float32 at least: a gate may be close to 1.
+
+        Source: Feng et al. 2024, Were RNNs All We Needed?, sections 3.1 and 3.2.
+        """
+        gates = self._project(x)
+        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
+        if self.cell == "mingru":
+            update, new = gates.chunk(2, -1)
+            gate, value = (-update).sigmoid(), update.sigmoid() * new
+        else:
+            keep, entry, new = gates.chunk(3, -1)
+            odds = F.softplus(-entry) - F.softplus(-keep)  # the logarithm of sigmoid(keep) / sigmoid(entry)
+            gate, value = odds.sigmoid(), (-odds).sigmoid() * new
+        if self.zoneout and self.training:
+            kept = torch.rand_like(gate) < self.zoneout
+            return gate.masked_fill(kept, 1), value.masked_fill(kept, 0)
+        return gate + self.zoneout * (1 - gate), (1 - self.zoneout) * value
+
+    def _project(self, x: Tensor) -> Tensor:
+        dtype = self.weight_ih.dtype
+        if isinstance(self.norm_ih, nn.Identity):
+            return F.linear(x.to(dtype), self.weight_ih, self.bias_ih).to(dtype)
+        return self.norm_ih(F.linear(x.to(dtype), self.weight_ih).to(dtype)) + self.bias_ih
+
+    def _loop(
+        self, x: Tensor, states: States, weight_hh: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, States]:
+        out = []
+        for number, gates in enumerate(self._project(x)):
+            new = self._advance(gates, states, weight_hh)
+            if lengths is not None:
+                goes_on = (number < lengths)[:, None]
+                new = tuple(torch.where(goes_on, *pair) for pair in zip(new, states, strict=True))
+            states = new
+            out.append(states[0])
+        return torch.stack(out), states
+
+    def _advance(self, gates: Tensor, states: States, weight_hh: Tensor | None) -> States:
+        assert weight_hh is not None
+        assert self.bias_hh is not None
+        dtype, advance = self.weight_ih.dtype, CELLS[self.cell].advance
+        assert advance is not None
+        if isinstance(self.norm_hh, nn.Identity):
+            hidden = F.linear(states[0].to(dtype), weight_hh, self.bias_hh).to(dtype)
+        else:
+            hidden = self.norm_hh(F.linear(states[0].to(dtype), weight_hh).to(dtype)) + self.bias_hh
+        new = advance(gates, hidden, states)
+        if not isinstance(self.norm_cell, nn.Identity):
+            show = (gates + hidden).chunk(4, -1)[3].sigmoid()
+            new = show * self.norm_cell(new[1]).tanh(), new[1]
+        if not self.zoneout:
+            return new
+        if self.training:
+            return tuple(
+                torch.where(torch.rand_like(after) < self.zoneout, before, after)
+                for after, before in zip(new, states, strict=True)
+            )
+        return tuple(torch.lerp(after, before, self.zoneout) for after, before in zip(new, states, strict=True))
+
+    def _run_kernel(
+        self, x: Tensor, states: States, weight_hh: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, States]:
+        weights = self._weights(weight_hh)
+        x = x.to(self.weight_ih.dtype)
+        if lengths is not None and self.cell == "lstm":  # its kernel does not tell the c of each step
+            x = torch.cat([x, _is_over(x, lengths).to(x.dtype)], dim=-1)
+            stay = torch.tensor([-_SURE, _SURE, 0, 0]).to(x).repeat_interleave(self.hidden_size)
+            weights[0] = torch.cat([weights[0], stay[:, None]], dim=1)
+        with self._kernel_precision(x):
+            out, new = self._kernel(x, states, weights)
+        if lengths is not None:
+            last = out[(lengths - 1).clamp(min=0), torch.arange(len(lengths), device=x.device)]
+            new = torch.where(lengths[:, None] > 0, last, states[0]), *new[1:]
+        return out, new
+
+    def _weights(self, weight_hh: Tensor | None) -> list[Tensor]:
+        assert weight_hh is not None
+        assert self.bias_hh is not None
+        return [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
+
+    def _kernel(
+        self, x: Tensor, states: States, weights: list[Tensor], batch_sizes: Tensor | None = None
+    ) -> tuple[Tensor, States]:
+        kernel = CELLS[self.cell].kernel
+        assert kernel is not None
+        batched = [state[None] for state in states]
+        layout = () if batch_sizes is None else (batch_sizes,)
+        once = (True, 1, 0.0, self.training, False)  # biases, layers, dropout, whether to train, bidirectional
+        first = (False,) * (batch_sizes is None)  # whether rows come first
+        out, *new = kernel(x, *layout, batched if self.cell == "lstm" else batched[0], weights, *once, *first)
+        dtype = self.weight_ih.dtype
+        return out.to(dtype), tuple(state[0].to(dtype) for state in new)
+
+    def _kernel_precision(self, x: Tensor) -> AbstractContextManager[object]:
+        """Autocast knows cuDNN's kernels; torch's on the CPU need one dtype, and gain nothing from bf16."""
+        return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
+
+
+def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
+    """Whether a row has ended before a step of ``x``: (S, B, 1) bool."""
+    return torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None]

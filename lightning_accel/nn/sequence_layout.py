@@ -1,0 +1,169 @@
+"""How the steps of unequally long rows lie in memory while layers are run over them.
+
+Shapes: B rows, T steps of the padded batch, N valid steps of all rows, I inputs, H hidden.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_accel.nn.recurrent_layer import RecurrentLayer, States
+
+
+class PaddedLayout:
+    """Steps first, (T, B, I), all rows as long as the longest. ``lengths`` (B,) on their device; None: all are full."""
+
+    def __init__(self, lengths: Tensor | None) -> None:
+        self.lengths = lengths
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self.lengths is not None:
+            x = x.where(_valid(x, self.lengths), 0)  # NaN in the padding would make weights' gradients NaN
+        return x.transpose(0, 1)
+
+    def leave(self, data: Tensor) -> Tensor:
+        out = data.transpose(0, 1)
+        return out if self.lengths is None else out.where(_valid(out, self.lengths), 0)
+
+    def reverse(self, data: Tensor) -> Tensor:
+        """Turn each row's valid steps round."""
+        if self.lengths is None:
+            return data.flip(0)
+        step = torch.arange(len(data), device=data.device)[:, None]
+        source = torch.where(step < self.lengths, self.lengths - 1 - step, step)  # (T, B)
+        return data[source, torch.arange(data.shape[1], device=data.device)]
+
+    def run(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
+    ) -> "tuple[Tensor, States]":
+        return layer.steps(data, states, weight_hh, self.lengths)
+
+
+class SortedLayout:
+    """The valid steps alone, as in a PackedSequence: all rows' first steps, then all second ones, longest row first.
+
+    A layer is run on stretches of steps between which no row ends, with the rows that go on (a staircase), or by
+    torch's kernel for packed sequences.
+
+    Args:
+        lengths: (B,) int64 on the CPU.
+        steps: T.
+        device: of the steps.
+        packed: whether torch's kernel for packed sequences runs.
+    """
+
+    def __init__(self, lengths: Tensor, steps: int, device: torch.device, packed: bool) -> None:
+        ordered, order = lengths.sort(descending=True, stable=True)
+        valid = torch.arange(steps)[:, None] < ordered  # (T, B)
+        self.batch_sizes = valid.sum(1)
+        self.batch_sizes = self.batch_sizes[self.batch_sizes > 0]
+        counted = self.batch_sizes.unique_consecutive(return_counts=True)
+        self.stretches = list(zip(*(each.tolist() for each in counted), strict=True))
+        step, row = valid.nonzero(as_tuple=True)  # (N,) each
+        first = self.batch_sizes.cumsum(0) - self.batch_sizes
+        self.rows, self.steps, self.packed = len(lengths), steps, packed
+        self.index = (order[row] * steps + step).to(device, non_blocking=True)
+        self.turned = (first[ordered[row] - 1 - step] + row).to(device, non_blocking=True)
+        self.order = order.to(device, non_blocking=True)
+        self.back = order.argsort().to(device, non_blocking=True)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, self.index)
+
+    def leave(self, data: Tensor) -> Tensor:
+        return _spread(data, self.index, self.rows, self.steps)
+
+    def reverse(self, data: Tensor) -> Tensor:
+        """Turn each row's valid steps round."""
+        return data.index_select(0, self.turned)
+
+    def run(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
+    ) -> "tuple[Tensor, States]":
+        if states is None:
+            states = layer.zero_states(data, self.rows)
+        else:
+            states = tuple(state.index_select(0, self.order) for state in states)
+        if not self.stretches:
+            # what has no gradient at all on one process of several would make DDP wait for it
+            nothing = torch.stack([parameter.sum() * 0 for parameter in layer.parameters()]).sum()
+            return data.new_zeros(0, layer.hidden_size) + nothing, tuple(state + nothing for state in states)
+        run = self._run_packed if self.packed else self._run_stretches
+        out, new = run(layer, weight_hh, data, states)
+        return out, tuple(state.index_select(0, self.back) for state in new)
+
+    def _run_packed(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
+    ) -> "tuple[Tensor, States]":
+        full = self.stretches[0][0]  # rows that have a step at all
+        out, new = layer.packed(data, self.batch_sizes, tuple(state[:full] for state in states), weight_hh)
+        return out, tuple(torch.cat([after, before[full:]]) for after, before in zip(new, states, strict=True))
+
+    def _run_stretches(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
+    ) -> "tuple[Tensor, States]":
+        parts, ended, at = [], [], 0
+        for rows, steps in self.stretches:
+            if rows < len(states[0]):
+                ended.append(tuple(state[rows:] for state in states))
+                states = tuple(state[:rows] for state in states)
+            stretch = data[at : at + rows * steps].view(steps, rows, -1)
+            out, states = layer.steps(stretch, states, weight_hh)
+            parts.append(out.flatten(0, 1))
+            at += rows * steps
+        ended.append(states)
+        new = tuple(torch.cat(one[::-1]) for one in zip(*ended, strict=True))  # the shortest rows ended first
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]), new
+
+
+class LanesLayout:
+    """The valid steps alone, whole rows end to end, (N, I); for scan cells, which start anew where a row does.
+
+    Args:
+        lengths: (B,) int64 on the CPU.
+        steps: T.
+        device: of the steps.
+    """
+
+    def __init__(self, lengths: Tensor, steps: int, device: torch.device) -> None:
+        row, step = (torch.arange(steps) < lengths[:, None]).nonzero(as_tuple=True)  # (N,) each
+        begins = lengths.cumsum(0) - lengths
+        filled = lengths.nonzero()[:, 0]
+        self.rows, self.steps = len(lengths), steps
+        self.index = (row * steps + step).to(device, non_blocking=True)
+        self.turned = (begins[row] + lengths[row] - 1 - step).to(device, non_blocking=True)
+        self.starts = (step == 0).to(device, non_blocking=True)
+        self.filled = filled.to(device, non_blocking=True)
+        self.begins = begins[filled].to(device, non_blocking=True)
+        self.ends = (begins + lengths - 1)[filled].to(device, non_blocking=True)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, self.index)
+
+    def leave(self, data: Tensor) -> Tensor:
+        return _spread(data, self.index, self.rows, self.steps)
+
+    def reverse(self, data: Tensor) -> Tensor:
+        """Turn each row's valid steps round."""
+        return data.index_select(0, self.turned)
+
+    def run(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
+    ) -> "tuple[Tensor, States]":
+        given = None if states is None else tuple(state.index_select(0, self.filled) for state in states)
+        out, new = layer.lanes(data, given, self.begins, self.ends, self.starts)
+        before = layer.zero_states(data, self.rows) if states is None else states
+        return out, tuple(
+            old.index_copy(0, self.filled, last.to(old.dtype)) for old, last in zip(before, new, strict=True)
+        )
+
+
+def _valid(x: Tensor, lengths: Tensor) -> Tensor:
+    return (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]  # (B, T, 1)
+
+
+def _spread(data: Tensor, index: Tensor, rows: int, steps: int) -> Tensor:
+    out = data.new_zeros(rows * steps, data.shape[-1]).index_copy(0, index, data)
+    return out.view(rows, steps, data.shape[-1])

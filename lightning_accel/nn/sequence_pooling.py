@@ -1,0 +1,50 @@
+"""One vector of the valid steps of each row. Shapes: B rows, T steps, H features."""
+
+import torch
+from torch import Tensor, nn
+
+POOLINGS = ("last", "mean", "max", "attention", "none")
+
+
+def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
+    """Reduce ``x`` (B, T, H), zero after ``lengths`` (B,), by ``mean`` or ``max``; 0 for a row of length 0."""
+    if how == "none":
+        return None
+    if how == "mean":
+        # in float32: a sum of many steps would lose the last ones in bf16
+        total = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        count = x.shape[1] if lengths is None else lengths.to(x.device)[:, None]
+        return (total / torch.as_tensor(count).clamp(min=1)).to(x.dtype)
+    if x.shape[1] == 0:
+        return x.sum(1)
+    if lengths is None:
+        return x.amax(1)
+    lengths = lengths.to(x.device)
+    top = x.masked_fill(_is_over(x, lengths)[..., None], -torch.inf).amax(1)
+    return top.masked_fill((lengths == 0)[:, None], 0)
+
+
+class AttentionPooling(nn.Module):
+    """The steps' mean, weighted by a softmax of their products with a learned query (Yang et al. 2016, eq. 5 to 7).
+
+    >>> AttentionPooling(4)(torch.ones(2, 3, 4), torch.tensor([3, 0])).sum(1).detach()
+    tensor([4., 0.])
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.key = nn.Linear(dim, dim)
+        self.query = nn.Parameter(torch.randn(dim) / dim**0.5)
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Reduce ``x`` (B, T, H), finite also after ``lengths`` (B,), to (B, H); 0 for a row of length 0."""
+        scores = (self.key(x).tanh() @ self.query).to(torch.promote_types(x.dtype, torch.float32))  # (B, T)
+        if lengths is not None:
+            over = _is_over(x, lengths.to(x.device))
+            scores = scores.masked_fill(over, -1e30)  # finite: a row of length 0 would become NaN
+        weights = scores.softmax(1).to(x.dtype)
+        return torch.einsum("bt,bth->bh", weights, x)  # a row of length 0 is all zeros
+
+
+def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
