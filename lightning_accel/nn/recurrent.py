@@ -60,8 +60,8 @@ class DynamicRNN(nn.Module):
             an option is one that the cell cannot have.
 
     Source: Feng et al. 2024, Were RNNs All We Needed? (minGRU, minLSTM); Merity et al. 2018, Regularizing and
-    Optimizing LSTM Language Models (weight drop); Krueger et al. 2017, Zoneout, eq. 4 and 5; Ba et al. 2016, Layer Normalization,
-    eq. 20 to 22, with one gain vector for all gates.
+    Optimizing LSTM Language Models (weight drop); Krueger et al. 2017, Zoneout, eq. 4 and 5; Ba et al. 2016, Layer
+    Normalization, eq. 20 to 22, with one gain vector for all gates.
 
     >>> rnn = DynamicRNN(3, 5)
     >>> rnn(torch.randn(2, 4, 3), torch.tensor([4, 1])).pooled.shape

@@ -39,11 +39,13 @@ class AttentionPooling(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Reduce ``x`` (B, T, H), finite also after ``lengths`` (B,), to (B, H); 0 for a row of length 0."""
         scores = (self.key(x).tanh() @ self.query).to(torch.promote_types(x.dtype, torch.float32))  # (B, T)
-        if lengths is not None:
+        if lengths is None:
+            weights = scores.softmax(1)
+        else:
             over = _is_over(x, lengths.to(x.device))
-            scores = scores.masked_fill(over, -1e30)  # finite: a row of length 0 would become NaN
-        weights = scores.softmax(1).to(x.dtype)
-        return torch.einsum("bt,bth->bh", weights, x)  # a row of length 0 is all zeros
+            # finite, and 0 afterwards: a row of length 0 would become NaN
+            weights = scores.masked_fill(over, -1e30).softmax(1).masked_fill(over, 0)
+        return torch.einsum("bt,bth->bh", weights.to(x.dtype), x)
 
 
 def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
