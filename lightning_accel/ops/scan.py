@@ -1,16 +1,315 @@
-"""Linear recurrences. Shapes: B rows, T steps, H channels."""
+"""A first-order linear recurrence over time. Shapes: B rows, T steps, H channels; in chunks, C chunks of L steps."""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# What starting a small operation costs, as the number of elements whose arithmetic takes as long; measured on CPU.
+_OVERHEAD = {"cpu": 4_000, "other": 500_000}
+
 
 def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-    """Run h[:, t] = gate[:, t] * h[:, t - 1] + value[:, t], from ``state`` (B, H) or 0, anew at ``starts``."""
+    """States of ``h[:, t] = gate[:, t] * h[:, t - 1] + value[:, t]``, for all steps.
+
+    A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
+    stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
+    cut into chunks of time that run side by side. On CUDA a Triton kernel does it, where triton is installed.
+
+    Args:
+        gate: (B, T, H), any floating dtype; tensors that are time-major in memory stay so.
+        value: (B, T, H). Of two dtypes the result has the wider one.
+        state: (B, H), before the first step; zeros by default.
+        starts: (B, T) bool, where a new sequence begins: the state before counts as 0 there, NaN and infinity too.
+
+    Returns:
+        (B, T, H).
+
+    Raises:
+        TypeError: if ``gate``, ``value`` or ``state`` is not floating, or ``starts`` not bool.
+        ValueError: if shapes disagree.
+
+    Source: Martin and Cundy 2018, Parallelizing Linear Recurrent Neural Nets Over Sequence Length,
+    https://arxiv.org/abs/1709.04057, eq. 3 and 5 (the gradient).
+
+    >>> gate, value = torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1)
+    >>> linear_scan(gate, value).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
+    >>> linear_scan(gate, value, starts=torch.tensor([[False, False, True]])).flatten()
+    tensor([1.0000, 1.5000, 1.0000])
+    """
+    _check(gate, value, state, starts)
+    dtype = torch.promote_types(gate.dtype, value.dtype)
+    if state is not None:
+        dtype = torch.promote_types(dtype, state.dtype)
+        state = state.to(dtype)
+    inputs = gate.to(dtype), value.to(dtype), state, starts
+    if torch.compiler.is_compiling():
+        return torch.ops.lightning_accel.linear_scan(*inputs)
+    return _LinearScan.apply(*inputs)  # an op takes longer to call
+
+
+def linear_scan_reference(
+    gate: Tensor, value: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+) -> Tensor:
+    """The same step by step, through autograd: the twin that :func:`linear_scan` is tested against."""
+    h = torch.zeros_like(value[:, :1].sum(1)) if state is None else state
+    steps = []
+    for t in range(value.shape[1]):
+        if starts is not None:
+            h = h.masked_fill(starts[:, t, None], 0)
+        h = gate[:, t] * h + value[:, t]
+        steps.append(h)
+    return torch.stack(steps, 1) if steps else torch.zeros_like(value)
+
+
+def _check(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> None:
+    for name, tensor in (("gate", gate), ("value", value), ("state", state)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"linear_scan needs floating tensors, but {name} is {tensor.dtype}. Call {name}.float()")
+    if gate.ndim != 3 or gate.shape != value.shape:
+        raise ValueError(
+            f"gate and value must both be (B, T, H); got {tuple(gate.shape)} and {tuple(value.shape)}. "
+            "Use expand where one of them is the same for several rows, steps or channels"
+        )
+    num_rows, num_steps, num_channels = value.shape
+    if state is not None and state.shape != (num_rows, num_channels):
+        raise ValueError(
+            f"state must be (B, H), here {(num_rows, num_channels)}; got {tuple(state.shape)}. "
+            "Give one state for each row, or None for zeros"
+        )
+    if starts is not None and starts.dtype != torch.bool:
+        raise TypeError(f"starts must be bool; got {starts.dtype}. Call starts.bool()")
+    if starts is not None and starts.shape != (num_rows, num_steps):
+        raise ValueError(
+            f"starts must be (B, T), here {(num_rows, num_steps)}; got {tuple(starts.shape)}. "
+            "Mark the first step of each sequence in each row"
+        )
+
+
+class _LinearScan(torch.autograd.Function):
+    """Saves the gates and the states, which the caller has anyway.
+
+    Backward is the scan from the end: g[t] = d_h[t] + gate[t + 1] * g[t + 1]; d_value = g, d_gate[t] = g[t] * h[t - 1].
+    """
+
+    @staticmethod
+    def forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
+        return _forward(gate, value, state, starts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+        gate, _, state, starts = inputs
+        ctx.save_for_backward(gate, output, state, starts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad, _backward)
+
+
+def _gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
+    if torch.is_grad_enabled():  # a second derivative is wanted
+        backward = _differentiable_backward
+    d_gate, d_value, d_state = backward(grad, *saved)
+    return d_gate, d_value, None if saved[2] is None else d_state, None
+
+
+def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
+    if _takes_triton(value):
+        from lightning_accel.ops.scan_triton import scan_forward
+
+        return scan_forward(gate, value, state, starts)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    out = _empty(value, wide)
+    if out.numel():
+        state = None if state is None else state.to(wide)
+        _recur(out, gate.to(wide), value.to(wide), state, starts)
+    return out.to(value.dtype)
+
+
+def _backward(
+    grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _takes_triton(out):
+        from lightning_accel.ops.scan_triton import scan_backward
+
+        return scan_backward(grad, gate, out, state, starts)
+    dtype, wide = out.dtype, torch.promote_types(out.dtype, torch.float32)
+    g, d_gate = _empty(out, wide), _empty(out, wide)
+    if not g.numel():
+        return d_gate.to(dtype), g.to(dtype), torch.zeros_like(gate[:, :1].sum(1))
+    grad, gate, out = grad.to(wide), gate.to(wide), out.to(wide)
+    g[:, -1] = grad[:, -1]
+    following = None if starts is None else starts[:, 1:]
+    _recur(g[:, :-1], gate[:, 1:], grad[:, :-1], g[:, -1], following, reverse=True)
+    torch.mul(g[:, 1:], out[:, :-1], out=d_gate[:, 1:])
+    d_gate[:, 0] = 0 if state is None else g[:, 0] * state
+    d_state = gate[:, 0] * g[:, 0]
     if starts is not None:
-        gate = gate.masked_fill(starts[..., None], 0)
-    h = value.new_zeros(len(value), value.shape[2]) if state is None else state
-    out = []
-    for step in range(value.shape[1]):
-        h = torch.addcmul(value[:, step], gate[:, step], h)
-        out.append(h)
-    return torch.stack(out, dim=1) if out else gate * value
+        _zero_(d_gate, starts)
+        d_state.masked_fill_(starts[:, :1], 0)
+    return d_gate.to(dtype), g.to(dtype), d_state.to(dtype)
+
+
+def _differentiable_backward(
+    grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`_backward` in operations that have derivatives themselves, this one among them."""
+    if not grad.shape[1]:
+        return torch.zeros_like(gate), grad, torch.zeros_like(gate.sum(1))
+    first = torch.zeros_like(out[:, 0]) if state is None else state
+    never = torch.zeros(gate.shape[:2], dtype=torch.bool, device=gate.device)
+    starts = never if starts is None else starts
+    following = torch.cat((gate[:, 1:], torch.zeros_like(gate[:, :1])), 1).flip(1)
+    g = linear_scan(following, grad.flip(1), starts=torch.cat((starts[:, 1:], never[:, :1]), 1).flip(1)).flip(1)
+    d_gate = g * torch.cat((first.unsqueeze(1), out[:, :-1]), 1)
+    d_state = gate[:, 0] * g[:, 0]
+    return d_gate.masked_fill(starts.unsqueeze(2), 0), g, d_state.masked_fill(starts[:, :1], 0)
+
+
+def _recur(
+    out: Tensor, gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None, reverse: bool = False
+) -> None:
+    """Write into ``out`` the states from the first step to the last, or from the last to the first."""
+    if not out.numel():
+        return
+    if starts is None:
+        _recur_without_starts(out, gate, value, state, reverse)
+        return
+    _recur_without_starts(out, gate * ~starts.unsqueeze(2), value, state, reverse)  # a masked_fill takes 8 times longer
+    # 0 times infinity or NaN is NaN, which a gate of 0 therefore hands on from one sequence to the next, to the end.
+    if not out[:, 0 if reverse else -1].isfinite().all():
+        masks = starts.unsqueeze(2).unbind(1)
+        _loop([tensor.unbind(1) for tensor in (out, gate, value)], state, masks, reverse)
+
+
+def _recur_without_starts(out: Tensor, gate: Tensor, value: Tensor, state: Tensor | None, reverse: bool) -> None:
+    num_rows, num_steps, num_channels = out.shape
+    length = _chunk_length(num_steps, num_rows * num_channels, out.device.type)
+    chunked = num_steps - num_steps % length if length < num_steps else 0
+    cut = num_steps - chunked if reverse else chunked
+    first, rest = slice(cut), slice(cut, None)
+    if reverse:
+        first, rest = rest, first
+    if chunked:
+        _recur_in_chunks([x[:, first].unflatten(1, (-1, length)) for x in (out, gate, value)], state, reverse)
+        state = out[:, cut if reverse else cut - 1]
+    _loop([x[:, rest].unbind(1) for x in (out, gate, value)], state, None, reverse)
+
+
+def _recur_in_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: bool) -> None:
+    """The recurrence over ``chunks`` of out, gate and value, (B, C, L, H) each, in L + C + L steps for C * L.
+
+    Where each chunk ends if it begins with zeros; from that and the product of its gates, where each begins; then all
+    chunks at once from there, in the very operations of the plain recurrence.
+    """
+    _, gate, value = chunks
+    outs, gates, values = (x.unbind(2) for x in chunks)
+    ends = torch.empty_like(value[:, :, 0], memory_format=torch.contiguous_format)  # (B, C, H)
+    _loop([[ends] * len(outs), gates, values], None, None, reverse)
+    begins = torch.empty_like(ends)
+    first = begins[:, -1 if reverse else 0]
+    first.copy_(torch.zeros_like(first) if state is None else state)
+    before, after = (slice(1, None), slice(-1)) if reverse else (slice(-1), slice(1, None))
+    carries = begins[:, after], gate.prod(2)[:, before], ends[:, before]
+    _loop([x.unbind(1) for x in carries], first, None, reverse)
+    _loop([outs, gates, values], begins, None, reverse)
+
+
+def _loop(
+    steps: Sequence[Sequence[Tensor]], state: Tensor | None, starts: Sequence[Tensor] | None, reverse: bool
+) -> None:
+    """The recurrence, step by step; ``steps`` are those of out, gate and value."""
+    outs, gates, values = steps
+    for t in range(len(outs) - 1, -1, -1) if reverse else range(len(outs)):
+        if state is None:
+            outs[t].copy_(values[t])
+        else:
+            if starts is not None:
+                state = state.masked_fill(starts[t], 0)
+            torch.addcmul(values[t], gates[t], state, out=outs[t])
+        state = outs[t]
+
+
+@lru_cache(1024)
+def _chunk_length(num_steps: int, size: int, device: str) -> int:
+    """Steps of a chunk of least cost, ``num_steps`` where chunks do not pay; ``size`` elements a step.
+
+    In chunks each element is read three times, so that they pay where steps are small. Odd lengths keep the chunks of
+    one operation out of each other's place in cache.
+    """
+    overhead = _OVERHEAD.get(device, _OVERHEAD["other"])
+
+    def cost(length: int) -> int:
+        num_operations = 2 * length + num_steps // length + num_steps % length + 10
+        return num_operations * overhead + 3 * num_steps * size
+
+    best = min(range(3, 2 * isqrt(num_steps) + 4, 2), key=cost)
+    return best if cost(best) < num_steps * (overhead + size) else num_steps
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fresh memory, time-major where ``like`` is, batch-major otherwise."""
+    if like.is_contiguous() or not like.transpose(0, 1).is_contiguous():
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    return torch.empty(like.transpose(0, 1).shape, dtype=dtype, device=like.device).transpose(0, 1)
+
+
+def _zero_(x: Tensor, rows: Tensor) -> None:
+    """Put zeros into the rows of ``x``, made by :func:`_empty`, that are marked, (B, T)."""
+    if x.device.type != "cpu":
+        x.masked_fill_(rows.unsqueeze(2), 0)  # the number of marked rows is not known here
+        return
+    if not x.is_contiguous():
+        x, rows = x.transpose(0, 1), rows.t()
+    x.view(-1, x.shape[2]).index_fill_(0, rows.flatten().nonzero().squeeze(1), 0)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _takes_triton(x: Tensor) -> bool:
+    return x.is_cuda and _has_triton()
+
+
+# The same as one operation, for graphs: torch.compile would break at the Function's loop, or unroll it.
+
+
+@torch.library.custom_op("lightning_accel::linear_scan", mutates_args=())
+def _scan_op(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
+    return _forward(gate, value, state, starts).contiguous()
+
+
+@_scan_op.register_fake
+def _(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+@torch.library.custom_op("lightning_accel::linear_scan_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_gate, d_value, d_state = _backward(grad, gate, out, state, starts)
+    return d_gate.contiguous(), d_value.contiguous(), d_state
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, _, num_channels = out.shape
+    return out.new_empty(out.shape), out.new_empty(out.shape), out.new_empty(num_rows, num_channels)
+
+
+def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, grad, _backward_op)
+
+
+_scan_op.register_autograd(_op_backward, setup_context=_LinearScan.setup_context)
