@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
+    from lightning_accel.data import LengthBatchSampler as LengthBatchSampler
     from lightning_accel.data import TabularDataModule as TabularDataModule
     from lightning_accel.data import TextDataModule as TextDataModule
+    from lightning_accel.data import length_batch_loader as length_batch_loader
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
     from lightning_accel.nn import DynamicRNN as DynamicRNN
@@ -54,6 +56,7 @@ _PACKAGE_OF = {
     "FeedForward": "nn",
     "Float8Precision": "precision",
     "FullyShardedStrategy": "strategies",
+    "LengthBatchSampler": "data",
     "MixtureOfExperts": "nn",
     "MoEClassifier": "models",
     "MoELanguageModel": "models",
@@ -65,6 +68,7 @@ _PACKAGE_OF = {
     "TextDataModule": "data",
     "TopKGate": "nn",
     "WeightedAccumulation": "callbacks",
+    "length_batch_loader": "data",
 }
 
 __all__ = [
@@ -84,6 +88,7 @@ __all__ = [
     "FeedForward",
     "Float8Precision",
     "FullyShardedStrategy",
+    "LengthBatchSampler",
     "MixtureOfExperts",
     "MoEClassifier",
     "MoELanguageModel",
@@ -96,6 +101,7 @@ __all__ = [
     "TopKGate",
     "WeightedAccumulation",
     "__version__",
+    "length_batch_loader",
 ]
 
 

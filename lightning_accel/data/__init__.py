@@ -1,7 +1,9 @@
 """LightningDataModules; they know no model."""
 
 from lightning_accel.data.digits import DigitsDataModule
+from lightning_accel.data.length_loader import length_batch_loader
+from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.tabular import TabularDataModule
 from lightning_accel.data.text import TextDataModule
 
-__all__ = ["DigitsDataModule", "TabularDataModule", "TextDataModule"]
+__all__ = ["DigitsDataModule", "LengthBatchSampler", "TabularDataModule", "TextDataModule", "length_batch_loader"]

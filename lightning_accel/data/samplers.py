@@ -1,11 +1,29 @@
 """Samplers that a stopped run continues from."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A sampler that can begin an epoch after some of its batches."""
+
+    epoch: int
+
+    @property
+    def first_batch(self) -> int:
+        """How many batches are left out when this epoch is iterated next."""
+
+    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        """What a checkpoint holds once this process is done with ``batches`` of ``epoch``."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin the epoch of ``state_dict`` after its batches."""
 
 
 class ResumableSampler(DistributedSampler[Any]):
@@ -36,6 +54,16 @@ class ResumableSampler(DistributedSampler[Any]):
     def rows_of_a_step(self) -> int:
         return self.batch_size * self.num_replicas
 
+    @property
+    def first_batch(self) -> int:
+        return self.start.get(self.epoch, 0) // self.rows_of_a_step
+
+    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        return {"epoch": epoch, "rows": batches * self.rows_of_a_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.resume_at(state_dict["epoch"], state_dict["rows"])
+
     def __len__(self) -> int:
         return len(self.dataset) // self.rows_of_a_step * self.batch_size  # type: ignore[arg-type]  # its length is known
 
@@ -50,20 +78,50 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader with a :class:`ResumableSampler`, whose position the Trainer keeps in its checkpoints.
+    """A loader with a sampler that is :class:`Resumable`, whose position the Trainer keeps in its checkpoints.
 
-    Only the Trainer knows how many of the batches, some fetched in advance, it has trained on: set ``progress`` to a
-    function that returns the epoch and the number of its batches that this process is done with.
+    Without ``progress``, batches count that were handed out: those that workers fetched in advance do not, one that
+    training failed on does. Set it to :func:`progress_of` a Trainer, and the Trainer's count holds, also where it makes
+    its loaders before it reads the checkpoint.
     """
 
-    progress: Callable[[], tuple[int, int]] | None = None
+    progress: Callable[[], tuple[int, int]] | None = None  # returns the epoch, and its batches that are done
+    _handed_out: tuple[int, int] | None = None
+    _entered = False
 
-    def state_dict(self) -> dict[str, int]:
-        if self.progress is None or not isinstance(self.sampler, ResumableSampler):
-            return {}
-        epoch, batches = self.progress()
-        return {"epoch": epoch, "rows": batches * self.sampler.rows_of_a_step}
+    def state_dict(self) -> dict[str, Any]:
+        done = self._handed_out if self.progress is None else self.progress()
+        return self.sampler.state_after(*done) if done is not None and isinstance(self.sampler, Resumable) else {}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        if state_dict and isinstance(self.sampler, ResumableSampler):
-            self.sampler.resume_at(state_dict["epoch"], state_dict["rows"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict and isinstance(self.sampler, Resumable):
+            self.sampler.load_state_dict(state_dict)
+            self._entered = True
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # A generator, so that workers start with the first batch: the Trainer asks for an iterator before it tells the
+        # sampler which epoch it is.
+        if not isinstance(self.sampler, Resumable):
+            yield from super().__iter__()
+            return
+        if self.progress is not None and not self._entered:
+            self.sampler.load_state_dict(self.sampler.state_after(*self.progress()))
+        self._entered = False
+        epoch, done = self.sampler.epoch, self.sampler.first_batch
+        self._handed_out = epoch, done
+        for batch in super().__iter__():
+            done += 1
+            self._handed_out = epoch, done
+            yield batch
+
+
+def progress_of(trainer: L.Trainer) -> Callable[[], tuple[int, int]]:
+    """For :attr:`ResumableLoader.progress`: what ``trainer`` has trained on."""
+
+    def progress() -> tuple[int, int]:
+        loop: Any = trainer.fit_loop
+        epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
+        # Between the last batch of an epoch and the first of the next, the old count stands.
+        return (epochs.processed, done) if done < trainer.num_training_batches else (epochs.started, 0)
+
+    return progress

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.in_memory import require_loading_options
-from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 from lightning_accel.data.tables import existing_file
 from lightning_accel.data.tokens import (
     ByteTokenizer,
@@ -168,8 +168,7 @@ class TextDataModule(L.LightningDataModule):
         sampler = ResumableSampler(self.train_windows, self.batch_size, replicas, rank, self.seed)
         loader = self._loader(self.train_windows, sampler)
         if trainer is not None:
-            loop = trainer.fit_loop
-            loader.progress = lambda: (trainer.current_epoch, loop.epoch_loop.batch_progress.current.processed)
+            loader.progress = progress_of(trainer)
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:

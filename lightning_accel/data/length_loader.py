@@ -1,0 +1,104 @@
+"""A loader of batches that a sampler made. Shapes: B rows, T steps of the longest."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_accel.data.length_sampler import Chunk, LengthBatchSampler
+from lightning_accel.data.samplers import ResumableLoader
+from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch, collate_sequences
+
+
+def length_batch_loader(
+    dataset: Dataset[Any] | Sequence[Any],
+    sampler: LengthBatchSampler,
+    collate_fn: Callable[[list[Any]], Any] = collate_sequences,
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> ResumableLoader:
+    """A loader of the batches of ``sampler``, for the Trainer, on any number of processes, or for a loop of one's own.
+
+    A stopped run goes on with the batch that comes next. In full, for any dataset of sequences:
+
+        sampler = LengthBatchSampler([len(sequence) for sequence in dataset], batch_size=64)
+        loader = length_batch_loader(dataset, sampler, collate_fn=my_collate)
+        trainer.fit(model, loader)
+
+    Args:
+        dataset: with ``len`` and integer indices; its ``__getitems__``, if it has one, gets the numbers of a batch.
+        sampler: of that many sequences.
+        collate_fn: joins a batch's items, or takes what ``__getitems__`` returned. With ``chunk_steps`` it gives a
+            :class:`~lightning_accel.data.sequence_batch.SequenceBatch`, of which the loader takes the steps.
+        num_workers: processes that fetch batches.
+        pin_memory: for copies to a GPU.
+
+    Raises:
+        ValueError: if ``dataset`` and ``sampler`` differ in length.
+    """
+    if len(dataset) != len(sampler.lengths):  # type: ignore[arg-type]  # a dataset with a length
+        raise ValueError(
+            f"the sampler knows the lengths of {len(sampler.lengths)} sequences, the dataset holds {len(dataset)}; "  # type: ignore[arg-type]
+            "make the sampler from the lengths of this dataset"
+        )
+    return ResumableLoader(
+        _Batches(dataset, collate_fn),
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_already_a_batch,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+    )
+
+
+class _Batches(Dataset[Any]):
+    """Batches of ``dataset``, each indexed by its row numbers."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: list[int] | Chunk) -> Any:
+        rows = key.rows if isinstance(key, Chunk) else key
+        fetch = getattr(self.dataset, "__getitems__", None)
+        batch = self.collate_fn(fetch(rows) if fetch else [self.dataset[row] for row in rows])
+        return _steps_of(batch, key) if isinstance(key, Chunk) else batch
+
+
+def _steps_of(batch: Any, chunk: Chunk) -> SequenceBatch:
+    """The steps of ``chunk``; the target of a whole sequence comes with its last ones, before it is not known."""
+    if not isinstance(batch, SequenceBatch):
+        raise TypeError(
+            f"chunk_steps needs a collate_fn that makes a SequenceBatch; got a {type(batch).__name__}. "
+            "Return lightning_accel.data.sequence_batch.SequenceBatch(x, lengths, target)"
+        )
+    lengths = (batch.lengths - chunk.start).clamp(0, chunk.stop - chunk.start)
+    x, target = batch.x[:, chunk.start : chunk.stop], batch.target
+    if x.shape[1] == 0:  # of this process all sequences have ended, of another one goes on
+        x = F.pad(x, (0,) * (2 * x.ndim - 3) + (1,))
+    if target is not None:
+        target = _target_of(target, batch, chunk, x.shape[1])
+    return SequenceBatch(x, lengths, target, torch.tensor(chunk.carried))
+
+
+def _target_of(target: Tensor, batch: SequenceBatch, chunk: Chunk, steps: int) -> Tensor:
+    of_steps = target.ndim == 2 and not target.is_floating_point()
+    if of_steps:
+        part = target[:, chunk.start : chunk.stop]
+        return F.pad(part, (0, steps - part.shape[1]), value=IGNORED)
+    ends = (batch.lengths > chunk.start) | (chunk.start == 0)
+    ends &= batch.lengths <= chunk.stop
+    unknown = torch.nan if target.is_floating_point() else IGNORED
+    return target.masked_fill(~ends.view(-1, *[1] * (target.ndim - 1)), unknown)
+
+
+def _already_a_batch(batch: Any) -> Any:
+    return batch
