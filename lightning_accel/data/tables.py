@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from sklearn.model_selection import train_test_split
 
 _LARGEST = 1e30  # the normalisation squares it
 
@@ -86,8 +87,10 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> N
         raise ValueError(f"{path} has no column {name!r}{hint} Its columns: {', '.join(columns)}")
 
 
-def read_classes(column: pd.Series, path: Path) -> tuple[np.ndarray, list[str]]:
-    """Class of each row, (rows,) int64, and the names of the classes in order."""
+def read_classes(
+    column: pd.Series, path: Path, quantity: str = "a target that is a quantity is not supported"
+) -> tuple[np.ndarray, list[str]]:
+    """Class of each row, (rows,) int64, and the names of the classes in order; ``quantity`` ends a message."""
     where = f"the target column {column.name!r} of {path}"
     if (missing := column.isna()).any():
         raise ValueError(
@@ -104,7 +107,7 @@ def read_classes(column: pd.Series, path: Path) -> tuple[np.ndarray, list[str]]:
         rarest = classes[int(counts.argmin())]
         raise ValueError(
             f"{where} holds {len(classes)} classes, of which {rarest!r} has {counts.min()} rows; each needs 3, one for "
-            "each split. Merge rare classes; a target that is a quantity is not supported"
+            f"each split. Merge rare classes; {quantity}"
         )
     return labels.astype(np.int64), classes
 
@@ -151,14 +154,14 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     return not is_text.any()
 
 
-def as_numbers(column: pd.Series, path: Path) -> pd.Series:
+def as_numbers(column: pd.Series, path: Path, remedy: str = "Mend the value, or list it under missing") -> pd.Series:
     numbers = pd.to_numeric(column.astype(object), errors="coerce").astype(np.float64)
     wrong = (numbers.isna() & column.notna()) | (numbers.abs() > _LARGEST)
     if wrong.any():
         first = str(column[wrong].iloc[0])
         raise ValueError(
             f"column {column.name!r} of {path} must hold numbers of at most {_LARGEST:g}; got {first!r} in row "
-            f"{_first_row(wrong)}. Mend the value, or list it under missing"
+            f"{_first_row(wrong)}. {remedy}"
         )
     return numbers
 
@@ -166,6 +169,19 @@ def as_numbers(column: pd.Series, path: Path) -> pd.Series:
 def as_text(column: pd.Series) -> pd.Series:
     # convert_dtypes first: a column of whole numbers is float where values are missing, and 1.0 is no name for 1
     return column.convert_dtypes().astype("string").fillna("<missing>").astype(object)
+
+
+def split_rows(
+    rows: np.ndarray, classes: np.ndarray | None, share: float, seed: int, path: Path
+) -> tuple[np.ndarray, np.ndarray]:
+    """Part ``rows`` in two, the second of ``share``; where there are ``classes``, of all rows, each in proportion."""
+    try:
+        kept, held_out = train_test_split(
+            rows, test_size=share, random_state=seed, stratify=None if classes is None else classes[rows]
+        )
+    except ValueError as error:
+        raise ValueError(f"{path} has too few rows to split as asked: {error}") from error
+    return kept, held_out
 
 
 def _first_row(mask: pd.Series) -> int:

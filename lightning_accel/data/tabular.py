@@ -11,7 +11,6 @@ import pandas as pd
 import torch
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
-from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
@@ -26,6 +25,7 @@ from lightning_accel.data.tables import (
     read_classes,
     read_table,
     require_columns,
+    split_rows,
 )
 
 
@@ -118,8 +118,8 @@ class TabularDataModule(L.LightningDataModule):
         require_columns(table, [self.target, *self.categorical, *self.ignore], self.path)
         labels, self.class_names = read_classes(table[self.target], self.path)
         self.num_classes = len(self.class_names)
-        rest, test = _split(np.arange(len(labels)), labels, self.test_share, self.split_seed, self.path)
-        train, val = _split(rest, labels, self.val_share / (1 - self.test_share), self.split_seed, self.path)
+        rest, test = split_rows(np.arange(len(labels)), labels, self.test_share, self.split_seed, self.path)
+        train, val = split_rows(rest, labels, self.val_share / (1 - self.test_share), self.split_seed, self.path)
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.ignore]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(
@@ -191,14 +191,6 @@ class TabularDataModule(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
-
-
-def _split(rows: np.ndarray, labels: np.ndarray, share: float, seed: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        kept, held_out = train_test_split(rows, test_size=share, random_state=seed, stratify=labels[rows])
-    except ValueError as error:
-        raise ValueError(f"{path} has too few rows to split as asked: {error}") from error
-    return kept, held_out
 
 
 def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:

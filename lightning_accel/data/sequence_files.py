@@ -1,0 +1,348 @@
+"""Sequences from the user's files. Shapes: R sequences, N steps of all, F features, K values of a target."""
+
+import difflib
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from lightning_accel.data.tables import as_numbers, as_text, read_table, require_columns
+
+TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
+
+_TOKEN_FIELDS = ("tokens", "input_ids")
+_SEQUENCE_FIELDS = ("values", *_TOKEN_FIELDS, "text")
+_LARGEST = 1e30  # as in tables: the normalisation squares it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a table, or fields of a line of JSON, hold what.
+
+    Args:
+        kind: of the target.
+        target: its column or field.
+        values: columns of the features, or the one field of the sequence; by default all columns besides the others,
+            or the field ``values``, ``tokens``, ``input_ids`` or ``text``.
+        id: of the sequence that a row belongs to, or the name of a line.
+        step: orders the rows of a sequence; None for the order in which they stand.
+        ignore: columns that are none of these.
+        separator: between the fields of a CSV file.
+        decimal: the decimal mark of a CSV file.
+    """
+
+    kind: TargetKind = "classification"
+    target: str = "target"
+    values: Sequence[str] = ()
+    id: str = "id"
+    step: str | None = "step"
+    ignore: Sequence[str] = ()
+    separator: str = ","
+    decimal: str = "."
+
+
+@dataclass
+class FileSequences:
+    """What a file holds, before classes are numbered."""
+
+    steps: np.ndarray  # (N, F) float64, or (N,) integers, the tokens
+    lengths: np.ndarray  # (R,) int64
+    ids: list[str]
+    names: list[str]  # of the F features, or of the field of the tokens
+    target: Any = None  # Series (R,) of classes, or (N,) for labelling, None where a step has none; or (R, K) float64
+
+
+def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> FileSequences:
+    """Read sequences by the suffix of a file, which ``.gz`` may follow.
+
+    ``.jsonl`` and ``.ndjson``: an object a line. ``.csv`` and ``.parquet``: a row for each step. ``.txt``: a line is a
+    sequence of bytes, after its label and a tab.
+
+    Raises:
+        ValueError: if the suffix is another, the file is empty, or its content is not as the layout says; the message
+            names the line or the row.
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    with_target = with_target and layout.kind != "forecasting"
+    match suffixes[-1:]:
+        case [".jsonl" | ".ndjson"]:
+            return _read_json_lines(path, layout, with_target)
+        case [".csv" | ".parquet"]:
+            return _read_long_table(path, layout, with_target)
+        case [".txt"]:
+            return _read_text_lines(path, layout, with_target)
+    raise ValueError(
+        "need a .jsonl file with an object a line, a .csv or .parquet file with a row a step, or a .txt file with a "
+        f"text a line; got {path}"
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank, each after words that say where it stands."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    found = False
+    try:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found = True
+                    yield f"line {number} of {path}", line.rstrip("\r\n")
+    except (UnicodeDecodeError, OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    if not found:
+        raise ValueError(f"{path} is empty; a sequence a line was needed")
+
+
+def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSequences:
+    """Lines such as ``{"id": "a7", "values": [[0.1, 2], [0.3, 1]], "target": "walk"}``."""
+    sequences: list[np.ndarray] = []
+    targets, ids, places = [], [], []
+    field = ""
+    for where, line in _lines(path):
+        entry = _parse_object(line, where)
+        field = field or _sequence_field(entry, layout, where)
+        _require_field(entry, field, where)
+        sequences.append(_read_sequence(entry[field], field, where))
+        ids.append(str(entry.get(layout.id, where.split()[1])))
+        places.append(where)
+        if with_target:
+            _require_field(entry, layout.target, where)
+            targets.append(_checked_target(entry[layout.target], len(sequences[-1]), layout, where))
+    if twice := pd.Series(ids)[pd.Series(ids).duplicated()].tolist():
+        raise ValueError(f"{path} has two lines with {layout.id} {twice[0]!r}; give each sequence its own")
+    steps = _join(sequences, places)
+    names = [field] if steps.ndim == 1 else [f"{field}_{i}" for i in range(steps.shape[1])]
+    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+    return FileSequences(steps, lengths, ids, names, _join_targets(targets, places, layout) if with_target else None)
+
+
+def _parse_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON: {error}. Each line must hold one whole object") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where} must hold an object, such as {{"values": [1, 2], "target": 0}}; got {line[:60]!r}')
+    return entry
+
+
+def _sequence_field(entry: dict[str, Any], layout: Layout, where: str) -> str:
+    if len(layout.values) > 1:
+        raise ValueError(f"values must name one field of {where}, which holds the sequence; got {list(layout.values)}")
+    for name in layout.values or _SEQUENCE_FIELDS:
+        if name in entry or layout.values:
+            return name
+    raise ValueError(
+        f"{where} has no field {', '.join(_SEQUENCE_FIELDS)}; name the field of the sequence in values. Its fields: "
+        f"{', '.join(entry)}"
+    )
+
+
+def _require_field(entry: dict[str, Any], name: str, where: str) -> None:
+    if name not in entry:
+        near = difflib.get_close_matches(name, entry, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{where} has no field {name!r}{hint} Its fields: {', '.join(entry)}")
+
+
+def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
+    """(T,) tokens, or (T, F) values, (0, 0) for none."""
+    if isinstance(found, str) and field not in _TOKEN_FIELDS:
+        return np.frombuffer(found.encode(), dtype=np.uint8)
+    if not isinstance(found, list):
+        raise ValueError(f"{field!r} in {where} must hold a list or a text; got {found!r:.60}")
+    try:
+        steps = np.array(found)
+    except (ValueError, OverflowError):  # numpy's message names no step
+        raise ValueError(f"{field!r} in {where} must hold equally many numbers for each step; {_odd(found)}") from None
+    if field in _TOKEN_FIELDS:
+        if steps.size and (steps.ndim != 1 or steps.dtype.kind not in "iu" or steps.min() < 0):
+            raise ValueError(
+                f"{field!r} in {where} must hold whole numbers from 0; got {found!r:.60}. Number words by a tokenizer, "
+                "or give the text itself in a field text"
+            )
+        return steps.astype(np.int64).reshape(-1)
+    if steps.size and (steps.dtype.kind not in "biuf" or steps.ndim > 2):
+        raise ValueError(f"{field!r} in {where} must hold numbers, or a list of numbers for each step; {_odd(found)}")
+    if steps.size and not (np.abs(steps) <= _LARGEST).all():  # NaN too
+        step = int(np.argwhere(~(np.abs(steps) <= _LARGEST))[0][0])
+        raise ValueError(
+            f"{field!r} in {where} must hold numbers of at most {_LARGEST:g}; got {found[step]} in step {step}, "
+            "counted from 0. Fill what is missing, or leave the step out"
+        )
+    steps = steps.astype(np.float64)
+    return steps.reshape(len(steps), -1 if steps.size else 0)
+
+
+def _odd(found: list[Any]) -> str:
+    """The first step that is not like the one before it."""
+
+    def like(step: Any) -> object:
+        return len(step) if isinstance(step, list) else None
+
+    for number, step in enumerate(found):
+        inner = step if isinstance(step, list) else [step]
+        if wrong := [value for value in inner if not isinstance(value, int | float)]:
+            return f"got {wrong[0]!r:.60} in step {number}, counted from 0"
+        if like(step) != like(found[0]):
+            return f"step {number}, counted from 0, is {step!r:.60} and the first one {found[0]!r:.60}"
+    return f"got {found!r:.60}"
+
+
+def _join(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
+    filled = [i for i, sequence in enumerate(sequences) if len(sequence)]
+    if not filled:
+        raise ValueError(f"every sequence is empty up to {places[-1]}; steps were needed")
+    shapes = [sequences[i].shape[1:] for i in filled]
+    for i, shape in zip(filled, shapes, strict=True):
+        if shape != shapes[0]:
+            first, this = (shape[0] if shape else "text" for shape in (shapes[0], shape))
+            raise ValueError(
+                f"all steps must have equally many values; {places[i]} has {this} a step, {places[filled[0]]} {first}"
+            )
+        if shape == (0,):
+            raise ValueError(f"{places[i]} has steps without values")
+    return np.concatenate([sequences[i] for i in filled])
+
+
+def _checked_target(found: Any, length: int, layout: Layout, where: str) -> Any:
+    field = f"{layout.target!r} in {where}"
+    if layout.kind == "labelling":
+        if not isinstance(found, list) or len(found) != length:
+            got = f"{len(found)} of them" if isinstance(found, list) else f"{found!r:.60}"
+            raise ValueError(f"{field} must be a list with a class for each of its {length} steps; got {got}")
+        return found
+    if layout.kind == "regression":
+        numbers = np.array(found) if isinstance(found, int | float | list) else np.array(None)
+        if numbers.dtype.kind not in "biuf" or numbers.ndim > 1 or not (np.abs(numbers) <= _LARGEST).all():
+            raise ValueError(f"{field} must be a number, or a list of numbers; got {found!r:.60}")
+        return numbers.reshape(-1)
+    if not isinstance(found, str | int | float) or found != found:
+        raise ValueError(
+            f"{field} must be a class, a text or a number; got {found!r:.60}. For a target that is a list, set "
+            "target_kind to labelling or regression"
+        )
+    return found
+
+
+def _join_targets(targets: Sequence[Any], places: Sequence[str], layout: Layout) -> Any:
+    if layout.kind == "regression":
+        for target, place in zip(targets, places, strict=True):
+            if len(target) != len(targets[0]):
+                raise ValueError(
+                    f"all targets must be equally long; {place} has {len(target)}, {places[0]} {len(targets[0])}"
+                )
+        return np.stack(targets).astype(np.float64)
+    if layout.kind == "labelling":
+        targets = [label for labels in targets for label in labels]
+    return pd.Series(targets, name=layout.target, dtype=object)
+
+
+def _read_text_lines(path: Path, layout: Layout, with_target: bool) -> FileSequences:
+    if layout.kind == "labelling":
+        raise ValueError(
+            f"{path} holds a text a line, which has no room for labels of steps; write a .jsonl file with the fields "
+            "text and target"
+        )
+    texts, targets, ids = [], [], []
+    for where, line in _lines(path):
+        label, tab, text = line.partition("\t")
+        if with_target and not tab:
+            raise ValueError(f"{where} has no tab between a label and its text; got {line[:60]!r}")
+        whole = layout.kind == "forecasting" or not tab
+        texts.append((line if whole else text).encode())
+        targets.append(label)
+        ids.append(where.split()[1])
+    read: Any = None
+    if with_target:
+        read = pd.Series(targets, name=layout.target, dtype=object).replace("", None)
+        if layout.kind == "regression":
+            read = _present_numbers(read, path, "Give each text a number").to_numpy()[:, None]
+    lengths = np.array([len(text) for text in texts], dtype=np.int64)
+    return FileSequences(np.frombuffer(b"".join(texts), dtype=np.uint8), lengths, ids, ["text"], read)
+
+
+def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSequences:
+    """Rows in any order, one for each step; the target is the same in all rows of a sequence unless it labels steps."""
+    targets = [layout.target] if with_target else []
+    as_written = [layout.id, *([] if layout.kind == "regression" else targets)]
+    table = read_table(path, layout.separator, layout.decimal, text_columns=as_written)
+    steps = [] if layout.step is None else [layout.step]
+    require_columns(table, [layout.id, *steps, *targets, *layout.values, *layout.ignore], path)
+    others = [layout.id, *steps, layout.target, *layout.ignore]
+    names = list(layout.values) or [name for name in table.columns if name not in others]
+    if not names:
+        raise ValueError(f"{path} has no column left for values beside {', '.join(others)}")
+    remedy = "Fill what is missing, leave the row out, or list a column that is no feature under ignore"
+    values = np.stack([_present_numbers(table[name], path, remedy) for name in names], axis=1)
+    sequence, ids = pd.factorize(as_text(_present(table[layout.id], path, "Name the sequence of each row")))
+    order = _row_order(table, sequence, layout, path)
+    sequence = sequence[order]
+    lengths = np.bincount(sequence).astype(np.int64)
+    read = _table_target(table[layout.target], sequence, order, layout, path) if with_target else None
+    return FileSequences(values[order], lengths, list(ids), names, read)
+
+
+def _present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
+    if (missing := column.isna()).any():
+        raise ValueError(
+            f"column {column.name!r} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"{int(missing.to_numpy().argmax()) + 1}. {remedy}"
+        )
+    return column
+
+
+def _present_numbers(column: pd.Series, path: Path, remedy: str) -> pd.Series:
+    return as_numbers(_present(column, path, remedy), path, remedy)
+
+
+def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: Layout, path: Path) -> np.ndarray:
+    if layout.step is None:
+        return np.argsort(sequence, kind="stable")
+    step = _sortable(_present(table[layout.step], path, "Number the steps, or set step_column to null"), path)
+    order = np.lexsort((step, sequence))
+    same = (np.diff(sequence[order]) == 0) & (step[order][1:] == step[order][:-1])
+    if same.any():
+        first, second = sorted(order[same.argmax() :][:2].tolist())
+        raise ValueError(
+            f"{path} has two rows of {layout.id} {table[layout.id][first]!r} with {layout.step} "
+            f"{table[layout.step][first]}: rows {first + 1} and {second + 1}. Each step of a sequence may stand once"
+        )
+    return order
+
+
+def _sortable(column: pd.Series, path: Path) -> np.ndarray:
+    if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_datetime64_any_dtype(column):
+        return column.to_numpy()
+    dates = pd.to_datetime(column, errors="coerce", format="ISO8601", utc=True)
+    if (wrong := dates.isna()).any():
+        raise ValueError(
+            f"column {column.name!r} of {path} must hold numbers, or dates such as 2026-01-31T12:00; got "
+            f"{str(column[wrong].iloc[0])!r} in row {int(wrong.to_numpy().argmax()) + 1}"
+        )
+    return dates.to_numpy()
+
+
+def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, layout: Layout, path: Path) -> Any:
+    if layout.kind == "labelling":
+        return column.iloc[order].reset_index(drop=True)
+    if layout.kind == "regression":
+        column = _present_numbers(column, path, "Give every row the target of its sequence")
+    else:
+        column = _present(column, path, "Give every row the target of its sequence, or predict it with predict_path")
+    values = column.iloc[order].reset_index(drop=True)
+    changed = (np.diff(sequence) == 0) & (values.to_numpy()[1:] != values.to_numpy()[:-1])
+    if changed.any():
+        first = int(changed.argmax())
+        raise ValueError(
+            f"the target column {layout.target!r} of {path} must be the same in all rows of a sequence; rows "
+            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id}, hold {values[first]!r} and "
+            f"{values[first + 1]!r}. For a target of each step, set target_kind to labelling"
+        )
+    values = values[np.flatnonzero(np.diff(sequence, prepend=-1))].reset_index(drop=True)
+    return values.to_numpy()[:, None] if layout.kind == "regression" else values

@@ -1,0 +1,86 @@
+"""Sequences laid end to end.
+
+Shapes: R sequences, N steps of all, F features, K values of a target; B rows of a batch, T steps of the longest.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
+
+
+class SequenceRows(Dataset[SequenceBatch]):
+    """R sequences of unequal lengths, from which a batch is gathered with one index.
+
+    Padding row by row (``collate_sequences``) costs many times as much. Indexed by a list of row numbers it gives their
+    :class:`SequenceBatch`, by one number the batch of that row alone.
+
+    Args:
+        steps: (N, F) floating, or (N,) integers, which batches hold as int64.
+        lengths: (R,) int64, adding up to N.
+        target: (R,) or (R, K), one for each sequence.
+        labels: (N,) integers, one for each step, in place of ``target``.
+
+    Raises:
+        ValueError: if the sizes do not fit each other, or both ``target`` and ``labels`` are given.
+    """
+
+    def __init__(
+        self, steps: Tensor, lengths: Tensor, target: Tensor | None = None, labels: Tensor | None = None
+    ) -> None:
+        if int(lengths.sum()) != len(steps):
+            raise ValueError(f"lengths must add up to the number of steps, {len(steps)}; got {int(lengths.sum())}")
+        if target is not None and labels is not None:
+            raise ValueError("give target, one for each sequence, or labels, one for each step; got both")
+        for name, given, needed in (("target", target, len(lengths)), ("labels", labels, len(steps))):
+            if given is not None and len(given) != needed:
+                raise ValueError(f"{name} must have length {needed}; got {len(given)}")
+        self.steps = steps
+        self.lengths = lengths
+        self.starts = lengths.cumsum(0) - lengths
+        self.target = target
+        self.labels = labels
+
+    def select(self, rows: Sequence[int] | np.ndarray | Tensor) -> "SequenceRows":
+        """The sequences ``rows``, in that order, which share the steps of these."""
+        chosen = torch.as_tensor(rows, dtype=torch.int64)
+        part = SequenceRows.__new__(SequenceRows)
+        part.steps, part.labels = self.steps, self.labels
+        part.starts, part.lengths = self.starts[chosen], self.lengths[chosen]
+        part.target = None if self.target is None else self.target[chosen]
+        return part
+
+    def without_targets(self) -> "SequenceRows":
+        part = self.select(range(len(self)))
+        part.target = part.labels = None
+        return part
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int | Sequence[int]) -> SequenceBatch:
+        return self.__getitems__([index] if isinstance(index, int) else index)
+
+    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+        """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        return self.gather(torch.as_tensor(indices, dtype=torch.int64))
+
+    def gather(self, rows: Tensor, first: Tensor | None = None, lengths: Tensor | None = None) -> SequenceBatch:
+        """The batch of ``rows`` (B,), whole or from step ``first`` (B,) on, ``lengths`` (B,) steps each."""
+        lengths = self.lengths[rows] if lengths is None else lengths
+        starts = self.starts[rows] if first is None else self.starts[rows] + first
+        position = torch.arange(int(lengths.max()) if len(lengths) else 0)
+        inside = position < lengths[:, None]  # (B, T)
+        where = (starts[:, None] + position).where(inside, 0)
+        if len(self.steps) == 0:
+            where = where[:, :0]
+        x = self.steps[where]  # (B, T) or (B, T, F)
+        x = (x if x.is_floating_point() else x.long()).masked_fill(~inside.view(inside.shape + (1,) * (x.ndim - 2)), 0)
+        target = None if self.target is None else self.target[rows]
+        if self.labels is not None:
+            target = self.labels[where].long().masked_fill(~inside, IGNORED)
+        return SequenceBatch(x, lengths, target)
