@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
     from lightning_accel.data import LengthBatchSampler as LengthBatchSampler
+    from lightning_accel.data import SequenceBatch as SequenceBatch
+    from lightning_accel.data import SequenceDataModule as SequenceDataModule
     from lightning_accel.data import TabularDataModule as TabularDataModule
     from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.data import length_batch_loader as length_batch_loader
@@ -63,6 +65,8 @@ _PACKAGE_OF = {
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
     "SaveOnSignal": "callbacks",
+    "SequenceBatch": "data",
+    "SequenceDataModule": "data",
     "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
     "TextDataModule": "data",
@@ -95,6 +99,8 @@ __all__ = [
     "PipelineStrategy",
     "PredictionWriter",
     "SaveOnSignal",
+    "SequenceBatch",
+    "SequenceDataModule",
     "SyncBatchNormPlugin",
     "TabularDataModule",
     "TextDataModule",

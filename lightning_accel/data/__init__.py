@@ -3,7 +3,17 @@
 from lightning_accel.data.digits import DigitsDataModule
 from lightning_accel.data.length_loader import length_batch_loader
 from lightning_accel.data.length_sampler import LengthBatchSampler
+from lightning_accel.data.sequence_batch import SequenceBatch
+from lightning_accel.data.sequences import SequenceDataModule
 from lightning_accel.data.tabular import TabularDataModule
 from lightning_accel.data.text import TextDataModule
 
-__all__ = ["DigitsDataModule", "LengthBatchSampler", "TabularDataModule", "TextDataModule", "length_batch_loader"]
+__all__ = [
+    "DigitsDataModule",
+    "LengthBatchSampler",
+    "SequenceBatch",
+    "SequenceDataModule",
+    "TabularDataModule",
+    "TextDataModule",
+    "length_batch_loader",
+]

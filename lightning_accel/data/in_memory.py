@@ -1,7 +1,6 @@
 """Rows of tensors that fit in memory, fetched a batch at a time."""
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -48,21 +47,29 @@ def require_loading_options(batch_size: int, split_seed: int, num_workers: int) 
 
 
 def row_loader(
-    rows: TensorRows, datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
+    rows: Dataset[Any], datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:
-    """Batches of ``rows`` as tuples of tensors, memory pinned where ``datamodule`` is used by a trainer on CUDA."""
-    if num_workers == 0:  # indexing takes microseconds, so Lightning's advice to add workers would slow the run down
-        warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
+    """Batches that ``__getitems__`` of ``rows`` makes, memory pinned where a trainer on CUDA uses ``datamodule``."""
+    silence_advice_on_workers(num_workers)
     return DataLoader(
         rows,
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,
-        collate_fn=_already_a_batch,
-        pin_memory=datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator),
+        collate_fn=already_a_batch,
+        pin_memory=pins_memory(datamodule),
         persistent_workers=num_workers > 0,
     )
 
 
-def _already_a_batch(batch: Sequence[Tensor]) -> Sequence[Tensor]:
+def silence_advice_on_workers(num_workers: int) -> None:
+    if num_workers == 0:  # indexing takes microseconds, so Lightning's advice to add workers would slow the run down
+        warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
+
+
+def pins_memory(datamodule: L.LightningDataModule) -> bool:
+    return datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
+
+
+def already_a_batch(batch: Any) -> Any:
     return batch

@@ -341,8 +341,8 @@ def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, la
         first = int(changed.argmax())
         raise ValueError(
             f"the target column {layout.target!r} of {path} must be the same in all rows of a sequence; rows "
-            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id}, hold {values[first]!r} and "
-            f"{values[first + 1]!r}. For a target of each step, set target_kind to labelling"
+            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id}, hold {values[first]} and "
+            f"{values[first + 1]}. For a target of each step, set target_kind to labelling"
         )
     values = values[np.flatnonzero(np.diff(sequence, prepend=-1))].reset_index(drop=True)
     return values.to_numpy()[:, None] if layout.kind == "regression" else values

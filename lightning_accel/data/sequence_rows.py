@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_accel.data.length_sampler import Chunk
 from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 
 
@@ -62,22 +63,35 @@ class SequenceRows(Dataset[SequenceBatch]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int | Sequence[int]) -> SequenceBatch:
+    def __getitem__(self, index: int | Sequence[int] | Chunk) -> SequenceBatch:
+        if isinstance(index, Chunk):
+            return self._chunk(index)
         return self.__getitems__([index] if isinstance(index, int) else index)
 
     def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
         """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
-        return self.gather(torch.as_tensor(indices, dtype=torch.int64))
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return self._gather(rows, 0, self.lengths[rows])
 
-    def gather(self, rows: Tensor, first: Tensor | None = None, lengths: Tensor | None = None) -> SequenceBatch:
-        """The batch of ``rows`` (B,), whole or from step ``first`` (B,) on, ``lengths`` (B,) steps each."""
-        lengths = self.lengths[rows] if lengths is None else lengths
-        starts = self.starts[rows] if first is None else self.starts[rows] + first
-        position = torch.arange(int(lengths.max()) if len(lengths) else 0)
+    def _chunk(self, chunk: Chunk) -> SequenceBatch:
+        """Some steps of a batch; the target of a whole sequence comes with its last ones, before it is not known."""
+        rows = torch.tensor(chunk.rows, dtype=torch.int64)
+        left = self.lengths[rows] - chunk.start
+        batch = self._gather(rows, chunk.start, left.clamp(0, chunk.stop - chunk.start))
+        if self.target is not None:
+            ends = ((left > 0) | (chunk.start == 0)) & (self.lengths[rows] <= chunk.stop)
+            unknown = torch.nan if self.target.is_floating_point() else IGNORED
+            target = self.target[rows]
+            batch = batch._replace(target=target.masked_fill(~ends.view(-1, *[1] * (target.ndim - 1)), unknown))
+        return batch._replace(carried=torch.tensor(chunk.carried, dtype=torch.int64))
+
+    def _gather(self, rows: Tensor, first: int, lengths: Tensor) -> SequenceBatch:
+        """``lengths`` (B,) steps of ``rows`` (B,) from step ``first`` on."""
+        starts = self.starts[rows] + first
+        # At least one step, which is padding where there is none: recurrent kernels take no empty batch
+        position = torch.arange(max(1, int(lengths.max())))
         inside = position < lengths[:, None]  # (B, T)
         where = (starts[:, None] + position).where(inside, 0)
-        if len(self.steps) == 0:
-            where = where[:, :0]
         x = self.steps[where]  # (B, T) or (B, T, F)
         x = (x if x.is_floating_point() else x.long()).masked_fill(~inside.view(inside.shape + (1,) * (x.ndim - 2)), 0)
         target = None if self.target is None else self.target[rows]

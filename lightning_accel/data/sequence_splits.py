@@ -63,14 +63,18 @@ class SequenceSplits:
     std: np.ndarray | None = None
 
 
-def task_lengths(task: TaskName, length: Length | None, test_length: Length | None) -> tuple[Length, Length]:
-    """Lengths of training and of test sequences, or what there is by default.
+def task_lengths(
+    task: TaskName, length: Length | None = None, test_length: Length | None = None
+) -> tuple[Length, Length] | None:
+    """Lengths of training and of test sequences, by default those of the task; None of the digits.
 
     Raises:
-        ValueError: if there is no such task, or its length cannot be chosen, or it is a range where one is needed.
+        ValueError: if there is no such task, or it has a range of lengths where one is needed.
     """
     if task not in get_args(TaskName):
         raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
+    if task not in _LENGTHS:
+        return None
     usual, usual_test = _LENGTHS[task]
     train = usual if length is None else length
     test = (train if usual == usual_test else usual_test) if test_length is None else test_length

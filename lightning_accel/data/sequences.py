@@ -1,0 +1,305 @@
+"""Sequences of unequal lengths. Shapes: B rows, T steps of the longest, F features, K values of a target."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from lightning_accel.data.in_memory import (
+    already_a_batch,
+    pins_memory,
+    require_loading_options,
+    row_loader,
+    silence_advice_on_workers,
+)
+from lightning_accel.data.length_sampler import LengthBatchSampler
+from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.data.sequence_files import Layout, TargetKind
+from lightning_accel.data.sequence_rows import SequenceRows
+from lightning_accel.data.sequence_splits import (
+    Length,
+    SequenceSplits,
+    TaskName,
+    digit_splits,
+    file_splits,
+    file_to_predict,
+    generated_splits,
+    task_lengths,
+)
+from lightning_accel.data.tables import existing_file
+
+
+class SequenceDataModule(L.LightningDataModule):
+    """Sequences of the user's own, or of a task that tells cells apart; batches are :class:`SequenceBatch`.
+
+    Sequences of like length come together, so that little is padded; a run resumed in mid-epoch goes on with the next
+    batch, also on another number of processes (:class:`LengthBatchSampler`).
+
+    **Files.** ``.jsonl``: an object a line, with ``values`` (a list of numbers, or of lists of F numbers), ``tokens``
+    (a list of whole numbers) or ``text`` (whose bytes are the steps), a ``target``, and an ``id`` if there is one.
+    ``.csv`` and ``.parquet``: a row for each step, with ``id``, ``step``, ``target`` and columns of numbers; rows come
+    in any order. ``.txt``: a line is a label, a tab and a text. Each of them may be compressed, ``.gz`` (but Parquet).
+    Values are brought to mean 0 and variance 1 by the steps of the training sequences alone.
+
+    **Splits** are made of whole sequences, classes in proportion, and are the same for the same file and ``seed``.
+
+    After ``setup``: ``target_kind``; ``num_features``, None for tokens; ``vocab_size``, None for values;
+    ``num_classes`` and ``class_names``, None unless there are classes; ``num_targets``, K, None unless it is a
+    regression, with ``target_mean`` and ``target_std`` (K,) of the training sequences, whose targets stay as they are;
+    ``feature_names``, ``feature_mean`` and ``feature_std``; ``predict_ids``, in the order of ``predict``. For
+    forecasting, batches hold no target: it is the sequence itself, a step later.
+
+    Args:
+        path: file of sequences; by default those of ``task``.
+        task: without a ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows, ``digits_pixels``, as 64
+            pixels, ``digits_permuted``, those shuffled alike; ``adding``, the sum of two marked numbers; ``copy`` and
+            ``selective_copying``, recall of symbols at the start or among blanks; ``parity``, of bits, or
+            ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See ``sequence_tasks``.
+        length: steps of a generated sequence, or a pair of the least and the most; of ``copy`` the blanks, of
+            ``selective_copying`` the blanks and the symbols among them, of ``counting`` n. By default 100, for
+            ``parity`` 3 to 40, for ``selective_copying`` 256, for ``counting`` 1 to 50.
+        test_length: likewise of test sequences; by default as ``length``, but 40 to 256 for ``parity``, and each n from
+            1 to 256 for ``counting``.
+        num_sequences: generated for training, validation and test together; by default 10,000.
+        target_kind: of a file: a class (``classification``) or one or K numbers (``regression``) for each sequence, a
+            class for each step (``labelling``; steps without one do not count), or none (``forecasting``).
+        target: column or field of the target.
+        values: columns of the features, or the field of the sequence; by default all columns that are not named
+            otherwise, or the field ``values``, ``tokens``, ``input_ids`` or ``text``.
+        id_column: column of the sequence that a row belongs to, or field that names a line.
+        step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
+        ignore: columns that are no features.
+        separator: between the fields of a CSV file.
+        decimal: the decimal mark of a CSV file.
+        batch_size: sequences per step, of all processes together; also the most of a batch with ``max_tokens``.
+        max_tokens: most steps of a batch, padding included.
+        window: batches that differ in length, see :class:`LengthBatchSampler`.
+        chunk_steps: for truncated back-propagation through time: training sequences come in chunks of this many steps.
+        val_share: share of the sequences that validate.
+        test_share: share of the sequences that test.
+        seed: of the generated sequences, the split and the order.
+        num_workers: processes that fetch batches; 0 is fastest, since the sequences are in memory.
+        predict_path: file of sequences to predict, read as ``path`` is, with no need of a target; by default the test
+            sequences.
+
+    Raises:
+        FileNotFoundError: if a file is not there.
+        ValueError: if an option is out of range, or has no effect; in ``setup``, if a file is not as described; in
+            ``load_state_dict``, if the checkpoint was trained on other sequences.
+    """
+
+    target_kind: TargetKind
+    num_features: int | None
+    vocab_size: int | None
+    num_classes: int | None
+    num_targets: int | None
+    class_names: list[str] | None
+    feature_names: list[str] | None
+    feature_mean: list[float] | None
+    feature_std: list[float] | None
+    target_mean: list[float] | None
+    target_std: list[float] | None
+    predict_ids: list[str]
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        task: TaskName | None = None,
+        *,
+        length: Length | None = None,
+        test_length: Length | None = None,
+        num_sequences: int | None = None,
+        target_kind: TargetKind = "classification",
+        target: str = "target",
+        values: Sequence[str] = (),
+        id_column: str = "id",
+        step_column: str | None = "step",
+        ignore: Sequence[str] = (),
+        separator: str = ",",
+        decimal: str = ".",
+        batch_size: int = 64,
+        max_tokens: int | None = None,
+        window: int | None = 50,
+        chunk_steps: int | None = None,
+        val_share: float = 0.1,
+        test_share: float = 0.2,
+        seed: int = 0,
+        num_workers: int = 0,
+        predict_path: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        require_loading_options(batch_size, seed, num_workers)
+        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+            raise ValueError(
+                "val_share and test_share must be above 0 and leave sequences to train on; "
+                f"got val_share={val_share}, test_share={test_share}"
+            )
+        self.path = None if path is None else existing_file(path)
+        self.predict_path = None if predict_path is None else existing_file(predict_path)
+        self.task: TaskName | None = "digits_rows" if task is None and path is None else task
+        self.layout = Layout(
+            target_kind,
+            target,
+            (values,) if isinstance(values, str) else tuple(values),
+            id_column,
+            step_column,
+            (ignore,) if isinstance(ignore, str) else tuple(ignore),
+            separator.replace("\\t", "\t"),  # as a shell passes it
+            decimal,
+        )
+        self.lengths = None if self.task is None else task_lengths(self.task, length, test_length)
+        generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
+        self._require_effect([name for name, value in generated.items() if value is not None])
+        self.num_sequences = 10_000 if num_sequences is None else num_sequences
+        # raises for a size out of range, before anything is read
+        LengthBatchSampler([1], batch_size, max_tokens=max_tokens, window=window, chunk_steps=chunk_steps)
+        self.batch_size = batch_size
+        self.max_tokens = max_tokens
+        self.window = window
+        self.chunk_steps = chunk_steps
+        self.shares = val_share, test_share
+        self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    def _is_generated(self) -> bool:
+        return self.lengths is not None
+
+    def _require_effect(self, given: list[str]) -> None:
+        """Raise a ValueError for an option that would change nothing."""
+        if self.path is not None and self.task is not None:
+            raise ValueError(f"give path or task, not both; got path={self.path}, task={self.task!r}")
+        if given and not self._is_generated:
+            what = f"the file {self.path}" if self.task is None else f"task={self.task!r}"
+            raise ValueError(f"{', '.join(given)} would have no effect on {what}, which is not generated")
+        if self.path is None and (self.layout != Layout() or self.predict_path is not None):
+            raise ValueError(
+                "target_kind, target, columns and predict_path describe files; without a path, "
+                f"task={self.task!r} alone is read. Give path, or leave them out"
+            )
+
+    def setup(self, stage: str | None = None) -> None:
+        if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
+            return
+        splits = self._read()
+        self.predict_rows, self.predict_ids = splits.test.without_targets(), splits.test_ids
+        if self.predict_path is not None:
+            self.predict_rows, self.predict_ids = file_to_predict(self.predict_path, self.layout, splits)
+        self._describe(splits)
+        self.train_rows, self.val_rows, self.test_rows = splits.train, splits.val, splits.test
+
+    def _read(self) -> SequenceSplits:
+        if self.task is None:
+            assert self.path is not None
+            return file_splits(self.path, self.layout, self.shares, self.seed)
+        if self.lengths is None:
+            return digit_splits(self.task, self.shares, self.seed)
+        return generated_splits(self.task, self.lengths, self.num_sequences, self.shares, self.seed)
+
+    def _describe(self, splits: SequenceSplits) -> None:
+        self.target_kind = splits.kind
+        self.vocab_size = splits.vocab_size
+        self.feature_names = splits.feature_names
+        self.num_features = None if splits.feature_names is None else len(splits.feature_names)
+        self.feature_mean = None if splits.mean is None else splits.mean.tolist()
+        self.feature_std = None if splits.std is None else splits.std.tolist()
+        self.class_names = splits.class_names
+        self.num_classes = None if splits.class_names is None else len(splits.class_names)
+        self.num_targets = self.target_mean = self.target_std = None
+        if splits.kind == "regression":
+            assert splits.train.target is not None
+            target = splits.train.target.double().view(len(splits.train), -1)
+            self.num_targets = target.shape[1]
+            self.target_mean = target.mean(dim=0).tolist()
+            self.target_std = target.std(dim=0, correction=0).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "task": [self.task, self.lengths and self.lengths[0], self.num_sequences],
+            "target": [self.target_kind, self.class_names],
+            "features": [self.vocab_size, self.feature_names],
+            "split": [self.seed, *self.shares],
+            "means of the training steps": self.feature_mean,
+            "deviations of the training steps": self.feature_std,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trainer: Any = self.trainer
+        resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        for name, now in self.state_dict().items():
+            if self._is_generated and not resuming and name in ("task", "split"):
+                continue  # no generated sequence of another length or seed was trained on
+            if not _agree(state_dict[name], now):
+                raise ValueError(
+                    f"the checkpoint was trained on other sequences than those of {self.path or self.task} as "
+                    f"configured: {name} {state_dict[name]} there, {now} here. Give the file and the split of its run; "
+                    "new sequences go in predict_path"
+                )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        replicas, rank = self._deal()
+        sampler = LengthBatchSampler(
+            self.train_rows.lengths,
+            self.batch_size,
+            max_tokens=self.max_tokens,
+            window=self.window,
+            seed=self.seed,
+            chunk_steps=self.chunk_steps,
+            num_replicas=replicas,
+            rank=rank,
+        )
+        loader = self._loader(self.train_rows, sampler)
+        if self.trainer is not None:
+            loader.progress = progress_of(self.trainer)
+        return loader
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.val_rows, self._longest_first(self.val_rows))
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test_rows, self._longest_first(self.test_rows))
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Batches in the order of ``predict_ids``."""
+        return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+
+    def _longest_first(self, rows: SequenceRows) -> LengthBatchSampler:
+        max_tokens = None if self.chunk_steps else self.max_tokens  # which may hold no whole sequence
+        replicas, rank = self._deal()
+        return LengthBatchSampler(
+            rows.lengths, self.batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
+        )
+
+    def _deal(self) -> tuple[int, int]:
+        """How many processes batches are dealt to, and which of them this is."""
+        trainer: Any = self.trainer
+        # not the world size: several processes may work on the same rows
+        deal = None if trainer is None else trainer.distributed_sampler_kwargs
+        return (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
+
+    def _loader(self, rows: SequenceRows, sampler: LengthBatchSampler) -> ResumableLoader:
+        silence_advice_on_workers(self.num_workers)
+        return ResumableLoader(
+            rows,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=already_a_batch,
+            pin_memory=pins_memory(self),
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+def _agree(saved: Any, now: Any) -> bool:
+    if isinstance(saved, list) and isinstance(now, list) and now and all(isinstance(n, float) for n in now):
+        return len(saved) == len(now) and np.allclose(saved, now)
+    return _plain(saved) == _plain(now)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, which is how some formats of checkpoints give them back."""
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
