@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import ExactResume as ExactResume
     from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+    from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
@@ -64,6 +65,7 @@ _PACKAGE_OF = {
     "MoELanguageModel": "models",
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
+    "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
     "SequenceDataModule": "data",
@@ -98,6 +100,7 @@ __all__ = [
     "MoELanguageModel",
     "PipelineStrategy",
     "PredictionWriter",
+    "SamplerCheck",
     "SaveOnSignal",
     "SequenceBatch",
     "SequenceDataModule",

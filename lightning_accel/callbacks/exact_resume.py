@@ -14,6 +14,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_accel.callbacks.epoch_order import EpochOrder, can_be_entered_anywhere
 from lightning_accel.callbacks.random_state import derived_seed, random_state, seed_random_state, set_random_state
+from lightning_accel.data.length_sampler import LengthBatchSampler
+from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.strategies.batch_samplers import require_dealable_batches
 
 
 class ExactResume(L.Callback):
@@ -45,6 +48,7 @@ class ExactResume(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        require_dealable_batches(trainer)
         self._trainer = trainer
         self._seed, self._saved = initial_seed(), []
         # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
@@ -89,6 +93,8 @@ class ExactResume(L.Callback):
     def _process_dataloader(self, dataloader: object) -> object:
         strategy = self._trainer.strategy
         loader = type(strategy).process_dataloader(strategy, dataloader)
+        if self._trainer.training and isinstance(loader, ResumableLoader) and loader.progress is None:
+            loader.progress = progress_of(self._trainer)
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if self._trainer.training and not stateful:
             if can_be_entered_anywhere(loader):
@@ -170,7 +176,8 @@ class ExactResume(L.Callback):
         before, now, rank = len(self._saved), self._trainer.world_size, self._trainer.global_rank
         progress = _current(self._trainer.fit_loop.epoch_loop.batch_progress)
         goes_on = self._saved[0]["shared_order"] and self._shares_one_order()
-        steps, repeated = divmod(progress.processed * before, now)
+        keeps_steps = all(isinstance(order.rows, LengthBatchSampler) for order in self._orders)  # whoever shares them
+        steps, repeated = (progress.processed, 0) if keeps_steps else divmod(progress.processed * before, now)
         ahead = steps - progress.processed if self._orders and (now == 1 or self._shares_one_order()) else 0
         lines = ["dropout and other random numbers of some processes"]
         lines += ["the order of batches, so that rows of this epoch repeat and others are left out"] * (

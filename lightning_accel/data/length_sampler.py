@@ -106,6 +106,17 @@ class LengthBatchSampler(DistributedSampler[Any]):
         self._digests: dict[int, str] = {}
         self._first: dict[int, int] = {}
 
+    @property
+    def drop_last(self) -> bool:
+        """No row is dropped; Lightning reads it of samplers of batches alone, before it takes them apart."""
+        if hasattr(self, "_cut"):
+            raise TypeError(_AS_SAMPLER)
+        return False
+
+    @drop_last.setter
+    def drop_last(self, value: bool) -> None:
+        assert not value
+
     def _cut_into(self, batch_size: int | None) -> LengthPlan:
         return LengthPlan(
             self.lengths,

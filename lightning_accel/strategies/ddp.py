@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_accel.strategies.batch_samplers import require_dealable_batches
 from lightning_accel.strategies.gradient_compression import PowerSGD, send_as
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,6 +111,7 @@ class AccelDDPStrategy(DDPStrategy):
                 "compression=powersgd adds what it left out of one gradient to the next, which a gradient scaler may "
                 "have scaled otherwise, or overflowed; use precision=bf16-mixed, or compression=bf16"
             )
+        require_dealable_batches(trainer)
         self._powersgd = None  # of another fit
         super().setup(trainer)
 

@@ -8,6 +8,8 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lightning_accel.strategies.batch_samplers import require_dealable_batches
+
 
 class FSDP1Strategy(FSDPStrategy):
     """Lightning's FSDPStrategy, with its arguments, which so runs on CPUs as well.
@@ -28,6 +30,7 @@ class FSDP1Strategy(FSDPStrategy):
             strategy_registry.register("accel_fsdp1", cls, description, state_dict_type="sharded")
 
     def setup(self, trainer: L.Trainer) -> None:
+        require_dealable_batches(trainer)
         if self.root_device.type == "cpu":
             if self.cpu_offload is not None and self.cpu_offload.offload_params:
                 raise ValueError("on a CPU there is nothing to offload to; leave cpu_offload out of FSDP1Strategy")

@@ -27,6 +27,7 @@ from lightning_accel.strategies.atomic import (
     remove_atomically,
     write_atomically,
 )
+from lightning_accel.strategies.batch_samplers import require_dealable_batches
 from lightning_accel.strategies.blocks import find_blocks
 from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
@@ -165,6 +166,7 @@ class FullyShardedStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        require_dealable_batches(trainer)
         _require_no_whole_copies(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._has_failed = False

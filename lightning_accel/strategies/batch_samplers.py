@@ -1,0 +1,80 @@
+"""Samplers of batches that Lightning would take apart wrongly."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+
+def require_dealable_batches(trainer: L.Trainer) -> None:
+    """Refuse a loader whose ``batch_sampler`` Lightning would make anew, for several processes, from a wrong argument.
+
+    It hands a sampler of row numbers to the first parameter of the class, whatever that is. Where that parameter means
+    something else, nothing fails: each process may train on all rows, or on batches of nonsense. Lightning says so
+    itself for a loader that is made in a hook such as ``train_dataloader``, not for one that is made elsewhere.
+
+    Raises:
+        TypeError: if there is such a loader among those given to ``fit``, ``validate``, ``test`` or ``predict``.
+    """
+    if not (deals_rows(trainer) or trainer.state.fn == TrainerFn.PREDICTING):
+        return
+    for loader in given_loaders(trainer):
+        batches = loader.batch_sampler
+        if type(batches) in (BatchSampler, type(None)) or isinstance(loader.sampler, DistributedSampler):
+            continue
+        if hasattr(batches, "__pl_saved_args") or isinstance(loader.dataset, IterableDataset):
+            continue  # made in a hook, Lightning knows its arguments; or without rows to deal
+        if isinstance(batches, DistributedSampler) or _first_is_no_sampler(batches):
+            raise TypeError(_message(type(batches).__qualname__, isinstance(batches, DistributedSampler)))
+
+
+def deals_rows(trainer: L.Trainer) -> bool:
+    """Whether Lightning puts a sampler of its own into loaders, so that each process has other rows."""
+    # The one name under which the Trainer keeps its flag use_distributed_sampler.
+    wanted = getattr(getattr(trainer, "_accelerator_connector", None), "use_distributed_sampler", True)
+    return wanted and trainer.distributed_sampler_kwargs is not None and trainer.world_size > 1
+
+
+def given_loaders(trainer: L.Trainer, training_only: bool = False) -> Iterator[DataLoader[Any]]:
+    """Loaders given to a method of ``trainer``, before it takes them apart; not those that hooks return."""
+    fit: Any = trainer.fit_loop
+    loops = [fit] if training_only else [fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        loops = [trainer.predict_loop]
+    for loop in loops:
+        given = loop._data_source.instance  # no public name leads to them
+        if not isinstance(given, L.LightningModule | L.LightningDataModule):
+            yield from (one for one in tree_leaves(getattr(given, "iterables", given)) if isinstance(one, DataLoader))
+
+
+def _first_is_no_sampler(batches: object) -> bool:
+    """Whether the first parameter of the class of ``batches`` was no sampler when they were made."""
+    parameters = list(inspect.signature(type(batches)).parameters)
+    if not (hasattr(batches, "batch_size") and hasattr(batches, "drop_last")):
+        return False  # Lightning refuses it
+    return (
+        bool(parameters)
+        and parameters[0] != "sampler"
+        and not isinstance(getattr(batches, parameters[0], None), Sampler)
+    )
+
+
+def _message(name: str, deals_itself: bool) -> str:
+    write = "DataLoader(dataset, sampler=batches, batch_size=None), where dataset[list_of_rows] is a batch"
+    if deals_itself:
+        return (
+            f"{name}, a DistributedSampler, was given to a loader as batch_sampler, where Lightning would make it anew "
+            f"around a sampler of its own. Write {write}; with LengthBatchSampler, length_batch_loader(dataset, it)"
+        )
+    return (
+        f"Lightning would make {name}, the batch_sampler of a loader, anew for each process, with a DistributedSampler "
+        "as its first argument, which is no sampler: processes would train on the same rows, or on wrong batches. Use "
+        "lightning_accel's LengthBatchSampler with length_batch_loader(dataset, sampler); or make yours a "
+        f"DistributedSampler that deals lists of rows and write {write}; or deal batches to processes yourself and set "
+        "Trainer(use_distributed_sampler=False)"
+    )
