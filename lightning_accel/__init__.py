@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import TopKGate as TopKGate
+    from lightning_accel.nn import TreeRNN as TreeRNN
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
@@ -73,6 +74,7 @@ _PACKAGE_OF = {
     "TabularDataModule": "data",
     "TextDataModule": "data",
     "TopKGate": "nn",
+    "TreeRNN": "nn",
     "WeightedAccumulation": "callbacks",
     "length_batch_loader": "data",
 }
@@ -108,6 +110,7 @@ __all__ = [
     "TabularDataModule",
     "TextDataModule",
     "TopKGate",
+    "TreeRNN",
     "WeightedAccumulation",
     "__version__",
     "length_batch_loader",

@@ -1,5 +1,6 @@
 """Layers: plain ``nn.Module``s that run without Lightning."""
 
+from lightning_accel.nn.adaptive import AdaptiveComputation, AdaptiveOutput
 from lightning_accel.nn.expert_load import ExpertLoad, LoadStatistics, summarise_load
 from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
@@ -7,8 +8,11 @@ from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
 from lightning_accel.nn.moe_weights import read_transformers, write_transformers
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentOutput
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
+from lightning_accel.nn.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
 
 __all__ = [
+    "AdaptiveComputation",
+    "AdaptiveOutput",
     "BlockOutput",
     "CausalSelfAttention",
     "DynamicRNN",
@@ -16,6 +20,7 @@ __all__ = [
     "ExpertLoad",
     "Experts",
     "FeedForward",
+    "Forest",
     "GateReport",
     "KeyValueCache",
     "LoadStatistics",
@@ -25,6 +30,11 @@ __all__ = [
     "Routing",
     "TopKGate",
     "TransformerBlock",
+    "TreeLevels",
+    "TreeRNN",
+    "forest_from_nested",
+    "join_parents",
+    "plan_levels",
     "read_transformers",
     "summarise_load",
     "write_transformers",

@@ -1,0 +1,130 @@
+"""Adaptive computation time: as many steps as a row needs. Shapes: B rows, I features in, H hidden."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+State: TypeAlias = Tensor | tuple[Tensor, ...]
+
+
+class AdaptiveOutput(NamedTuple):
+    """What :class:`AdaptiveComputation` returns."""
+
+    state: Any  # (B, H), or a tuple of those, as the cell has it: the states of a row's steps, weighted
+    num_steps: Tensor  # (B,) int64, in [1, max_steps]
+    ponder_cost: Tensor  # (B,) float32 or wider, steps plus remainder; add tau * mean of it to the loss
+
+
+class AdaptiveComputation(nn.Module):
+    """Call a recurrent cell on each row until a learned probability of halting has summed to 1.
+
+    Rows that have halted are taken out: the cell sees those alone that still run. This asks the device once a step how
+    many there are.
+
+    Source: Graves 2016, Adaptive Computation Time for Recurrent Neural Networks, https://arxiv.org/abs/1603.08983,
+    section 2, eq. 3-14. Halting is computed in float32, under autocast too.
+
+    Args:
+        cell: ``cell(x (b, I + 1), state) -> state`` with any number of rows b, e.g. ``nn.GRUCell(I + 1, H)`` or
+            ``nn.LSTMCell``; the last column of its input is 1 in the first step and 0 later. A state is (b, H), or a
+            tuple whose first entry is.
+        hidden_size: H.
+        max_steps: in which every row halts.
+        epsilon: how far from 1 the sum may stay, so that a row can halt after one step.
+
+    Raises:
+        ValueError: if ``hidden_size`` or ``max_steps`` is below 1, or ``epsilon`` not in (0, 1).
+
+    >>> adaptive = AdaptiveComputation(nn.GRUCell(2 + 1, 4), hidden_size=4, max_steps=5)
+    >>> adaptive(torch.ones(3, 2)).state.shape
+    torch.Size([3, 4])
+    """
+
+    def __init__(
+        self, cell: Callable[..., State], hidden_size: int, max_steps: int = 100, epsilon: float = 0.01
+    ) -> None:
+        super().__init__()
+        if min(hidden_size, max_steps) < 1:
+            raise ValueError(f"hidden_size and max_steps must be at least 1; got {hidden_size} and {max_steps}")
+        if not 0 < epsilon < 1:
+            raise ValueError(f"epsilon must lie in (0, 1), e.g. 0.01; got {epsilon}")
+        self.cell = cell
+        self.hidden_size = hidden_size
+        self.max_steps = max_steps
+        self.epsilon = epsilon
+        self.halting = nn.Linear(hidden_size, 1)
+        nn.init.ones_(self.halting.bias)  # section 2: a positive bias keeps rows from running on when training begins
+
+    def forward(self, x: Tensor, state: State | None = None) -> AdaptiveOutput:
+        """One step of a sequence, ``x`` (B, I) after ``state``, in as many steps of the cell as each row takes.
+
+        ``state`` is (B, H) or a tuple of those; by default None, which the cell gets.
+        """
+        if x.ndim != 2:
+            raise ValueError(f"x must be (B, I), one step of a sequence; got {tuple(x.shape)}. Call it for each step")
+        rows = torch.arange(len(x), device=x.device)
+        run = _Running(x, state, None, None)
+        finished: list[tuple[Tensor, ...]] = []
+        for step in range(1, self.max_steps + 1):
+            flag = x.new_full((len(run.x), 1), float(step == 1))  # eq. 3 and below
+            run, weight, remainder, halts = self._step(run, flag, last=step == self.max_steps)
+            assert run.state is not None
+            out = tuple(weight.to(part.dtype).unsqueeze(1) * part for part in _parts(run.state))
+            sums = out if run.sums is None else tuple(a + b for a, b in zip(run.sums, out, strict=True))
+            done, stay = halts.nonzero().squeeze(1), (~halts).nonzero().squeeze(1)
+            steps = torch.full_like(done, step)
+            cost = (step + remainder).index_select(0, done)  # eq. 10
+            finished.append((rows.index_select(0, done), steps, cost, *(part.index_select(0, done) for part in sums)))
+            if not len(stay):
+                break
+            rows = rows.index_select(0, stay)
+            run = run._replace(sums=sums).select(stay)
+        assert run.state is not None
+        return _in_order(finished, as_tuple=not isinstance(run.state, Tensor))
+
+    def _step(self, run: "_Running", flag: Tensor, last: bool) -> tuple["_Running", Tensor, Tensor, Tensor]:
+        """The rows that run, a step on, the weight of it, what was left before it, and which rows halt in it."""
+        state = self.cell(torch.cat((run.x, flag), 1), run.state)
+        h = _parts(state)[0]
+        wide = torch.promote_types(h.dtype, torch.float32)
+        with torch.autocast(h.device.type, enabled=False):
+            weight, bias = self.halting.weight.to(wide), self.halting.bias.to(wide)
+            halt = F.linear(h.to(wide), weight, bias).squeeze(1).sigmoid()  # eq. 5
+        total = torch.zeros_like(halt) if run.total is None else run.total
+        halts = torch.ones_like(halt, dtype=torch.bool) if last else total + halt >= 1 - self.epsilon  # eq. 7
+        remainder = 1 - total  # eq. 8
+        return run._replace(state=state, total=total + halt), torch.where(halts, remainder, halt), remainder, halts
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, max_steps={self.max_steps}, epsilon={self.epsilon}"
+
+
+class _Running(NamedTuple):
+    """Rows that have not halted."""
+
+    x: Tensor  # (b, I)
+    state: State | None
+    total: Tensor | None  # (b,) the probability of having halted so far
+    sums: tuple[Tensor, ...] | None  # the states so far, weighted
+
+    def select(self, rows: Tensor) -> "_Running":
+        assert self.state is not None
+        assert self.total is not None
+        assert self.sums is not None
+        parts = tuple(part.index_select(0, rows) for part in _parts(self.state))
+        sums = tuple(part.index_select(0, rows) for part in self.sums)
+        state = parts[0] if isinstance(self.state, Tensor) else parts
+        return _Running(self.x.index_select(0, rows), state, self.total.index_select(0, rows), sums)
+
+
+def _parts(state: State) -> tuple[Tensor, ...]:
+    return (state,) if isinstance(state, Tensor) else state
+
+
+def _in_order(finished: list[tuple[Tensor, ...]], as_tuple: bool) -> AdaptiveOutput:
+    rows, *results = (torch.cat(parts) for parts in zip(*finished, strict=True))
+    steps, cost, *states = (result.index_select(0, rows.argsort()) for result in results)
+    return AdaptiveOutput(tuple(states) if as_tuple else states[0], steps, cost)
