@@ -59,10 +59,10 @@ def linear_scan_reference(
     """The same step by step, through autograd: the twin that :func:`linear_scan` is tested against."""
     h = torch.zeros_like(value[:, :1].sum(1)) if state is None else state
     steps = []
-    for t in range(value.shape[1]):
+    for t, (g, v) in enumerate(zip(gate.unbind(1), value.unbind(1), strict=True)):
         if starts is not None:
             h = h.masked_fill(starts[:, t, None], 0)
-        h = gate[:, t] * h + value[:, t]
+        h = g * h + v
         steps.append(h)
     return torch.stack(steps, 1) if steps else torch.zeros_like(value)
 
@@ -181,7 +181,10 @@ def _recur(
     if starts is None:
         _recur_without_starts(out, gate, value, state, reverse)
         return
-    _recur_without_starts(out, gate * ~starts.unsqueeze(2), value, state, reverse)  # a masked_fill takes 8 times longer
+    # Gates that are 0 at starts, in memory where the states follow: each is read before its state is written. Not by
+    # masked_fill, which takes 8 times as long.
+    torch.mul(gate, ~starts.unsqueeze(2), out=out)
+    _recur_without_starts(out, out, value, state, reverse)
     # 0 times infinity or NaN is NaN, which a gate of 0 therefore hands on from one sequence to the next, to the end.
     if not out[:, 0 if reverse else -1].isfinite().all():
         masks = starts.unsqueeze(2).unbind(1)
