@@ -97,6 +97,13 @@ def test_first_step_is_flagged():
     torch.testing.assert_close(out.ponder_cost, torch.full((2,), 2 + 1 - torch.tensor(1.0).sigmoid().item()))
 
 
+@pytest.mark.parametrize(("bias", "num_steps"), [(5.0, 1), (4.0, 2)])
+def test_one_step_is_enough_within_epsilon(bias, num_steps):
+    adaptive = make(bias=bias, epsilon=0.01)  # sigmoid(5) is over 0.99, sigmoid(4) is not
+    nn.init.zeros_(adaptive.halting.weight)
+    assert adaptive(torch.randn(2, 3, dtype=torch.float64)).num_steps.tolist() == [num_steps] * 2
+
+
 def test_no_rows_and_16_bits():
     assert make()(torch.zeros(0, 3, dtype=torch.float64)).state.shape == (0, 4)
     adaptive = make(max_steps=6).bfloat16()

@@ -65,6 +65,15 @@ def test_derivatives(check, shape):
     assert check(linear_scan, learned[:2], fast_mode=shape[1] > 5)
 
 
+def test_gradients_that_have_gradients_are_the_same():
+    arguments = inputs((3, 9, 2))
+    assert arguments[3].any()
+    out = linear_scan(*arguments)
+    probe = torch.randn_like(out)
+    twice = [torch.autograd.grad(out, arguments[:3], probe, True, create_graph) for create_graph in (False, True)]
+    torch.testing.assert_close(*twice)
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_inputs_may_be_frozen(frozen):
     arguments = inputs((3, 8, 2))
