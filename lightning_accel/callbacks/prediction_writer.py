@@ -20,6 +20,7 @@ class PredictionWriter(BasePredictionWriter):
     becomes a column, or M columns ``name_0`` ..., and ``row`` counts the rows of the data from 0. Rows from several
     processes are gathered, those that a sampler repeated to give every process equally many are written once, and
     several data loaders give a column ``loader``; columns that only some of them have are blank for the others.
+    Where the datamodule has ``predict_ids``, a list with a name for each row, they become the column ``id``.
 
     Args:
         filename: absolute, or relative to the run folder (the Trainer's ``log_dir``).
@@ -66,6 +67,9 @@ class PredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
             table = tables[0] if len(tables) == 1 else pd.concat(filled, names=["loader"])
+            names = getattr(trainer.datamodule, "predict_ids", None)  # type: ignore[attr-defined]  # set by a connector
+            if names is not None and len(tables) == 1 and "id" not in table:
+                table.insert(0, "id", [names[row] for row in table.index])
             path.parent.mkdir(parents=True, exist_ok=True)
             table.to_csv(path)
             rank_zero_info(f"wrote {len(table)} predictions to {path}")
