@@ -111,6 +111,11 @@ def test_steps_may_be_dates_and_ids_stay_as_written(read, name):
     assert found.ids == ["01", "1"]
 
 
+def test_dates_of_several_time_zones_are_sorted_by_time(read):
+    dates = ["2026-01-01T00:30+02:00", "2026-01-01", "2025-12-31T22:00Z", "2025-01-02", "2025-12-31T23:00Z"]
+    assert parts(read(table(step=dates), "walks.csv")) == [[[1], [2], [3]], [[10], [11]]]
+
+
 def test_own_names_and_marks(read):
     text = "who;when;v\nA;1;1,5\nA;0;2,5\n"
     layout = {"id": "who", "step": "when", "separator": ";", "decimal": ",", "kind": "forecasting"}

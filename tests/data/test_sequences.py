@@ -13,6 +13,7 @@ from lightning_accel import DigitsDataModule, PredictionWriter, SequenceDataModu
 from lightning_accel.data.length_sampler import Chunk
 from lightning_accel.data.sequence_batch import IGNORED, collate_sequences
 from lightning_accel.data.sequence_rows import SequenceRows
+from tests.ranks import run_ranks
 
 
 def lines_of_values(number=60):
@@ -248,6 +249,12 @@ def test_parts_of_generated_tasks_differ_and_tests_are_longer():
     adding.setup()
     assert int(adding.test_rows.lengths.max()) <= 9
     assert not set(adding.train_rows.target.tolist()) & set(adding.test_rows.target.tolist())
+    thirds = SequenceDataModule(
+        task="selective_copying", length=20, num_sequences=30, val_share=1 / 3, test_share=1 / 3
+    )
+    thirds.setup()
+    symbols = [rows[list(range(10))].target for rows in rows_of(thirds)]
+    assert not any(symbols[i].equal(symbols[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
     counting = SequenceDataModule(task="counting", length=(2, 6), test_length=(1, 9), num_sequences=50)
     counting.setup()
     assert (counting.test_rows.lengths // 2).tolist() == list(range(1, 10))
@@ -489,3 +496,26 @@ def test_options_are_read_from_a_command_line(monkeypatch):
     )
     assert cli.datamodule.lengths == ((3, 9), 12)
     assert cli.datamodule.max_tokens == 99
+
+
+def check_every_sequence_goes_to_one_process(rank, folder):
+    data = SequenceDataModule(f"{folder}/walks.jsonl", batch_size=8)
+    module = Plain()
+    options = {"strategy": "ddp", "devices": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
+    trainer(folder, **options).fit(module, datamodule=data)
+    seen = [None, None]
+    torch.distributed.all_gather_object(seen, module.seen)
+    assert len(seen[0]) == len(seen[1])
+    lengths = [n for batches in seen for batch in batches for n in batch[:-1]]
+    assert sorted(lengths) == data.train_rows.lengths.sort().values.tolist()
+    module.seen.clear()
+    trained = trainer(folder, **options, callbacks=[PredictionWriter(f"{folder}/two.csv")])
+    trained.predict(module, datamodule=data)
+    if rank == 0:
+        assert pd.read_csv(f"{folder}/two.csv")["id"].tolist() == data.predict_ids
+
+
+@pytest.mark.slow
+def test_every_sequence_goes_to_one_process(make, tmp_path):
+    make()
+    run_ranks(check_every_sequence_goes_to_one_process, str(tmp_path))
