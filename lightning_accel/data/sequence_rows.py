@@ -17,8 +17,8 @@ from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 class SequenceRows(Dataset[SequenceBatch]):
     """R sequences of unequal lengths, from which a batch is gathered with one index.
 
-    Padding row by row (``collate_sequences``) costs many times as much. Indexed by a list of row numbers it gives their
-    :class:`SequenceBatch`, by one number the batch of that row alone.
+    Padding one sequence after another takes about four times as long where a step has one feature, and as long where it
+    has 64. Indexed by a list of row numbers it gives their :class:`SequenceBatch`, by one number that of the row alone.
 
     Args:
         steps: (N, F) floating, or (N,) integers, which batches hold as int64.
@@ -92,8 +92,10 @@ class SequenceRows(Dataset[SequenceBatch]):
         position = torch.arange(max(1, int(lengths.max())))
         inside = position < lengths[:, None]  # (B, T)
         where = (starts[:, None] + position).where(inside, 0)
-        x = self.steps[where]  # (B, T) or (B, T, F)
-        x = (x if x.is_floating_point() else x.long()).masked_fill(~inside.view(inside.shape + (1,) * (x.ndim - 2)), 0)
+        # not self.steps[where], which takes twice as long with many features
+        x = self.steps.index_select(0, where.flatten()).view(*where.shape, *self.steps.shape[1:])  # (B, T) or (B, T, F)
+        x = x if x.is_floating_point() else x.long()
+        x.masked_fill_(~inside.view(inside.shape + (1,) * (x.ndim - 2)), 0)
         target = None if self.target is None else self.target[rows]
         if self.labels is not None:
             target = self.labels[where].long().masked_fill(~inside, IGNORED)
