@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_accel.data import length_batch_loader as length_batch_loader
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
+    from lightning_accel.models import SequenceModel as SequenceModel
     from lightning_accel.nn import DynamicRNN as DynamicRNN
     from lightning_accel.nn import ExpertChoiceGate as ExpertChoiceGate
     from lightning_accel.nn import ExpertLoad as ExpertLoad
@@ -70,6 +71,7 @@ _PACKAGE_OF = {
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
     "SequenceDataModule": "data",
+    "SequenceModel": "models",
     "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
     "TextDataModule": "data",
@@ -106,6 +108,7 @@ __all__ = [
     "SaveOnSignal",
     "SequenceBatch",
     "SequenceDataModule",
+    "SequenceModel",
     "SyncBatchNormPlugin",
     "TabularDataModule",
     "TextDataModule",

@@ -24,6 +24,11 @@ class SequenceBatch(NamedTuple):
     )
     carried: Tensor | None = None  # (B,) int64
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBatch":
+        """Move all but ``lengths`` and ``carried``: to read them from a GPU, as packing must, waits for it."""
+        target = None if self.target is None else self.target.to(device, non_blocking=non_blocking)
+        return self._replace(x=self.x.to(device, non_blocking=non_blocking), target=target)
+
 
 def collate_sequences(items: Sequence[tuple[Tensor, Tensor | None]]) -> SequenceBatch:
     """Join pairs of a sequence, (T, F) or (T,), and its target: (), (K,), one for each step, (T,), or None.

@@ -2,5 +2,6 @@
 
 from lightning_accel.models.language_model import MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
+from lightning_accel.models.rnn import SequenceModel
 
-__all__ = ["MoEClassifier", "MoELanguageModel"]
+__all__ = ["MoEClassifier", "MoELanguageModel", "SequenceModel"]

@@ -1,0 +1,82 @@
+"""States that go on from one batch to the next, in truncated back-propagation through time. Shapes: B rows."""
+
+from typing import Any, TypeAlias
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+States: TypeAlias = Any  # tensors (layers, B, H) in any nesting
+_KEY = "carried_state"  # in a checkpoint
+
+
+class CarriedState:
+    """The last batch's states, of training and of each kind of evaluation, in this process.
+
+    A checkpoint holds those of training, of every process; a run on another number of processes starts from zeros,
+    which a warning says.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, States] = {}
+        self._gathered: tuple[int, list[States]] = -1, []
+
+    def take(self, stage: str, carried: Tensor) -> States | None:
+        """States for a batch whose row i goes on from row ``carried[i]`` of the one before, and begins at 0 if -1.
+
+        Raises:
+            ValueError: if the batch before had no such row.
+        """
+        states = self._states.get(stage)
+        if states is None:
+            return None
+        rows = tree_leaves(states)[0].shape[1]
+        if carried.numel() and int(carried.max()) >= rows:
+            raise ValueError(
+                f"SequenceBatch.carried names row {int(carried.max())} of the batch before, which had {rows} rows. "
+                "Number the rows of that batch from 0, and use -1 for those that begin"
+            )
+        device = tree_leaves(states)[0].device
+        carried = carried.to(device)
+        goes_on = (carried >= 0)[:, None]
+        return tree_map(lambda state: torch.where(goes_on, state[:, carried.clamp(min=0)], 0), states)
+
+    def keep(self, stage: str, states: States) -> None:
+        """Remember ``states``, without their history."""
+        self._states[stage] = tree_map(torch.detach, states)
+
+    def forget(self, stage: str) -> None:
+        self._states.pop(stage, None)
+
+    def save(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
+        """Put those of training into ``checkpoint``; all processes must call it."""
+        if "train" in self._states:
+            mine = tree_map(Tensor.cpu, self._states["train"])
+            checkpoint[_KEY] = [mine] if trainer.world_size == 1 else self._of_all_ranks(mine, trainer)
+
+    def _of_all_ranks(self, mine: States, trainer: L.Trainer) -> list[States]:
+        step = trainer.fit_loop.total_batch_idx
+        if trainer.state.status == TrainerStatus.INTERRUPTED:  # a process that failed alone must not wait for others
+            return self._gathered[1] if self._gathered[0] == step else []
+        everyone = [mine] * trainer.world_size
+        dist.all_gather_object(everyone, mine)
+        self._gathered = step, everyone
+        return everyone
+
+    def load(self, checkpoint: dict[str, Any], trainer: L.Trainer, device: torch.device) -> None:
+        """Take what :meth:`save` put there."""
+        saved = checkpoint.get(_KEY)
+        if saved is None:
+            return
+        if len(saved) != trainer.world_size:
+            rank_zero_warn(
+                f"the checkpoint holds states of sequences in {len(saved)} processes, this run has "
+                f"{trainer.world_size}: sequences that were cut go on from a state of zeros"
+            )
+            self.forget("train")
+            return
+        self._states["train"] = tree_map(lambda state: state.to(device), saved[trainer.global_rank])

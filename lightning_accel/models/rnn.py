@@ -1,0 +1,430 @@
+"""Models of sequences of unequal lengths. Shapes: B rows, T steps, F features, C classes, K values, S scores."""
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_accel.data.sequence_batch import SequenceBatch
+from lightning_accel.models.carried_state import CarriedState, States
+from lightning_accel.models.hooks import is_logging_step, keep_plain_hyperparameters
+from lightning_accel.models.sequence_targets import Measured, is_valid, measure, target_of, within
+from lightning_accel.nn.recurrent import DynamicRNN
+from lightning_accel.nn.recurrent_block import RecurrentBlock
+from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
+
+TargetKind: TypeAlias = Literal["classification", "regression", "labelling", "forecasting"]
+_SIZES = ("num_features", "vocab_size", "num_classes", "num_targets")
+
+
+class SequenceOutput(NamedTuple):
+    """Scores, and the states to go on from."""
+
+    scores: Tensor  # (B, S), or (B, T, S) where each step has a target
+    state: States  # a list with DynamicRNN's of each layer
+
+
+class SequenceModel(L.LightningModule):
+    """Classify sequences, predict values of them, label their steps, or forecast them: recurrent layers and a head.
+
+    Batches are :class:`lightning_accel.data.SequenceBatch`, or plain tuples of the same: ``x`` (B, T, F) floating or
+    (B, T) int64 tokens, ``lengths`` (B,), and a target of the ``target_kind``:
+
+    - ``classification``: (B,) int64 in [0, C); ``IGNORED`` (-100) where a row has none.
+    - ``regression``: (B,) or (B, K) floating; NaN where there is none.
+    - ``labelling``: a class of each step, (B, T) int64, ``IGNORED`` where there is none, such as after the end.
+    - ``forecasting``: the next step of ``x``, tokens or features; no target is needed, but one of the shape of ``x`` is
+      taken if there, so that the last step of a chunk can have one.
+
+    The loss is cross entropy, or the squared error of values: its sum over all that is valid in the batch, on all
+    processes, divided by the number of those, so that W processes train as one with all rows does, and padding counts
+    for nothing. Under accumulation, :class:`lightning_accel.callbacks.WeightedAccumulation` does the same for
+    micro-batches.
+
+    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values, under ``val/`` and ``test/``, as means over
+    all that is valid in the epoch. ``predict`` names classes with their probability, gives values, lists the classes of
+    steps, or goes on from each sequence for ``horizon`` steps.
+
+    **Truncated back-propagation through time**: where batches have ``carried``, each row goes on from the state that
+    the batch before left in its row ``carried[i]``, or from zeros (-1), and no gradient flows back into that batch; the
+    Trainer takes an optimizer step after each, as ever. What has one target for a whole row has it with the row's last
+    batch, and ``IGNORED`` or NaN before. Checkpoints hold the states of all processes.
+
+    Args:
+        num_features: F of floating sequences; by default the datamodule's attribute of that name, as are the next four.
+        num_classes: C.
+        vocab_size: of tokens; no ``num_features`` then.
+        num_targets: K; 1 if the datamodule does not tell.
+        target_kind: see above.
+        dim: width that tokens are embedded in; with ``residual`` it is that of the layers.
+        cell: as those down to ``execution``, see :class:`lightning_accel.nn.DynamicRNN`.
+        hidden_size: of each direction.
+        num_layers: recurrent layers.
+        bidirectional: not for ``forecasting``, which must not see what it forecasts.
+        pooling: what ``classification`` and ``regression`` are told from; the other kinds pool nothing.
+        dropout: share of the input of each layer but the first, and of the head, that is dropped in training.
+        weight_drop: share of the recurrent weights that is dropped in training.
+        zoneout: share of the state that stays as it was in training.
+        layer_norm: in the cells.
+        execution: how rows of unequal lengths are run.
+        residual: norm what goes into each layer, and add it to what comes out: for many layers, and for those of scan
+            cells, which are linear but for it.
+        horizon: steps that ``predict`` forecasts.
+        class_names: that predictions carry; by default the datamodule's, if it has any.
+        optimizer: called with the parameters.
+
+    Raises:
+        ValueError: if options exclude each other; before a run starts, if sizes are neither given nor offered by the
+            datamodule, or contradict it, or a strategy cannot carry states.
+
+    >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", hidden_size=8)
+    >>> model(torch.randn(4, 6, 2), torch.tensor([6, 3, 1, 5])).scores.shape
+    torch.Size([4, 3])
+    """
+
+    def __init__(
+        self,
+        num_features: int | None = None,
+        num_classes: int | None = None,
+        *,
+        vocab_size: int | None = None,
+        num_targets: int | None = None,
+        target_kind: TargetKind | None = None,
+        dim: int = 64,
+        cell: Literal["rnn", "gru", "lstm", "mingru", "minlstm"] = "gru",
+        hidden_size: int = 128,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        pooling: Literal["last", "mean", "max", "attention"] = "last",
+        dropout: float = 0.0,
+        weight_drop: float = 0.0,
+        zoneout: float = 0.0,
+        layer_norm: bool = False,
+        execution: Literal["auto", "padded", "staircase", "packed", "lanes"] = "auto",
+        residual: bool = False,
+        horizon: int = 1,
+        class_names: Sequence[str] | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+    ) -> None:
+        super().__init__()
+        # NumPy's numbers and arrays would make the checkpoint unsafe to load
+        num_features, num_classes, vocab_size, num_targets = (
+            None if size is None else index(size) for size in (num_features, num_classes, vocab_size, num_targets)
+        )
+        class_names = None if class_names is None else _list_of_str(class_names)
+        self.save_hyperparameters(ignore=["optimizer"])
+        keep_plain_hyperparameters(self)
+        self.num_features, self.num_classes = num_features, num_classes
+        self.vocab_size, self.num_targets = vocab_size, num_targets
+        self.target_kind = target_kind
+        self.class_names = class_names
+        self.bidirectional, self.pooling, self.residual = bidirectional, pooling, residual
+        self.horizon = horizon
+        self.make_optimizer = optimizer
+        if num_layers < 1 or horizon < 1:
+            raise ValueError(f"num_layers and horizon must be at least 1; got {num_layers} and {horizon}")
+        self._width = hidden_size * (2 if bidirectional else 1)
+        self._dim = self._width if residual else dim
+        self._dropout = dropout
+        self._cell_options = {"cell": cell, "bidirectional": bidirectional, "weight_drop": weight_drop}
+        self._cell_options |= {"zoneout": zoneout, "layer_norm": layer_norm, "execution": execution}
+        self._hidden_size, self._num_layers = hidden_size, num_layers
+        self.head: nn.Module | None = None
+        self._carried = CarriedState()
+        self._valid_per_row: Tensor | None = None
+        self.val_loss, self.val_score = MeanMetric(), MeanMetric()
+        self.test_loss, self.test_score = MeanMetric(), MeanMetric()
+        if target_kind is not None and self._num_scores() and (num_features or vocab_size):
+            self.configure_model()
+
+    # ---- sizes and layers
+
+    def setup(self, stage: str) -> None:
+        self._ask_datamodule()
+        if stage == "fit":
+            self._carried.forget("train")  # of another run; one that resumes reads its own later
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        if getattr(datamodule, "chunk_steps", None):
+            self._require_carrying()
+        pipeline = isinstance(self.trainer.strategy, PipelineStrategy)
+        if pipeline and stage == "predict" and self.target_kind == "forecasting":
+            raise ValueError(
+                "accel_pipeline runs through the layers once, and a forecast runs through them once a step. Predict "
+                "on one device, from the checkpoint"
+            )
+
+    def _ask_datamodule(self) -> None:
+        """Take from the datamodule what was not given; refuse what contradicts it."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        for name in (*_SIZES, "target_kind", "class_names"):
+            offered, given = getattr(datamodule, name, None), getattr(self, name)
+            if offered is not None:
+                offered = (
+                    index(offered) if name in _SIZES else offered if name == "target_kind" else _list_of_str(offered)
+                )
+            if given is None:
+                setattr(self, name, offered)
+                self.hparams[name] = offered
+            elif offered is not None and offered != given:
+                raise ValueError(
+                    f"SequenceModel has {name}={given}, but {type(datamodule).__name__} has {name}={offered}. Leave "
+                    f"{name} out to take the datamodule's"
+                )
+        if self.target_kind == "regression" and self.num_targets is None:
+            self.num_targets = self.hparams["num_targets"] = 1
+
+    def _num_scores(self) -> int | None:
+        """S."""
+        if self.target_kind in ("classification", "labelling"):
+            return self.num_classes
+        return self.num_targets if self.target_kind == "regression" else self.vocab_size or self.num_features
+
+    def configure_model(self) -> None:
+        """Build the layers whose sizes may come from the datamodule, once they are known."""
+        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
+            raise ValueError(
+                "SequenceModel has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits its "
+                "weights over processes"
+            )
+        if self.head is not None:
+            return
+        if self._trainer is not None:  # callbacks that copy the model call this before setup
+            self._ask_datamodule()
+        self._require_sizes()
+        self._build()
+
+    def _require_sizes(self) -> None:
+        given = {name: getattr(self, name) for name in (*_SIZES, "target_kind") if getattr(self, name) is not None}
+        if self.target_kind not in get_args(TargetKind):
+            raise ValueError(
+                f"SequenceModel needs target_kind, one of {', '.join(get_args(TargetKind))}; got {self.target_kind!r}. "
+                "Pass it, or train with a datamodule that has an attribute so named"
+            )
+        if self._num_scores() is None or (self.num_features is None and self.vocab_size is None):
+            raise ValueError(
+                "SequenceModel needs num_features or vocab_size of what comes in, and num_classes of classes that come "
+                f"out; got {given}. Pass them, or train with a datamodule that has attributes so named"
+            )
+        names = self.class_names if self.target_kind in ("classification", "labelling") else None
+        if names is not None and len(names) != self.num_classes:
+            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(names)} class_names")
+        if self.target_kind == "forecasting" and self.bidirectional:
+            raise ValueError("target_kind='forecasting' cannot be bidirectional: the model would see what it forecasts")
+
+    def _build(self) -> None:
+        size = self._dim
+        if self.vocab_size is not None:
+            self.encoder: nn.Module = nn.Embedding(self.vocab_size, size)
+        elif self.residual:
+            assert self.num_features is not None
+            self.encoder = nn.Linear(self.num_features, size)
+        else:
+            assert self.num_features is not None
+            self.encoder, size = nn.Identity(), self.num_features
+        blocks = []
+        for number in range(self._num_layers):
+            pools = number == self._num_layers - 1 and self.target_kind in ("classification", "regression")
+            pooling: Any = self.pooling if pools else "none"
+            rnn = DynamicRNN(size, self._hidden_size, pooling=pooling, **self._cell_options)  # type: ignore[arg-type]
+            blocks.append(RecurrentBlock(rnn, size, self._dropout if number else 0.0, self.residual))
+            size = self._width
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(size) if self.residual else nn.Identity()
+        self.dropout = nn.Dropout(self._dropout)
+        num_scores = self._num_scores()
+        assert num_scores is not None
+        self.head = nn.Linear(size, num_scores)
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        """What strategies that split parameters gather as one."""
+        return list(self.blocks)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        assert self.head is not None
+        return [self.encoder, *self.blocks, self.norm, self.dropout, self.head]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+    # ---- passes
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput:
+        """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, going on from ``state``."""
+        if self.head is None:
+            raise RuntimeError("the sizes of this SequenceModel are not known yet; pass num_features and num_classes")
+        if x.is_floating_point() and lengths is not None and self.residual:
+            # a NaN there would reach the gradient of the encoder's weight
+            x = torch.where(within(lengths, x.shape[1], x.device)[..., None], x, 0)
+        features = self.encoder(x)
+        states = []
+        for number, block in enumerate(self.blocks):
+            features, last = block(features, lengths, None if state is None else state[number])
+            states.append(last)
+        return SequenceOutput(self.head(self.dropout(self.norm(features))), states)
+
+    def step(self, x: Tensor, state: States | None = None) -> SequenceOutput:
+        """Score one step more, ``x`` (B, F) or (B,): (B, S), what ``forward`` gives after the steps so far.
+
+        Raises:
+            ValueError: if the model needs the whole sequence.
+        """
+        self.require_streaming()
+        assert self.head is not None
+        features, states = self.encoder(x), []
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, RecurrentBlock)
+            features, last = block.step(features, None if state is None else state[number])
+            states.append(last)
+        return SequenceOutput(self.head(self.dropout(self.norm(features))), states)
+
+    def require_streaming(self) -> None:
+        """Refuse a model whose scores do not follow from the last step and a state."""
+        pools = self.target_kind in ("classification", "regression") and self.pooling != "last"
+        if self.bidirectional or pools:
+            found = "bidirectional=True" if self.bidirectional else f"pooling={self.pooling!r}"
+            raise ValueError(
+                f"a model that takes sequences step by step, or in chunks, cannot have {found}, which needs the whole "
+                "sequence at once. Take bidirectional=False and pooling='last'"
+            )
+
+    # ---- training
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Count, on all processes, what the loss is a mean over, before a strategy splits the batch further."""
+        batch = SequenceBatch(*batch)
+        assert self.target_kind is not None
+        valid = is_valid(target_of(batch, self.target_kind)).sum().float()
+        self._valid_per_row = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / len(batch.x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        batch = SequenceBatch(*batch)
+        measured = self._measure(batch, "train")
+        per_row = self._valid_per_row
+        if per_row is None:  # a subclass has an on_train_batch_start of its own
+            per_row = measured.valid.clamp(min=1) / len(batch.x)
+        # What an average process has: the mean over processes of loss = sum / weight is the mean over all targets, and
+        # so is that over rows of parts of this batch. WeightedAccumulation reads the weight.
+        weight = per_row * len(batch.x)
+        loss = measured.loss / weight
+        if is_logging_step(self):
+            self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.x))
+        return {"loss": loss, "weight": weight}
+
+    def _measure(self, batch: SequenceBatch, stage: str) -> Measured:
+        assert self.target_kind is not None
+        return measure(self._scores(batch, stage), target_of(batch, self.target_kind))
+
+    def _scores(self, batch: SequenceBatch, stage: str) -> Tensor:
+        if batch.carried is None:
+            return self(batch.x, batch.lengths).scores
+        self._require_carrying()
+        scores, states = self(batch.x, batch.lengths, self._carried.take(stage, batch.carried))
+        self._carried.keep(stage, states)
+        return scores
+
+    def _require_carrying(self) -> None:
+        """Refuse what cannot carry states from batch to batch."""
+        self.require_streaming()
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if isinstance(strategy, DataParallelStrategy | PipelineStrategy):
+            raise ValueError(
+                f"truncated back-propagation through time does not work under {type(strategy).__name__}, which splits "
+                "batches by rows, while a row may go on from any row of the batch before. Train with 'accel_ddp' or "
+                "'accel_fsdp2'"
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._carried.save(checkpoint, self.trainer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is not None:
+            self._carried.load(checkpoint, self.trainer, self.device)
+
+    # ---- evaluation
+
+    def on_validation_epoch_start(self) -> None:
+        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        self.val_loss.reset()
+        self.val_score.reset()
+        self._carried.forget("val")
+
+    def on_test_epoch_start(self) -> None:
+        self._carried.forget("test")
+
+    def on_predict_epoch_start(self) -> None:
+        self._carried.forget("predict")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_loss, self.val_score)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_loss, self.test_score)
+
+    def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
+        measured = self._measure(SequenceBatch(*batch), stage)
+        count = measured.valid.clamp(min=1)
+        loss.update(measured.loss / count, weight=measured.valid)
+        score.update(measured.score / count, weight=measured.valid)
+        forecasts_values = self.target_kind == "forecasting" and self.vocab_size is None
+        of_values = self.target_kind == "regression" or forecasts_values
+        self.log(f"{stage}/loss", loss)
+        self.log(f"{stage}/{'mse' if of_values else 'accuracy'}", score, prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """What is told of each row, by kind of target.
+
+        - ``classification``: ``class``, (B,) int64, or a list of names where the model knows them, and ``probability``,
+          (B,).
+        - ``regression``: ``value``, (B,), or (B, K) of several.
+        - ``labelling``: ``labels``, a list with a list of classes, or their names, for each row.
+        - ``forecasting``: the ``horizon`` steps that follow: ``token``, (B, horizon) int64, or ``value``, (B, horizon);
+          ``value_0``, ``value_1`` ... of several features.
+        """
+        batch = SequenceBatch(*batch)
+        if self.target_kind == "forecasting":
+            return self._named(self.forecast(batch.x, batch.lengths, self.horizon))
+        scores = self._scores(batch, "predict")
+        if self.target_kind == "regression":
+            return {"value": scores.squeeze(dim=-1)}
+        probability, label = scores.softmax(dim=-1).max(dim=-1)
+        if self.target_kind == "classification":
+            names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
+            return {"class": label if names is None else names, "probability": probability}
+        rows = [row[:length] for row, length in zip(label.tolist(), batch.lengths.tolist(), strict=True)]
+        names = self.class_names
+        return {"labels": rows if names is None else [[names[i] for i in row] for row in rows]}
+
+    def _named(self, steps: Tensor) -> dict[str, Tensor]:
+        if self.vocab_size is not None:
+            return {"token": steps}
+        if steps.shape[-1] == 1:
+            return {"value": steps.squeeze(dim=-1)}
+        return {f"value_{number}": feature for number, feature in enumerate(steps.unbind(dim=-1))}
+
+    @torch.no_grad()
+    def forecast(self, x: Tensor, lengths: Tensor, horizon: int) -> Tensor:
+        """Go on for ``horizon`` steps after each row of ``x``, feeding back what the model says.
+
+        Returns:
+            (B, horizon) int64, the likeliest tokens, or (B, horizon, F).
+        """
+        scores, states = self(x, lengths)
+        last = (lengths - 1).clamp(min=0).to(x.device)
+        scores = scores[torch.arange(len(x), device=x.device), last]
+        steps = []
+        for _ in range(horizon):
+            if steps:  # not step(): strategies that split parameters gather them where forward is called
+                scores, states = self(steps[-1][:, None], None, states)
+                scores = scores[:, 0]
+            steps.append(scores.to(x.dtype) if self.vocab_size is None else scores.argmax(dim=-1))
+        return torch.stack(steps, dim=1)
+
+
+def _list_of_str(names: Sequence[object]) -> list[str]:
+    return [str(name) for name in names]
