@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -46,7 +47,7 @@ def make_batch(kind: str = "classification", rows: slice = slice(None)) -> Seque
 def trainer(**options) -> L.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1}
-    return L.Trainer(**quiet | options)
+    return L.Trainer(**(quiet | options))
 
 
 def loader(batches) -> DataLoader:
@@ -272,11 +273,9 @@ def cut(batch: SequenceBatch, sizes: list[int]) -> list[SequenceBatch]:
 
 
 def stop_and_go_on(chunks: list[SequenceBatch], path: Path, **options) -> list[dict[str, torch.Tensor]]:
-    """Weights after three chunks, and after two of them in one run and the third in another."""
-    through = fit_parts(make("labelling"), chunks, **options)
-    first = trainer(max_steps=2, **options)
-    first.fit(make("labelling"), loader(chunks))
-    first.save_checkpoint(path)
+    """Weights after three chunks, and after the third alone, from what was saved before it."""
+    keeper = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=2)
+    through = fit_parts(make("labelling"), chunks, callbacks=[keeper], enable_checkpointing=True, **options)
     # a plain loader starts anew where a run resumes, and the Trainer takes one batch of it
     return [through, fit_parts(make("labelling"), chunks[2:] * 3, ckpt_path=path, **options)]
 
