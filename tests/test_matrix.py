@@ -53,7 +53,12 @@ def way_named(name: str, number: int) -> Way:
     return next(one for one in ways(number) if one.name == name)
 
 
-MODULES = {"plain": "a plain LightningModule", "classifier": "MoEClassifier", "language_model": "MoELanguageModel"}
+MODULES = {
+    "plain": "a plain LightningModule",
+    "classifier": "MoEClassifier",
+    "language_model": "MoELanguageModel",
+    "sequence": "SequenceModel",
+}
 PRECISIONS = {
     "32-true": dict,
     "bf16-mixed": lambda: {"precision": "bf16-mixed"},
@@ -68,12 +73,14 @@ CALLBACKS = {
     "ours": lambda module, folder: [
         ExactResume(),
         PredictionWriter(folder / "predictions.csv"),
-        *([] if module == "plain" else [ExpertLoadMonitor()]),  # which refuses modules without a mixture
+        *([] if module in ("plain", "sequence") else [ExpertLoadMonitor()]),  # which refuses modules without a mixture
     ],
 }
 REFUSED = {  # patterns of messages, by module, strategy and precision
     ("plain", "accel_expert_parallel", "any"): "Plain has no layer that holds experts.*'accel_fsdp2'",
     ("plain", "tensor parallel", "any"): r"required to override the `configure_model\(\)` hook",
+    ("sequence", "accel_expert_parallel", "any"): "SequenceModel has no layer that holds experts.*'accel_fsdp2'",
+    ("sequence", "tensor parallel", "any"): "SequenceModel has no plan for tensor parallelism.*'accel_fsdp2'",
     ("classifier", "tensor parallel", "any"): "MoEClassifier has no plan for tensor parallelism.*'accel_fsdp2'",
 }
 

@@ -131,7 +131,7 @@ class SequenceModel(L.LightningModule):
         self._width = hidden_size * (2 if bidirectional else 1)
         self._dim = self._width if residual else dim
         self._dropout = dropout
-        self._cell_options = {"cell": cell, "bidirectional": bidirectional, "weight_drop": weight_drop}
+        self._cell_options: dict[str, Any] = {"cell": cell, "bidirectional": bidirectional, "weight_drop": weight_drop}
         self._cell_options |= {"zoneout": zoneout, "layer_norm": layer_norm, "execution": execution}
         self._hidden_size, self._num_layers = hidden_size, num_layers
         self.head: nn.Module | None = None
@@ -230,7 +230,7 @@ class SequenceModel(L.LightningModule):
         for number in range(self._num_layers):
             pools = number == self._num_layers - 1 and self.target_kind in ("classification", "regression")
             pooling: Any = self.pooling if pools else "none"
-            rnn = DynamicRNN(size, self._hidden_size, pooling=pooling, **self._cell_options)  # type: ignore[arg-type]
+            rnn = DynamicRNN(size, self._hidden_size, pooling=pooling, **self._cell_options)
             blocks.append(RecurrentBlock(rnn, size, self._dropout if number else 0.0, self.residual))
             size = self._width
         self.blocks = nn.ModuleList(blocks)
@@ -417,7 +417,7 @@ class SequenceModel(L.LightningModule):
         scores, states = self(x, lengths)
         last = (lengths - 1).clamp(min=0).to(x.device)
         scores = scores[torch.arange(len(x), device=x.device), last]
-        steps = []
+        steps: list[Tensor] = []
         for _ in range(horizon):
             if steps:  # not step(): strategies that split parameters gather them where forward is called
                 scores, states = self(steps[-1][:, None], None, states)

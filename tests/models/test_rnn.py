@@ -46,7 +46,7 @@ def make_batch(kind: str = "classification", rows: slice = slice(None)) -> Seque
 
 def trainer(**options) -> L.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1}
+    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
     return L.Trainer(**(quiet | options))
 
 
@@ -274,10 +274,14 @@ def cut(batch: SequenceBatch, sizes: list[int]) -> list[SequenceBatch]:
 
 def stop_and_go_on(chunks: list[SequenceBatch], path: Path, **options) -> list[dict[str, torch.Tensor]]:
     """Weights after three chunks, and after the third alone, from what was saved before it."""
-    keeper = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=2)
-    through = fit_parts(make("labelling"), chunks, callbacks=[keeper], enable_checkpointing=True, **options)
+
+    def run(chunks, ckpt_path=None):
+        keeper = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=2)
+        more = {"callbacks": [keeper], "enable_checkpointing": True, **options}
+        return fit_parts(make("labelling"), chunks, ckpt_path, **more)
+
     # a plain loader starts anew where a run resumes, and the Trainer takes one batch of it
-    return [through, fit_parts(make("labelling"), chunks[2:] * 3, ckpt_path=path, **options)]
+    return [run(chunks), run(chunks[2:] * 3, path)]
 
 
 class TestTruncation:
@@ -317,6 +321,7 @@ class TestTruncation:
             optimizer.step()
         torch.testing.assert_close(trained, dict(model.state_dict()))
 
+    @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_a_run_that_is_stopped_between_chunks_goes_on(self, tmp_path):
         through, resumed = stop_and_go_on(cut(make_batch("labelling"), [2, 1, 3]), tmp_path / "two.ckpt")
         assert torch.load(tmp_path / "two.ckpt", weights_only=True)["carried_state"]

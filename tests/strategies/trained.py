@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from lightning_accel import MoEClassifier, MoELanguageModel
+from lightning_accel import MoEClassifier, MoELanguageModel, SequenceModel
+from lightning_accel.data.sequence_batch import IGNORED
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.5)
@@ -62,6 +63,15 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
             11, dim=16, num_layers=2, num_heads=4, num_experts=4, expert_dim=6, optimizer=optimizer
         )
         return model, TokenRows(torch.randint(11, (num_rows, 7), generator=generator))
+    if name == "sequence":
+        lengths = torch.randint(1, 7, (num_rows,), generator=generator)
+        tokens = torch.randint(11, (num_rows, 6), generator=generator)
+        tokens[torch.arange(6) >= lengths[:, None]] = 0
+        labels = torch.randint(3, (num_rows, 6), generator=generator)
+        labels[torch.arange(6) >= lengths[:, None]] = IGNORED
+        sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_size": 8, "num_layers": 3}
+        model = SequenceModel(**sizes, target_kind="labelling", residual=True, optimizer=optimizer)
+        return model, TensorDataset(tokens, lengths, labels)
     x = torch.randn(num_rows, 5, generator=generator)
     target = torch.randint(3, (num_rows,), generator=generator)
     if name == "classifier":
