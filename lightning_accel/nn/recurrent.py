@@ -191,7 +191,7 @@ class DynamicRNN(nn.Module):
             assert isinstance(layer, RecurrentLayer)
             if ends:
                 x = F.dropout(x, self.dropout, self.training)
-            ends.append(layer.step(x, layer.zero_states(x, len(x)) if states is None else states))
+            ends.append(layer.step(x, layer.zero_states(x, x.shape[0]) if states is None else states))
             x = ends[-1][0]
         joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
         return x, (joined[0], joined[1]) if len(joined) == 2 else joined[0]
@@ -243,7 +243,7 @@ class DynamicRNN(nn.Module):
 
     def _layout(self, x: Tensor, lengths: Tensor | None) -> "PaddedLayout | SortedLayout | LanesLayout":
         execution = self.choose_execution(lengths, x.device)
-        if execution == "padded" and x.shape[1] and len(x):
+        if execution == "padded" and x.shape[1] and x.shape[0]:
             return PaddedLayout(None if lengths is None else lengths.to(x.device))
         steps = x.shape[1]
         known = torch.full((len(x),), steps) if lengths is None else lengths.cpu()
@@ -263,7 +263,7 @@ class DynamicRNN(nn.Module):
         if state is None:
             return [None] * number
         parts = state if isinstance(state, tuple) else (state,)
-        shape = number, len(x), self.hidden_size
+        shape = number, x.shape[0], self.hidden_size
         needed = CELLS[self.cell].states
         if len(parts) != needed or any(part.shape != shape for part in parts):
             raise ValueError(
@@ -322,8 +322,8 @@ def _checked(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
     lengths = torch.as_tensor(lengths)
     if lengths.is_floating_point() or lengths.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise TypeError(f"lengths are integers, numbers of valid steps; got {lengths.dtype}")
-    if lengths.shape != (len(x),):
-        raise ValueError(f"lengths must be ({len(x)},), one for each row of x; got {tuple(lengths.shape)}")
+    if lengths.shape != x.shape[:1]:
+        raise ValueError(f"lengths must be ({x.shape[0]},), one for each row of x; got {tuple(lengths.shape)}")
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and len(lengths):
         least, most = lengths.aminmax()  # on a GPU this would wait for it
         if least < 0 or most > x.shape[1]:

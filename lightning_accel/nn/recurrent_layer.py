@@ -234,7 +234,7 @@ class RecurrentLayer(nn.Module):
         with self._kernel_precision(x):
             out, new = self._kernel(x, states, weights)
         if lengths is not None:
-            last = out[(lengths - 1).clamp(min=0), torch.arange(len(lengths), device=x.device)]
+            last = out[(lengths - 1).clamp(min=0), torch.arange(lengths.shape[0], device=x.device)]
             new = torch.where(lengths[:, None] > 0, last, states[0]), *new[1:]
         return out, new
 
@@ -263,4 +263,4 @@ class RecurrentLayer(nn.Module):
 
 def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
     """Whether a row has ended before a step of ``x``: (S, B, 1) bool."""
-    return torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None]
+    return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]

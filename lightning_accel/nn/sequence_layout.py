@@ -31,7 +31,7 @@ class PaddedLayout:
         """Turn each row's valid steps round."""
         if self.lengths is None:
             return data.flip(0)
-        step = torch.arange(len(data), device=data.device)[:, None]
+        step = torch.arange(data.shape[0], device=data.device)[:, None]
         source = torch.where(step < self.lengths, self.lengths - 1 - step, step)  # (T, B)
         return data[source, torch.arange(data.shape[1], device=data.device)]
 
