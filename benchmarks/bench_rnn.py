@@ -207,7 +207,9 @@ if __name__ == "__main__":
     cells, batches, rounds = (("gru", "mingru"), 4, 2) if arguments.quick else (tuple(CELLS), 12, 5)
     rows = throughput(cells, batches, rounds, arguments.device)
     print_table("Unequal lengths against equal ones, forward and backward", rows)
-    chosen = choices(("gru", "lstm", "mingru") if not arguments.quick else cells, batches // 2, rounds, arguments.device)
+    chosen = choices(
+        ("gru", "lstm", "mingru") if not arguments.quick else cells, batches // 2, rounds, arguments.device
+    )
     print_table("auto against each execution", chosen)
     if arguments.json:
         arguments.json.write_text(json.dumps([*rows, *chosen], indent=1))

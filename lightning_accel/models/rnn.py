@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from operator import index
+from os import PathLike
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import SequenceBatch
 from lightning_accel.models.carried_state import CarriedState, States
 from lightning_accel.models.hooks import is_logging_step, keep_plain_hyperparameters
+from lightning_accel.models.sequence_export import export_step, export_whole
 from lightning_accel.models.sequence_targets import Measured, is_valid, measure, target_of, within
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
@@ -41,14 +44,15 @@ class SequenceModel(L.LightningModule):
     - ``forecasting``: the next step of ``x``, tokens or features; no target is needed, but one of the shape of ``x`` is
       taken if there, so that the last step of a chunk can have one.
 
-    The loss is cross entropy, or the squared error of values: its sum over all that is valid in the batch, on all
+    The loss is cross entropy, or the squared error of values, in standard deviations of the training targets where the
+    datamodule tells them (``target_mean``, ``target_std``): its sum over all that is valid in the batch, on all
     processes, divided by the number of those, so that W processes train as one with all rows does, and padding counts
     for nothing. Under accumulation, :class:`lightning_accel.callbacks.WeightedAccumulation` does the same for
     micro-batches.
 
-    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values, under ``val/`` and ``test/``, as means over
-    all that is valid in the epoch. ``predict`` names classes with their probability, gives values, lists the classes of
-    steps, or goes on from each sequence for ``horizon`` steps.
+    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in the targets' own unit, under ``val/`` and
+    ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, gives
+    values, lists the classes of steps, or goes on from each sequence for ``horizon`` steps.
 
     **Truncated back-propagation through time**: where batches have ``carried``, each row goes on from the state that
     the batch before left in its row ``carried[i]``, or from zeros (-1), and no gradient flows back into that batch; the
@@ -87,6 +91,9 @@ class SequenceModel(L.LightningModule):
     torch.Size([4, 3])
     """
 
+    value_mean: Tensor  # (S,) of the training targets, or, in forecasting, of the features before they were normed
+    value_std: Tensor
+
     def __init__(
         self,
         num_features: int | None = None,
@@ -124,6 +131,7 @@ class SequenceModel(L.LightningModule):
         self.target_kind = target_kind
         self.class_names = class_names
         self.bidirectional, self.pooling, self.residual = bidirectional, pooling, residual
+        self.cell = cell
         self.horizon = horizon
         self.make_optimizer = optimizer
         if num_layers < 1 or horizon < 1:
@@ -239,6 +247,8 @@ class SequenceModel(L.LightningModule):
         num_scores = self._num_scores()
         assert num_scores is not None
         self.head = nn.Linear(size, num_scores)
+        self.register_buffer("value_mean", torch.zeros(num_scores))
+        self.register_buffer("value_std", torch.ones(num_scores))
 
     def repeated_blocks(self) -> list[nn.Module]:
         """What strategies that split parameters gather as one."""
@@ -266,7 +276,7 @@ class SequenceModel(L.LightningModule):
         for number, block in enumerate(self.blocks):
             features, last = block(features, lengths, None if state is None else state[number])
             states.append(last)
-        return SequenceOutput(self.head(self.dropout(self.norm(features))), states)
+        return SequenceOutput(self._score(features), states)
 
     def step(self, x: Tensor, state: States | None = None) -> SequenceOutput:
         """Score one step more, ``x`` (B, F) or (B,): (B, S), what ``forward`` gives after the steps so far.
@@ -275,13 +285,20 @@ class SequenceModel(L.LightningModule):
             ValueError: if the model needs the whole sequence.
         """
         self.require_streaming()
-        assert self.head is not None
         features, states = self.encoder(x), []
         for number, block in enumerate(self.blocks):
             assert isinstance(block, RecurrentBlock)
             features, last = block.step(features, None if state is None else state[number])
             states.append(last)
-        return SequenceOutput(self.head(self.dropout(self.norm(features))), states)
+        return SequenceOutput(self._score(features), states)
+
+    def _score(self, features: Tensor) -> Tensor:
+        assert self.head is not None
+        scores: Tensor = self.head(self.dropout(self.norm(features)))
+        return self._in_own_unit(scores) if self.target_kind == "regression" else scores
+
+    def _in_own_unit(self, values: Tensor) -> Tensor:
+        return values.to(torch.promote_types(values.dtype, torch.float32)) * self.value_std + self.value_mean
 
     def require_streaming(self) -> None:
         """Refuse a model whose scores do not follow from the last step and a state."""
@@ -293,7 +310,46 @@ class SequenceModel(L.LightningModule):
                 "sequence at once. Take bidirectional=False and pooling='last'"
             )
 
+    def export(self, path: str | PathLike[str], streaming: bool = False) -> ExportedProgram:
+        """Save the model as a program of ``torch.export``, as ``eval()`` runs it, for any number of rows.
+
+        The program takes ``x`` and ``lengths``, of any number of steps, and returns scores. With ``streaming`` it takes
+        one step of ``x`` and a list of states, (1, B, hidden_size) each, zeros to begin with, and returns scores and
+        new states. Run ``import lightning_accel.ops`` before ``torch.export.load`` of a scan cell's.
+
+        Raises:
+            ValueError: if the cell, whose steps are computed one after another, cannot be a program of any number of
+                steps, or ``streaming`` a model that needs the whole sequence.
+        """
+        if streaming:
+            self.require_streaming()
+        elif self.cell not in ("mingru", "minlstm"):
+            raise ValueError(
+                f"a program of {self.cell!r} cells would run a fixed number of steps alone: torch.export unrolls them. "
+                "Export with streaming=True, one step at a time, or take cell='mingru' or 'minlstm'"
+            )
+        if self.head is None:
+            raise RuntimeError("the sizes of this SequenceModel are not known yet; export a trained or loaded one")
+        shape = (3, 5) if self.vocab_size is not None else (3, 5, self.num_features)
+        dtype = torch.int64 if self.vocab_size is not None else self.dtype
+        x = torch.zeros(shape, dtype=dtype, device=self.device)  # type: ignore[arg-type]
+        was_training = self.training
+        self.eval()
+        try:
+            return export_step(self, x[:, 0], path) if streaming else export_whole(self, x, path)
+        finally:
+            self.train(was_training)
+
     # ---- training
+
+    def on_fit_start(self) -> None:
+        """Take the mean and the spread of values from the datamodule, if it knows them."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        of = "target" if self.target_kind == "regression" else "feature"
+        mean, std = getattr(datamodule, f"{of}_mean", None), getattr(datamodule, f"{of}_std", None)
+        if self.target_kind in ("regression", "forecasting") and mean is not None and std is not None:
+            self.value_mean.copy_(torch.as_tensor(mean))
+            self.value_std.copy_(torch.as_tensor(std))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Count, on all processes, what the loss is a mean over, before a strategy splits the batch further."""
@@ -318,7 +374,8 @@ class SequenceModel(L.LightningModule):
 
     def _measure(self, batch: SequenceBatch, stage: str) -> Measured:
         assert self.target_kind is not None
-        return measure(self._scores(batch, stage), target_of(batch, self.target_kind))
+        unit = self.value_std if self.target_kind == "regression" else None
+        return measure(self._scores(batch, stage), target_of(batch, self.target_kind), unit)
 
     def _scores(self, batch: SequenceBatch, stage: str) -> Tensor:
         if batch.carried is None:
@@ -384,7 +441,7 @@ class SequenceModel(L.LightningModule):
         - ``regression``: ``value``, (B,), or (B, K) of several.
         - ``labelling``: ``labels``, a list with a list of classes, or their names, for each row.
         - ``forecasting``: the ``horizon`` steps that follow: ``token``, (B, horizon) int64, or ``value``, (B, horizon);
-          ``value_0``, ``value_1`` ... of several features.
+          ``value_0``, ``value_1`` ... of several features. Values are in the unit that the features had in the file.
         """
         batch = SequenceBatch(*batch)
         if self.target_kind == "forecasting":
@@ -403,6 +460,7 @@ class SequenceModel(L.LightningModule):
     def _named(self, steps: Tensor) -> dict[str, Tensor]:
         if self.vocab_size is not None:
             return {"token": steps}
+        steps = self._in_own_unit(steps)
         if steps.shape[-1] == 1:
             return {"value": steps.squeeze(dim=-1)}
         return {f"value_{number}": feature for number, feature in enumerate(steps.unbind(dim=-1))}

@@ -12,8 +12,8 @@ from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 class Measured(NamedTuple):
     """Sums over the valid targets of a batch, and how many those are; () each."""
 
-    loss: Tensor  # of cross entropies in nats, or of squared errors
-    score: Tensor  # how many classes were right, or the squared errors again
+    loss: Tensor  # of cross entropies in nats, or of squared errors in units
+    score: Tensor  # how many classes were right, or of squared errors
     valid: Tensor
 
 
@@ -55,8 +55,10 @@ def is_valid(target: Tensor) -> Tensor:
     return ~target.isnan() if target.is_floating_point() else target != IGNORED
 
 
-def measure(scores: Tensor, target: Tensor) -> Measured:
+def measure(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> Measured:
     """Compare ``scores`` (..., S) with classes (...), or with values of as many numbers.
+
+    ``unit`` (S,) is what errors of values are divided by for the loss.
 
     Raises:
         ValueError: if their shapes do not fit.
@@ -70,7 +72,9 @@ def measure(scores: Tensor, target: Tensor) -> Measured:
     if tuple(target.shape) != expected and expected != (*target.shape, 1):
         raise ValueError(f"the model's scores need a target of shape {expected}; got {tuple(target.shape)}")
     if target.is_floating_point():
-        error = torch.where(valid, scores.view_as(target) - target.nan_to_num(), 0).square().sum()
-        return Measured(error, error.detach(), valid.sum())
+        target, there = target.view_as(scores), valid.view_as(scores)
+        error = torch.where(there, scores - target.nan_to_num(), 0)
+        scaled = error if unit is None else error / unit
+        return Measured(scaled.square().sum(), error.detach().square().sum(), valid.sum())
     loss = F.cross_entropy(scores.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
     return Measured(loss, (scores.argmax(dim=-1) == target).sum(), valid.sum())

@@ -150,6 +150,36 @@ def test_weighted_accumulation_of_unequal_parts_equals_one_batch():
         torch.testing.assert_close(actual, expected)
 
 
+class Scaled(L.LightningDataModule):
+    """Targets, and in forecasting features, of another unit."""
+
+    target_kind = "regression"
+    target_mean, target_std = [100.0], [50.0]
+
+    def train_dataloader(self):
+        batch = make_batch("regression")
+        return loader([batch._replace(target=batch.target * 50 + 100)] * 2)
+
+    val_dataloader = train_dataloader
+
+
+def test_values_are_learnt_in_standard_deviations_and_told_in_their_own_unit(tmp_path):
+    plain = make("regression")
+    fit_parts(plain, [make_batch("regression")] * 2)
+    model = make("regression")
+    run = trainer()
+    run.fit(model, Scaled())
+    batch = make_batch("regression")
+    torch.testing.assert_close(model.head.weight, plain.head.weight)
+    value = model.predict_step(batch, 0)["value"]
+    torch.testing.assert_close(value, plain.predict_step(batch, 0)["value"] * 50 + 100)
+    (figures,) = run.validate(model, Scaled(), verbose=False)
+    assert figures["val/mse"] == pytest.approx(figures["val/loss"] * 2500)
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    again = SequenceModel.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    torch.testing.assert_close(again.predict_step(batch, 0)["value"], value)
+
+
 @pytest.mark.parametrize("kind", ["classification", "regression", "labelling", "forecasting"])
 def test_evaluation_is_the_mean_over_all_valid(kind):
     model = make(kind)
@@ -384,3 +414,46 @@ def test_another_number_of_processes_starts_from_zeros(tmp_path):
     torch.save({**saved, "carried_state": saved["carried_state"] * 2}, tmp_path / "two.ckpt")
     with pytest.warns(UserWarning, match=r"in 2 processes, this run has 1.*zeros"):
         fit_parts(make("labelling"), chunks, ckpt_path=tmp_path / "two.ckpt")
+
+
+class TestExport:
+    OPTIONS = (
+        {"pooling": "last"},
+        {"pooling": "attention"},
+        {"pooling": "max", "bidirectional": True},
+        {"cell": "minlstm", "pooling": "mean", "residual": True, "num_layers": 2, "layer_norm": True},
+        {"num_features": None, "vocab_size": 7},
+    )
+
+    def rows(self, model: SequenceModel, *shape: int) -> torch.Tensor:
+        return torch.randint(7, shape) if model.vocab_size else torch.randn(*shape, 2)
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("kind", ["classification", "labelling"])
+    def test_scan_cells_run_at_other_sizes(self, kind, options, tmp_path):
+        model = make(kind, **{"cell": "mingru", "dropout": 0.5} | options)
+        model.export(tmp_path / "model.pt2")
+        assert model.training
+        program = torch.export.load(tmp_path / "model.pt2").module()
+        model.eval()
+        for rows, steps in ((1, 1), (7, 11), (2, 40)):
+            x, lengths = self.rows(model, rows, steps), torch.randint(0, steps + 1, (rows,))
+            torch.testing.assert_close(program(x, lengths), model(x, lengths).scores)
+
+    @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm", "mingru", "minlstm"])
+    def test_steps_of_every_cell_run_with_other_rows(self, cell, tmp_path):
+        model = make("labelling", cell=cell, num_layers=2, residual=True).eval()
+        model.export(tmp_path / "step.pt2", streaming=True)
+        program = torch.export.load(tmp_path / "step.pt2").module()
+        x = torch.randn(7, 3, 2)
+        states = [torch.zeros(1, 7, 5)] * (4 if cell == "lstm" else 2)
+        for step in range(3):
+            scores, states = program(x[:, step], states)
+        torch.testing.assert_close(scores, model(x).scores[:, -1])
+
+    def test_what_cannot_be_exported_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match=r"'gru' cells would run a fixed number of steps.*streaming=True.*mingru"):
+            make(cell="gru").export(tmp_path / "model.pt2")
+        with pytest.raises(ValueError, match="cannot have pooling='mean'"):
+            make(pooling="mean").export(tmp_path / "model.pt2", streaming=True)
+        assert not list(tmp_path.iterdir())
