@@ -41,3 +41,14 @@ def test_moe_lm_reaches_what_it_promises(command, run_folder):
     predictions = pd.read_csv(run_folder / "runs/moe_lm/version_1/predictions.csv")
     assert predictions["prompt"].tolist() == ["The ", "def __init__("]
     assert predictions["text"].str.len().min() > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "figure", "least", "most"), [
+    ("rnn_digits", "test/accuracy", 0.975, 1), ("rnn_adding", "test/mse", 0, 1e-3),
+])  # fmt: skip
+def test_rnn_reaches_what_it_promises(command, name, figure, least, most):
+    path = next(path for path in CONFIGS if path.stem == name)
+    assert command("fit", "--config", path).status == 0
+    result = command("test", "--config", path, "--ckpt_path=best")
+    assert least <= float(result.out.split(figure)[1].split()[1]) <= most
