@@ -7,7 +7,8 @@ Forward and backward of one recurrent layer, 64 features, 128 hidden, over 5000 
 in the same rounds: ratios are to it. Orders of the sequences: random, batches of 64; bucketed, batches of 64 of like
 length by LengthBatchSampler with its default window; budgeted, its batches of at most 8192 tokens. Of each, batches
 evenly spaced in their lengths are timed. Subjects are interleaved in one process, one thread, the process's CPU time;
-the median round is quoted. The second table sets ``auto`` beside the executions it may choose, over other shapes.
+the median round is quoted. The second table sets ``auto`` beside the executions it may choose, over other shapes, and
+forward alone.
 """
 
 import argparse
@@ -76,12 +77,17 @@ def of_ours(module: DynamicRNN) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Subject:
-    """A module over some batches; times their forward and backward passes."""
+    """A module over some batches; times their forward and, unless told otherwise, backward passes."""
 
     def __init__(
-        self, module: nn.Module, run: Callable[[Tensor, Tensor], Tensor], batches: Iterable[Tensor], device: str
+        self,
+        module: nn.Module,
+        run: Callable[[Tensor, Tensor], Tensor],
+        batches: Iterable[Tensor],
+        device: str,
+        backward: bool = True,
     ) -> None:
-        self.module, self.run, self.device = module.to(device), run, device
+        self.module, self.run, self.device, self.backward = module.to(device), run, device, backward
         generator = torch.Generator().manual_seed(1)
         self.batches = [
             (torch.randn(len(lengths), int(lengths.max()), FEATURES, generator=generator).to(device), lengths)
@@ -95,7 +101,10 @@ class Subject:
         start = clock()
         for x, lengths in self.batches:
             self.module.zero_grad()
-            self.run(x, lengths).sum().backward()
+            with torch.set_grad_enabled(self.backward):
+                out = self.run(x, lengths)
+            if self.backward:
+                out.sum().backward()
         self.synchronize()
         return clock() - start
 
@@ -161,17 +170,26 @@ def throughput(cells: Iterable[str], batches: int, rounds: int, device: str) -> 
 def choices(cells: Iterable[str], batches: int, rounds: int, device: str) -> list[dict[str, object]]:
     """``auto`` beside every execution, the best of which is the baseline."""
     rows = []
-    shapes = [("random", 64, 128, {}), ("random", 8, 32, {"bidirectional": True}), ("bucketed", 16, 256, {})]
-    for order, batch_size, hidden, options in shapes:
+    shapes: list[tuple[str, int, int, bool, bool]] = [
+        ("random", 64, 128, False, True),
+        ("random", 8, 32, True, True),
+        ("bucketed", 16, 256, False, True),
+        ("random", 64, 128, False, False),
+        ("bucketed", 64, 128, False, False),
+    ]
+    for order, batch_size, hidden, both, backward in shapes:
         lengths = sample(orders(batch_size)[order], batches)
         for cell in cells:
             subjects = {}
             for execution in ("auto", *executions(cell)):
-                module = DynamicRNN(FEATURES, hidden, cell=cell, execution=execution, **options)  # type: ignore[arg-type]
-                subjects[execution] = Subject(module, of_ours(module), lengths, device)
+                module = DynamicRNN(
+                    FEATURES, hidden, cell=cell, execution=execution, bidirectional=both  # type: ignore[arg-type]
+                )  # fmt: skip
+                subjects[execution] = Subject(module, of_ours(module), lengths, device, backward)
             rates = measure(subjects, rounds)
             best = max((name for name in rates if name != "auto"), key=lambda name: statistics.median(rates[name]))
-            case = f"{order}, {batch_size} rows, hidden {hidden}{', both directions' if options else ''}, {cell}"
+            how = f"{', both directions' * both}{', forward alone' * (not backward)}"
+            case = f"{order}, {batch_size} rows, hidden {hidden}{how}, {cell}"
             rows += as_rows(case, rates, best)
     return rows
 

@@ -16,6 +16,7 @@ from lightning_accel.data.sequence_batch import SequenceBatch
 from lightning_accel.models.carried_state import CarriedState, States
 from lightning_accel.models.hooks import is_logging_step, keep_plain_hyperparameters
 from lightning_accel.models.sequence_export import export_step, export_whole
+from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
 from lightning_accel.models.sequence_targets import Measured, is_valid, measure, target_of, within
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
@@ -150,8 +151,6 @@ class SequenceModel(L.LightningModule):
         if target_kind is not None and self._num_scores() and (num_features or vocab_size):
             self.configure_model()
 
-    # ---- sizes and layers
-
     def setup(self, stage: str) -> None:
         self._ask_datamodule()
         if stage == "fit":
@@ -262,8 +261,6 @@ class SequenceModel(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
 
-    # ---- passes
-
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput:
         """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, going on from ``state``."""
         if self.head is None:
@@ -340,8 +337,6 @@ class SequenceModel(L.LightningModule):
         finally:
             self.train(was_training)
 
-    # ---- training
-
     def on_fit_start(self) -> None:
         """Take the mean and the spread of values from the datamodule, if it knows them."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -403,8 +398,6 @@ class SequenceModel(L.LightningModule):
         if self._trainer is not None:
             self._carried.load(checkpoint, self.trainer, self.device)
 
-    # ---- evaluation
-
     def on_validation_epoch_start(self) -> None:
         # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
         self.val_loss.reset()
@@ -445,43 +438,14 @@ class SequenceModel(L.LightningModule):
         """
         batch = SequenceBatch(*batch)
         if self.target_kind == "forecasting":
-            return self._named(self.forecast(batch.x, batch.lengths, self.horizon))
+            steps = forecast(self, batch.x, batch.lengths, self.horizon)
+            return name_steps(steps if self.vocab_size is not None else self._in_own_unit(steps))
         scores = self._scores(batch, "predict")
         if self.target_kind == "regression":
             return {"value": scores.squeeze(dim=-1)}
-        probability, label = scores.softmax(dim=-1).max(dim=-1)
         if self.target_kind == "classification":
-            names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
-            return {"class": label if names is None else names, "probability": probability}
-        rows = [row[:length] for row, length in zip(label.tolist(), batch.lengths.tolist(), strict=True)]
-        names = self.class_names
-        return {"labels": rows if names is None else [[names[i] for i in row] for row in rows]}
-
-    def _named(self, steps: Tensor) -> dict[str, Tensor]:
-        if self.vocab_size is not None:
-            return {"token": steps}
-        steps = self._in_own_unit(steps)
-        if steps.shape[-1] == 1:
-            return {"value": steps.squeeze(dim=-1)}
-        return {f"value_{number}": feature for number, feature in enumerate(steps.unbind(dim=-1))}
-
-    @torch.no_grad()
-    def forecast(self, x: Tensor, lengths: Tensor, horizon: int) -> Tensor:
-        """Go on for ``horizon`` steps after each row of ``x``, feeding back what the model says.
-
-        Returns:
-            (B, horizon) int64, the likeliest tokens, or (B, horizon, F).
-        """
-        scores, states = self(x, lengths)
-        last = (lengths - 1).clamp(min=0).to(x.device)
-        scores = scores[torch.arange(len(x), device=x.device), last]
-        steps: list[Tensor] = []
-        for _ in range(horizon):
-            if steps:  # not step(): strategies that split parameters gather them where forward is called
-                scores, states = self(steps[-1][:, None], None, states)
-                scores = scores[:, 0]
-            steps.append(scores.to(x.dtype) if self.vocab_size is None else scores.argmax(dim=-1))
-        return torch.stack(steps, dim=1)
+            return name_classes(scores, self.class_names)
+        return name_labels(scores, batch.lengths, self.class_names)
 
 
 def _list_of_str(names: Sequence[object]) -> list[str]:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_accel.strategies import write_atomically
+
 
 class _Step(nn.Module):
     """One step, with the states as plain tensors in and out."""
@@ -58,5 +60,6 @@ def _save(
     module: nn.Module, arguments: tuple[Any, ...], shapes: dict[str, Any], path: str | PathLike[str]
 ) -> torch.export.ExportedProgram:
     program = torch.export.export(module, arguments, dynamic_shapes=shapes)
-    torch.export.save(program, path)
+    with write_atomically(path) as partial, partial.open("wb") as file:  # by its name, save would want a suffix
+        torch.export.save(program, file)
     return program

@@ -206,7 +206,11 @@ class DynamicRNN(nn.Module):
             return "packed" if self._has_kernel else "padded"
         if lengths.numel() == 0 or bool((lengths == lengths[0]).all()):
             return "padded"
-        return "lanes" if self._is_scan else "staircase"
+        if self._is_scan:
+            return "lanes"
+        # forward alone, torch's packed kernels are fast on CPUs, but for the LSTM, whose padded one is oneDNN's
+        forward_alone = self._has_kernel and not torch.is_grad_enabled()
+        return "packed" if forward_alone and self.cell != "lstm" else "staircase"
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, execution={self.execution!r}"

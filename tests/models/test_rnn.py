@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import SequenceModel, WeightedAccumulation
 from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
+from lightning_accel.models.sequence_predictions import forecast
 from tests.ranks import run_ranks
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
@@ -208,7 +209,7 @@ class TestPrediction:
 
     def test_forecast_feeds_back_what_it_says(self):
         model, batch = make("forecasting", horizon=3, num_layers=2), make_batch("forecasting")
-        ahead = model.forecast(batch.x, batch.lengths, 3)
+        ahead = forecast(model, batch.x, batch.lengths, 3)
         for row in (0, 2, 6):
             x = batch.x[row : row + 1, : LENGTHS[row]]
             for step in range(3):

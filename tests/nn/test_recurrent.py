@@ -234,6 +234,10 @@ def test_auto_takes_what_suits_the_lengths():
     assert gru.choose_execution(None, cpu) == gru.choose_execution(torch.tensor([3, 3]), cpu) == "padded"
     assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
     assert scan.choose_execution(torch.tensor([3, 2]), cpu) == "lanes"
+    with torch.no_grad():
+        assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "packed"
+        assert make("gru", zoneout=0.1).choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
+        assert make("lstm").choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
     assert gru.choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "packed"
     assert make("gru", zoneout=0.1).choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "padded"
 
