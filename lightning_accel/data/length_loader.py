@@ -23,7 +23,9 @@ def length_batch_loader(
 ) -> ResumableLoader:
     """A loader of the batches of ``sampler``, for the Trainer, on any number of processes, or for a loop of one's own.
 
-    A stopped run goes on with the batch that comes next. In full, for any dataset of sequences:
+    A stopped run goes on with the batch that comes next. Two cases need the ``ExactResume`` callback for that: a
+    scheduler that asks for ``trainer.estimated_stepping_batches``, and ``max_steps`` with checkpoints at the ends of
+    epochs. In full, for any dataset of sequences:
 
         sampler = LengthBatchSampler([len(sequence) for sequence in dataset], batch_size=64)
         loader = length_batch_loader(dataset, sampler, collate_fn=my_collate)

@@ -25,8 +25,8 @@ class LengthPlan:
         batch_size: most rows of a batch.
         max_tokens: most steps of a batch with its padding, rows times the longest.
         most_steps: of a row that count towards ``max_tokens``.
-        window: batches that differ in length; the more, the less padding, and the fewer rows any one may meet. None for
-            all, so that only rows of equal length change places.
+        window: batches that differ in length; the more, the less padding, and the fewer rows any one may meet; at most
+            half of all. None for all, so that only rows of equal length change places.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LengthPlan:
 
 def _bins(room: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Rows and batches of each bin; ``room`` (R,) is how many rows a batch may have whose longest is that one."""
-    together = 1 if window is None else max(1, round((1 / room).sum() / window))
+    together = 1 if window is None else max(2, round((1 / room).sum() / window))
     sizes, batches, starts = [], [], []
     start = 0
     while start < len(room):

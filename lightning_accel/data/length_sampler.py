@@ -238,6 +238,25 @@ class LengthBatchSampler(DistributedSampler[Any]):
         carried = range(alive) if start else [-1] * alive
         return Chunk(rows[:alive].tolist(), start, start + self.chunk_steps, list(carried))
 
+    def report(self, num_replicas: int | None = None) -> LengthReport:
+        """What this epoch costs, on this many processes, by default those there are."""
+        plan = self._plan(self.epoch)
+        replicas = self._deal()[0] if num_replicas is None else num_replicas
+        rows, longest = np.zeros((2, replicas, len(plan.starts)), np.int64)
+        for size in np.unique(plan.stops - plan.starts).tolist():  # batches of one size are dealt alike
+            these = np.flatnonzero(plan.stops - plan.starts == size)
+            for rank in range(replicas):
+                share = _share(size, replicas, rank)
+                rows[rank, these] = len(share)
+                longest[rank, these] = self.lengths[plan.rows[plan.starts[these] + share[0]]] if len(share) else 0
+        work = rows * longest  # a process's part of a batch, with padding
+        return LengthReport(
+            len(plan.starts),
+            int(longest.max(0).sum()),
+            float(1 - self.lengths.sum() / max(1, work.sum())),
+            float(1 - work.mean(0).sum() / max(1, work.max(0).sum())),
+        )
+
 
 def _share(rows: int, replicas: int, rank: int) -> np.ndarray:
     """Places in a batch, which is sorted, of one process's rows: dealt to and fro, so that all have alike lengths."""

@@ -87,7 +87,7 @@ class ResumableLoader(DataLoader[Any]):
 
     progress: Callable[[], tuple[int, int]] | None = None  # returns the epoch, and its batches that are done
     _handed_out: tuple[int, int] | None = None
-    _entered = False
+    _loaded_epoch: int | None = None  # until it has been entered
 
     def state_dict(self) -> dict[str, Any]:
         done = self._handed_out if self.progress is None else self.progress()
@@ -96,7 +96,7 @@ class ResumableLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict and isinstance(self.sampler, Resumable):
             self.sampler.load_state_dict(state_dict)
-            self._entered = True
+            self._loaded_epoch = state_dict["epoch"]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that workers start with the first batch: the Trainer asks for an iterator before it tells the
@@ -104,9 +104,11 @@ class ResumableLoader(DataLoader[Any]):
         if not isinstance(self.sampler, Resumable):
             yield from super().__iter__()
             return
-        if self.progress is not None and not self._entered:
+        if self._loaded_epoch is not None and self.sampler.epoch < self._loaded_epoch:
+            return  # a Trainer with max_steps, resumed after the end of an epoch, would take a batch more of it
+        if self.progress is not None and self._loaded_epoch is None:
             self.sampler.load_state_dict(self.sampler.state_after(*self.progress()))
-        self._entered = False
+        self._loaded_epoch = None
         epoch, done = self.sampler.epoch, self.sampler.first_batch
         self._handed_out = epoch, done
         for batch in super().__iter__():
