@@ -197,8 +197,8 @@ def choices(cells: Iterable[str], batches: int, rounds: int, device: str) -> lis
 def as_rows(case: str, rates: dict[str, list[float]], baseline: str) -> list[dict[str, object]]:
     return [
         {
-            "case": case, "subject": name, "metric": "valid steps", "value": round(statistics.median(each)), "unit": "1/s",
-            "baseline": baseline,
+            "case": case, "subject": name, "metric": "valid steps", "unit": "1/s",
+            "value": round(statistics.median(each)), "baseline": baseline,
             "ratio": round(statistics.median(a / b for a, b in zip(each, rates[baseline], strict=True)), 3),
         }
         for name, each in rates.items()

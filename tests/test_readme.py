@@ -1,6 +1,7 @@
 """Every snippet of the README runs."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -35,6 +36,12 @@ def folder(run_folder, monkeypatch):
     iris = load_iris(as_frame=True)
     species = iris.frame.pop("target").map(dict(enumerate(iris.target_names)))
     iris.frame.assign(species=species).to_csv(run_folder / "flowers.csv", index=False)
+    gestures = [
+        {"values": [[0.1 * step, float(kind)] for step in range(5 + i % 9)], "target": ("rest", "wave")[kind]}
+        for i in range(120)
+        for kind in (0, 1)
+    ]
+    (run_folder / "gestures.jsonl").write_text("\n".join(map(json.dumps, gestures)))
     (run_folder / "texts").mkdir()
     tales = "".join(f"Once upon a time there were {i} kings and {i % 7} queens. " for i in range(1000))
     (run_folder / "texts" / "tales.txt").write_text(tales)
@@ -47,7 +54,7 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (4, 7)
+    assert (len(SCRIPTS), len(COMMANDS)) == (5, 9)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
 
 
@@ -72,7 +79,7 @@ def test_commands_run_one_after_the_other(command, folder):
         with contextlib.redirect_stdout(sys.stderr):  # progress bars
             result = command(*shlex.split(line)[1:])
         assert result.status == 0, f"{line}\n{result.err}"
-    assert len(list(folder.glob("runs/*/*/predictions.csv"))) == 2
+    assert len(list(folder.glob("runs/*/*/predictions.csv"))) == 3
 
 
 def test_message_of_the_readme_is_the_message(command):
