@@ -142,9 +142,14 @@ class ExactResume(L.Callback):
 
     def _correct_counters(self) -> None:
         loop = self._trainer.fit_loop
+        batches, epochs = loop.epoch_loop, loop.epoch_progress
+        done = _current(batches.batch_progress).processed
         if loop.restarted_on_epoch_end:  # with max_steps: the loop ends the epoch a second time, and counts it twice
-            _current(loop.epoch_progress).processed -= 1
-        batches = loop.epoch_loop
+            _count_back(epochs, "processed")
+        elif 0 < done < self._trainer.num_training_batches and _current(epochs).completed == _current(epochs).started:
+            # saved after a fit that max_steps ended within an epoch: the loop would enter the next one in its middle
+            _count_back(epochs, "processed", "completed")
+            loop.update_restart_stage()
         if loop.restarted_mid_epoch and batches.restarted_on_train_batch_end and batches.batch_progress.is_last_batch:
             loop.reset_restart_stage()  # saved after the last batch: the loop would begin an epoch without its hooks
 
@@ -196,6 +201,12 @@ class ExactResume(L.Callback):
 
 def _described(loader: object) -> str:
     return f"the {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
+
+
+def _count_back(progress: Any, *counts: str) -> None:
+    for counter in (progress.current, progress.total):  # by the totals the loop tells at which stage it was stopped
+        for count in counts:
+            setattr(counter, count, getattr(counter, count) - 1)
 
 
 def _current(progress: Any) -> Any:

@@ -25,6 +25,8 @@ class Resumable(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin the epoch of ``state_dict`` after its batches."""
 
+    def set_epoch(self, epoch: int) -> None: ...
+
 
 class ResumableSampler(DistributedSampler[Any]):
     """Row numbers in an order that depends on ``seed`` and epoch alone, each row once an epoch, over all processes.
@@ -106,6 +108,11 @@ class ResumableLoader(DataLoader[Any]):
             return
         if self._loaded_epoch is not None and self.sampler.epoch < self._loaded_epoch:
             return  # a Trainer with max_steps, resumed after the end of an epoch, would take a batch more of it
+        if self._loaded_epoch is not None:
+            told = self.sampler.epoch
+            self.sampler.set_epoch(self._loaded_epoch)
+            if not self.sampler.first_batch:  # else max_steps ended within it, and the Trainer counts it as done
+                self.sampler.set_epoch(told)
         if self.progress is not None and self._loaded_epoch is None:
             self.sampler.load_state_dict(self.sampler.state_after(*self.progress()))
         self._loaded_epoch = None
@@ -123,7 +130,9 @@ def progress_of(trainer: L.Trainer) -> Callable[[], tuple[int, int]]:
     def progress() -> tuple[int, int]:
         loop: Any = trainer.fit_loop
         epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
-        # Between the last batch of an epoch and the first of the next, the old count stands.
-        return (epochs.processed, done) if done < trainer.num_training_batches else (epochs.started, 0)
+        # Between the last batch of an epoch and the first of the next, the old count stands. An epoch that max_steps
+        # ends is counted as processed, though not all of it was.
+        within = 0 < done < trainer.num_training_batches and epochs.started
+        return (epochs.started - 1, done) if within else (epochs.started if done else epochs.processed, 0)
 
     return progress

@@ -74,7 +74,10 @@ class SequenceRows(Dataset[SequenceBatch]):
         return self._gather(rows, 0, self.lengths[rows])
 
     def _chunk(self, chunk: Chunk) -> SequenceBatch:
-        """Some steps of a batch; the target of a whole sequence comes with its last ones, before it is not known."""
+        """Some steps of a batch; the target of a whole sequence comes with its last ones, before it is not known.
+
+        Without targets, it is the step that follows each: a model that forecasts could not tell the last of a chunk.
+        """
         rows = torch.tensor(chunk.rows, dtype=torch.int64)
         left = self.lengths[rows] - chunk.start
         batch = self._gather(rows, chunk.start, left.clamp(0, chunk.stop - chunk.start))
@@ -83,7 +86,18 @@ class SequenceRows(Dataset[SequenceBatch]):
             unknown = torch.nan if self.target.is_floating_point() else IGNORED
             target = self.target[rows]
             batch = batch._replace(target=target.masked_fill(~ends.view(-1, *[1] * (target.ndim - 1)), unknown))
+        elif self.labels is None:
+            batch = batch._replace(target=self._following(rows, chunk.start, batch.x.shape[1]))
         return batch._replace(carried=torch.tensor(chunk.carried, dtype=torch.int64))
+
+    def _following(self, rows: Tensor, first: int, steps: int) -> Tensor:
+        """What follows ``steps`` steps of ``rows`` (B,) from ``first`` on; NaN or IGNORED where nothing does."""
+        position = first + 1 + torch.arange(steps)
+        there = position < self.lengths[rows][:, None]  # (B, T)
+        following = self.steps[(self.starts[rows][:, None] + position).where(there, 0)]
+        following = following if following.is_floating_point() else following.long()
+        nothing = torch.nan if following.is_floating_point() else IGNORED
+        return following.masked_fill(~there.view(there.shape + (1,) * (following.ndim - 2)), nothing)
 
     def _gather(self, rows: Tensor, first: int, lengths: Tensor) -> SequenceBatch:
         """``lengths`` (B,) steps of ``rows`` (B,) from step ``first`` on."""

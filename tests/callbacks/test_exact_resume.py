@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lightning_accel.callbacks import ExactResume
-from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 
@@ -142,8 +142,7 @@ def fit(folder, module=Noisy, loader=shuffled, moments=(), resume=None, exact=Tr
     )
     train = loader()
     if isinstance(train, ResumableLoader):
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        train.progress = lambda: (trainer.current_epoch, batches.current.processed)
+        train.progress = progress_of(trainer)
     if isinstance(train, list):
         model.training_step = lambda batch, batch_idx: Noisy.training_step(
             model, [torch.cat(parts) for parts in zip(*batch, strict=True)], batch_idx
@@ -205,6 +204,22 @@ def test_accumulated_gradients_and_a_second_stop(tmp_path):
     second = fit(tmp_path, moments=["step 9", "step 5"], resume=tmp_path / "step 4.ckpt", **options)
     assert_goes_on(second, whole)
     assert_goes_on(fit(tmp_path, resume=tmp_path / "step 5.ckpt", **options), whole)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "one with a state of its own"])
+@pytest.mark.parametrize("module", [Noisy, CountsItsSteps])
+def test_a_run_that_ended_within_an_epoch_is_given_more_steps(tmp_path, module, name):
+    loader = LOADERS[name]
+    whole = fit(tmp_path, module, loader, max_steps=17)
+    ended = fit(tmp_path, module, loader, ["epoch 2"], max_steps=8)
+    ended.trainer.save_checkpoint(tmp_path / "afterwards.ckpt")
+    for moment in ("epoch 2", "afterwards"):
+        moments = ["step 10", "step 14"]
+        resumed = fit(tmp_path, module, loader, moments, resume=tmp_path / f"{moment}.ckpt", max_steps=17)
+        assert_goes_on(resumed, whole, moment)
+        for later in moments:
+            resumed = fit(tmp_path, module, loader, resume=tmp_path / f"{later}.ckpt", max_steps=17)
+            assert_goes_on(resumed, whole, f"{moment}, then {later}")
 
 
 def test_each_epoch_visits_every_row(tmp_path):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_accel import DigitsDataModule, PredictionWriter, SequenceDataModule
-from lightning_accel.data.length_sampler import Chunk
+from lightning_accel.data.length_sampler import Chunk, LengthBatchSampler
 from lightning_accel.data.sequence_batch import IGNORED, collate_sequences
 from lightning_accel.data.sequence_rows import SequenceRows
 from tests.ranks import run_ranks
@@ -519,3 +519,19 @@ def check_every_sequence_goes_to_one_process(rank, folder):
 def test_every_sequence_goes_to_one_process(make, tmp_path):
     make()
     run_ranks(check_every_sequence_goes_to_one_process, str(tmp_path))
+
+
+def test_what_chunks_are_to_forecast_is_the_next_step_over_their_borders():
+    lengths = torch.tensor([7, 3, 1, 4])
+    rows = SequenceRows(torch.arange(15.0)[:, None], lengths)
+    tokens = SequenceRows(torch.arange(15), lengths)
+    sampler = LengthBatchSampler(lengths, 4, chunk_steps=3)
+    follow = {"values": [], "tokens": []}
+    for chunk in sampler:
+        for name, data in (("values", rows), ("tokens", tokens)):
+            batch = data[chunk]
+            there = ~batch.target.isnan() if name == "values" else batch.target != IGNORED
+            follow[name] += zip(batch.x[there].tolist(), batch.target[there].tolist(), strict=True)
+    pairs = [(n, n + 1) for n in range(14) if n not in (6, 9, 10)]
+    assert sorted(follow["tokens"]) == pairs
+    assert sorted((a, b) for a, b in follow["values"]) == [(float(a), float(b)) for a, b in pairs]

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_accel import SequenceModel, WeightedAccumulation
+from lightning_accel import ExactResume, SequenceDataModule, SequenceModel, WeightedAccumulation
 from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 from lightning_accel.models.sequence_predictions import forecast
 from tests.ranks import run_ranks
@@ -386,6 +386,23 @@ class TestTruncation:
             trainer().fit(make(**options), Data())
         with pytest.raises(ValueError, match=f"cannot have {found}"):
             make(**options).training_step(cut(make_batch(), [2, 4])[0], 0)
+
+    @pytest.mark.parametrize("callbacks", [[], [ExactResume()]], ids=["alone", "ExactResume"])
+    def test_a_datamodule_that_cuts_sequences_is_trained_on_and_resumed_within_one(self, tmp_path, callbacks):
+        def run(max_steps, ckpt_path=None):
+            torch.manual_seed(1)
+            data = SequenceDataModule(task="copy", length=9, num_sequences=80, batch_size=20, chunk_steps=5)
+            model = SequenceModel(hidden_size=8, cell="lstm", optimizer=SGD)
+            fitted = trainer(max_epochs=-1, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
+            fitted.fit(model, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+            return model
+
+        whole = run(11)
+        assert len(whole.trainer.train_dataloader) == 18  # 3 batches in 6 chunks each: the 8th step is within one
+        run(8).trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+        resumed = run(11, tmp_path / "stopped.ckpt")
+        for name, value in whole.state_dict().items():
+            assert value.equal(resumed.state_dict()[name]), name
 
     def test_strategies_that_split_rows_are_refused(self):
         chunks = cut(make_batch(), [2, 4])
