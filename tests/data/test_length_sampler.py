@@ -316,6 +316,8 @@ def fit(folder, module, ours=True, exact=False, save=None, resume=None, num_work
         loader = length_batch_loader(pairs(LENGTHS), sampler, num_workers=num_workers)
     else:
         loader = DataLoader(Selected(), sampler=sampler, batch_size=None, num_workers=num_workers)
+    if num_workers:
+        loader.multiprocessing_context = "fork"  # started by run_ranks, processes would start others as slowly
     callbacks = [SaveAt(folder, save), *([ExactResume()] if exact else [])]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers")
