@@ -161,9 +161,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     print(f"torch {torch.__version__}, numpy {np.__version__}, one CPU\n")
-    print(
-        "| case | subject | batches | steps | padding | straggling | work |\n| --- | --- | --: | --: | --: | --: | --: |"
-    )
+    print("| case | subject | batches | steps | padding | straggling | work |\n| --- | --- |" + " --: |" * 5)
     table: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         table.setdefault((row["case"], row["subject"]), {})[row["metric"]] = row["value"]
