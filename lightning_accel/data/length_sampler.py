@@ -36,7 +36,7 @@ class LengthReport(NamedTuple):
 class LengthBatchSampler(DistributedSampler[Any]):
     """Lists of row numbers of like length; every row once an epoch, and every process as many lists as any other.
 
-    >>> sampler = LengthBatchSampler([5, 90, 4, 91], batch_size=2)
+    >>> sampler = LengthBatchSampler([5, 90, 4, 91], batch_size=2, window=None)
     >>> sorted(sorted(rows) for rows in sampler)
     [[0, 2], [1, 3]]
 
