@@ -7,6 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import LengthBatchSampler, SequenceModel
+from lightning_accel.data import length_batch_loader
 
 WIDTH = 512
 
@@ -16,6 +20,10 @@ class Job(L.LightningModule):
         super().__init__()
         self.folder = folder
         self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def loader(self, world_size: int) -> DataLoader:
+        rows = torch.randn(7 * 4 * world_size, WIDTH, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(rows), batch_size=4, shuffle=True)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -63,6 +71,28 @@ class Experts(nn.Module):
         rows = tokens[token_of_slot].split(counts.tolist())
         made = torch.cat([part @ matrix for part, matrix in zip(rows, self.weight, strict=True)])
         return torch.zeros_like(tokens).index_add(0, token_of_slot, made * weight_of_slot.unsqueeze(1))
+
+
+class SequenceJob(SequenceModel):
+    """Sequences in chunks, through which states are carried; 7 to 8 steps an epoch."""
+
+    on_train_start = Job.on_train_start
+    configure_optimizers = Job.configure_optimizers
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(16, 3, target_kind="labelling", hidden_size=WIDTH // 2, num_layers=2, dropout=0.5)
+        del self.hparams["folder"]  # a path, which a checkpoint could not be loaded with
+        self.folder = folder
+
+    def loader(self, world_size: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        lengths = [3, 9, 4, 8, 2, 9, 5, 7, 6, 1, 4, 9]
+        data = [(torch.randn(n, 16, generator=generator), torch.arange(n) % 3) for n in lengths]
+        return length_batch_loader(data, LengthBatchSampler(lengths, 4, chunk_steps=3))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        Job.on_train_batch_start(self, batch, batch_idx)
 
 
 def local_state(module: L.LightningModule) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ STRATEGIES = {
     "accel_fsdp2, in the background": ("accel_fsdp2", {"checkpoints": "sharded", "save_in_background": True}, 2, "Job"),
     "accel_expert_parallel": ("accel_expert_parallel", {}, 2, "ExpertJob"),
     "accel_pipeline": ("accel_pipeline", {}, 2, "Job"),
+    "sequences in chunks": ("ddp", {}, 2, "SequenceJob"),
 }
 
 
@@ -47,7 +48,6 @@ def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
     import torch
     import torch.distributed as dist
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_accel import AtomicCheckpointIO, ExactResume, FullyShardedStrategy
     from lightning_accel.strategies.atomic import write_atomically
@@ -67,8 +67,7 @@ def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         callbacks=[keeper, ExactResume()], plugins=[AtomicCheckpointIO()],
     )  # fmt: skip
-    rows = torch.randn(7 * 4 * world_size, recovery_job.WIDTH, generator=torch.Generator().manual_seed(1))
-    trainer.fit(job, DataLoader(TensorDataset(rows), batch_size=4, shuffle=True), ckpt_path=resume)
+    trainer.fit(job, job.loader(world_size), ckpt_path=resume)
     with write_atomically(folder / f"end-{rank}.pt") as end:  # a kill may come now, too
         torch.save(recovery_job.local_state(job), end)
     sys.stderr.close()
