@@ -194,6 +194,19 @@ class LengthBatchSampler(DistributedSampler[Any]):
             self._digests = {epoch: hashlib.blake2b(joined, digest_size=16).hexdigest()}
         return self._digests[epoch]
 
+    def deal_to(self, num_replicas: int, rank: int) -> None:
+        """Deal each batch to so many processes, as a strategy wants where several work on the same rows.
+
+        Raises:
+            ValueError: if the sampler was made for others.
+        """
+        if self._given not in (None, (num_replicas, rank)):
+            raise ValueError(
+                f"this LengthBatchSampler was made with num_replicas={self._given[0]} and rank={self._given[1]}, but "
+                f"the strategy deals rows to {num_replicas} processes, of which this is number {rank}. Leave both out"
+            )
+        self._given = num_replicas, rank
+
     def _deal(self) -> tuple[int, int]:
         """Processes, and which this is."""
         deal = self._given

@@ -33,6 +33,30 @@ def require_dealable_batches(trainer: L.Trainer) -> None:
             raise TypeError(_message(type(batches).__qualname__, isinstance(batches, DistributedSampler)))
 
 
+def deal_as_wanted(loader: Any, num_replicas: int, rank: int) -> Any:
+    """Have the sampler of ``loader``, if it deals rows itself, deal them as a strategy wants, or refuse it.
+
+    Where several processes work on the same rows, a sampler that asks torch.distributed gives each of them others. One
+    with a method ``deal_to(num_replicas, rank)`` is told.
+
+    Raises:
+        ValueError: if it was made for another number of processes.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return loader
+    if hasattr(sampler, "deal_to"):
+        sampler.deal_to(num_replicas, rank)
+    elif (sampler.num_replicas, sampler.rank) != (num_replicas, rank):
+        raise ValueError(
+            f"the {type(sampler).__name__} of a loader deals rows to {sampler.num_replicas} processes, of which this "
+            f"is number {sampler.rank}, but the strategy has {num_replicas} groups of processes with the same rows, "
+            f"this in number {rank}. Leave the sampler out, and Lightning makes one that fits, or make it with "
+            "**trainer.distributed_sampler_kwargs"
+        )
+    return loader
+
+
 def deals_rows(trainer: L.Trainer) -> bool:
     """Whether Lightning puts a sampler of its own into loaders, so that each process has other rows."""
     # The one name under which the Trainer keeps its flag use_distributed_sampler.

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_accel.strategies.atomic import find_written, remove_atomically, write_atomically
+from lightning_accel.strategies.batch_samplers import deal_as_wanted
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -47,6 +48,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy``, whose sharded folders are replaced as a whole."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return deal_as_wanted(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

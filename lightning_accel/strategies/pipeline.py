@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_accel.strategies.batch_samplers import deal_as_wanted
 from lightning_accel.strategies.pipeline_chain import (
     Chain,
     find_layers,
@@ -129,6 +130,9 @@ class PipelineStrategy(DDPStrategy):
         assert self.device_mesh is not None
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return deal_as_wanted(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -1,17 +1,18 @@
 """The mistake is first made without the check, in real processes, and then found by it."""
 
+import copy
 import warnings
 
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, default_collate
 
 from lightning_accel.callbacks import ExactResume, SamplerCheck
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from lightning_accel.strategies import AccelDDPStrategy, FSDP1Strategy, FullyShardedStrategy
 from tests.ranks import run_ranks
-from tests.strategies.trained import trainer
+from tests.strategies.trained import make, trainer
 
 LENGTHS = [3, 9, 4, 8, 3, 9, 4, 8]
 
@@ -157,6 +158,33 @@ def test_what_is_ignored_without_a_word_is_told():
     told = run_ranks(check_warnings)[0]
     assert "never that of a batch_sampler, so every epoch of TellsItsEpoch has one order" in told["epochs"]
     assert "has shuffle=False, but Lightning shuffles it" in told["shuffled"]
+
+
+def check_pipeline(rank):
+    module, rows = make("plain", num_rows=8)
+    found = {}
+    for name, sampler in (
+        ("ours", LengthBatchSampler([1] * 8, 4)),
+        ("made for two", LengthBatchSampler([1] * 8, 4, num_replicas=2, rank=rank)),
+        ("DistributedSampler", DistributedSampler(rows)),
+    ):
+        loader = DataLoader(rows, batch_size=4, sampler=sampler)
+        if name != "DistributedSampler":
+            loader = length_batch_loader(rows, sampler, collate_fn=default_collate)
+        try:
+            trainer(strategy="accel_pipeline", devices=2, max_steps=2).fit(copy.deepcopy(module), loader)
+            found[name] = sampler.num_replicas
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_get_the_same_rows():
+    for rank, found in enumerate(run_ranks(check_pipeline)):
+        assert found["ours"] == 1
+        assert f"made with num_replicas=2 and rank={rank}, but the strategy deals rows to 1" in found["made for two"]
+        assert f"of which this is number {rank}, but the strategy has 1 groups" in found["DistributedSampler"]
 
 
 @pytest.mark.parametrize("callbacks", [(), (SamplerCheck(),)])
