@@ -7,6 +7,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 
 from lightning_accel import DynamicRNN
 from lightning_accel.nn.recurrent_layer import CELLS
+from lightning_accel.nn.sequence_pooling import pool
 
 SCANS = ("mingru", "minlstm")
 EXECUTIONS = {cell: ("padded", "staircase", "lanes" if cell in SCANS else "packed") for cell in CELLS}
@@ -316,3 +317,61 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(cell, execution):
     for where in ("cpu", "cuda"):
         actual = results(rnn.cuda(), x.cuda(), torch.tensor(lengths, device=where))
         torch.testing.assert_close(actual, expected, check_device=False)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_zoneout_keeps_its_share_of_the_state_in_evaluation(cell):
+    plain = DynamicRNN(INPUT, HIDDEN, cell=cell).double()
+    zoned = DynamicRNN(INPUT, HIDDEN, cell=cell, zoneout=0.3).double().eval()
+    zoned.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 1, INPUT).double()
+    before = tuple(torch.randn(1, 2, HIDDEN).double() for _ in range(CELLS[cell].states))
+    state = before if cell == "lstm" else before[0]
+    after, kept = (each(x, state=state).state for each in (plain, zoned))
+    for old, new, actual in zip(before, *((s if cell == "lstm" else (s,)) for s in (after, kept)), strict=True):
+        torch.testing.assert_close(actual, 0.3 * old + 0.7 * new)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+def test_autocast_leaves_kernels_of_the_cpu_in_float32(cell):
+    rnn, x = make(cell), torch.randn(2, 5, INPUT)
+    expected = rnn(x, torch.tensor([5, 2]))
+    for execution in EXECUTIONS[cell]:
+        rnn.execution = execution
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(rnn(x, torch.tensor([5, 2])).output, expected.output, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cell", SCANS)
+def test_gates_close_to_one_are_not_rounded_to_it(cell):
+    rnn = DynamicRNN(INPUT, 1, cell=cell).bfloat16()
+    layer = rnn.layers[0]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.bias_ih[0] = -7 if cell == "mingru" else 7  # a gate of 0.9991, which bf16 makes 1
+        layer.bias_ih[1] = 0 if cell == "mingru" else -7
+    kept = rnn(torch.zeros(1, 1000, INPUT).bfloat16(), state=torch.ones(1, 1, 1).bfloat16()).state.item()
+    assert kept == pytest.approx(0.999089**1000, abs=0.01)
+
+
+def test_no_lengths_are_full_lengths():
+    rnn, x = make("gru", bidirectional=True, pooling="mean"), torch.randn(3, 5, INPUT)
+    for actual, expected in zip(rnn(x), rnn(x, [5, 5, 5]), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_means_of_bfloat16_count_every_step():
+    steps = torch.ones(1, 1000, 1).bfloat16()  # a sum of them in bf16 stops at 256
+    assert pool(steps, torch.tensor([1000]), "mean").item() == pytest.approx(1, abs=0.01)
+
+
+def test_dropout_stands_between_layers_in_training():
+    x = torch.randn(2, 3, INPUT)
+    for layers, differ in ((1, False), (2, True)):
+        rnn = DynamicRNN(INPUT, 20, layers, dropout=0.5)
+        assert rnn(x).output.equal(rnn(x).output) != differ
+        assert rnn.step(x[:, 0])[0].equal(rnn.step(x[:, 0])[0]) != differ
+        rnn.eval()
+        assert rnn(x).output.equal(rnn(x).output)
+    assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
