@@ -11,10 +11,8 @@ def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
     if how == "none":
         return None
     if how == "mean":
-        # in float32: a sum of many steps would lose the last ones in bf16
-        total = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         count = x.shape[1] if lengths is None else lengths.to(x.device)[:, None]
-        return (total / torch.as_tensor(count).clamp(min=1)).to(x.dtype)
+        return (x.sum(1) / torch.as_tensor(count).clamp(min=1)).to(x.dtype)
     if x.shape[1] == 0:
         return x.sum(1)
     if lengths is None:
