@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -63,6 +65,7 @@ class PredictionWriter(BasePredictionWriter):
         loaders = [predictions] if len(batch_indices) == 1 else predictions
         if not trainer.strategy.reduce_boolean_decision(any(map(len, loaders)), all=False):
             raise TypeError("PredictionWriter has nothing to write: no loader gave a batch. Give predict some rows")
+        _warn_of_order(trainer, batch_indices)
         tables = [_gather(make_table(batches, rows)) for batches, rows in zip(loaders, batch_indices, strict=True)]
         if trainer.is_global_zero:
             filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
@@ -74,6 +77,18 @@ class PredictionWriter(BasePredictionWriter):
             table.to_csv(path)
             rank_zero_info(f"wrote {len(table)} predictions to {path}")
         trainer.strategy.barrier()  # the file is whole when predict returns, on every process
+
+
+def _warn_of_order(trainer: L.Trainer, rows: Sequence[Any]) -> None:
+    loaders = [loader for loader in tree_leaves(trainer.predict_dataloaders) if isinstance(loader, DataLoader)]
+    for loader, numbers in zip(loaders, rows, strict=False):
+        ordered = isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset)
+        if not ordered and not any(numbers):  # the Trainer knows rows of samplers of row numbers alone
+            rank_zero_warn(
+                f"PredictionWriter: batches came in the order of {type(loader.sampler).__name__}, which does not tell "
+                "which rows they hold, so the column 'row' counts that order. Predict with a loader in order, "
+                "DataLoader(dataset, batch_size=...)"
+            )
 
 
 def make_table(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> pd.DataFrame:

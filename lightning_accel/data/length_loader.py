@@ -68,8 +68,14 @@ class _Batches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: list[int] | Chunk) -> Any:
+    def __getitem__(self, key: list[int] | int | Chunk) -> Any:
         rows = key.rows if isinstance(key, Chunk) else key
+        if isinstance(rows, int):
+            raise TypeError(
+                "this loader needs its LengthBatchSampler, but found another sampler in its place, as "
+                "Trainer(overfit_batches=...) puts there. Take limit_train_batches, and "
+                "LengthBatchSampler(..., shuffle=False) for the same batches in each epoch"
+            )
         fetch = getattr(self.dataset, "__getitems__", None)
         batch = self.collate_fn(fetch(rows) if fetch else [self.dataset[row] for row in rows])
         return _steps_of(batch, key) if isinstance(key, Chunk) else batch

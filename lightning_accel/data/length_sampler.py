@@ -40,8 +40,8 @@ class LengthBatchSampler(DistributedSampler[Any]):
     >>> sorted(sorted(rows) for rows in sampler)
     [[0, 2], [1, 3]]
 
-    It goes into a loader as ``sampler``, with ``batch_size=None``: :func:`length_batch_loader` makes one over any
-    dataset. The Trainer needs no flag.
+    :func:`length_batch_loader` makes a loader of it, over any dataset; the Trainer needs no flag. Where a dataset gives
+    a whole batch for a list of row numbers, ``DataLoader(dataset, sampler=sampler, batch_size=None)`` does.
 
     **Sizes are those of a global batch**, all processes together. An epoch's batches depend on lengths, options,
     ``seed`` and epoch alone, and then each is dealt to the processes there are, so that all have about as many rows,
@@ -291,8 +291,7 @@ def _checked(lengths: Any) -> np.ndarray:
 
 _AS_SAMPLER = (
     "LengthBatchSampler deals its batches to processes itself, and Lightning must not put another sampler into it; "
-    "write length_batch_loader(dataset, sampler), or DataLoader(..., sampler=sampler, batch_size=None), "
-    "not DataLoader(..., batch_sampler=sampler)"
+    "write length_batch_loader(dataset, sampler), not DataLoader(..., batch_sampler=sampler)"
 )
 
 

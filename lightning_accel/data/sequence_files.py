@@ -146,7 +146,7 @@ def _sequence_field(entry: dict[str, Any], layout: Layout, where: str) -> str:
 def _require_field(entry: dict[str, Any], name: str, where: str) -> None:
     if name not in entry:
         near = difflib.get_close_matches(name, entry, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"{where} has no field {name!r}{hint} Its fields: {', '.join(entry)}")
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import numpy as np
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
@@ -49,9 +50,9 @@ class SequenceDataModule(L.LightningDataModule):
 
     After ``setup``: ``target_kind``; ``num_features``, None for tokens; ``vocab_size``, None for values;
     ``num_classes`` and ``class_names``, None unless there are classes; ``num_targets``, K, None unless it is a
-    regression, with ``target_mean`` and ``target_std`` (K,) of the training sequences, whose targets stay as they are;
-    ``feature_names``, ``feature_mean`` and ``feature_std``; ``predict_ids``, in the order of ``predict``. For
-    forecasting, batches hold no target: it is the sequence itself, a step later.
+    regression, with ``target_mean`` and ``target_std`` (K,) of the training sequences, 1 where it is constant, whose
+    targets stay as they are; ``feature_names``, ``feature_mean`` and ``feature_std``; ``predict_ids``, in the order of
+    ``predict``. For forecasting, batches hold no target: it is the sequence itself, a step later.
 
     Args:
         path: file of sequences; by default those of ``task``.
@@ -138,6 +139,8 @@ class SequenceDataModule(L.LightningDataModule):
                 "val_share and test_share must be above 0 and leave sequences to train on; "
                 f"got val_share={val_share}, test_share={test_share}"
             )
+        if target_kind not in get_args(TargetKind):
+            raise ValueError(f"target_kind must be one of {', '.join(get_args(TargetKind))}; got {target_kind!r}")
         self.path = None if path is None else existing_file(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
@@ -190,6 +193,7 @@ class SequenceDataModule(L.LightningDataModule):
         if self.predict_path is not None:
             self.predict_rows, self.predict_ids = file_to_predict(self.predict_path, self.layout, splits)
         self._describe(splits)
+        self._sampler(splits.train)  # raises where a sequence is longer than max_tokens
         self.train_rows, self.val_rows, self.test_rows = splits.train, splits.val, splits.test
 
     def _read(self) -> SequenceSplits:
@@ -215,7 +219,8 @@ class SequenceDataModule(L.LightningDataModule):
             target = splits.train.target.double().view(len(splits.train), -1)
             self.num_targets = target.shape[1]
             self.target_mean = target.mean(dim=0).tolist()
-            self.target_std = target.std(dim=0, correction=0).tolist()
+            std = target.std(dim=0, correction=0)
+            self.target_std = torch.where(std > 0, std, 1).tolist()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -240,10 +245,10 @@ class SequenceDataModule(L.LightningDataModule):
                     "new sequences go in predict_path"
                 )
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def _sampler(self, rows: SequenceRows) -> LengthBatchSampler:
         replicas, rank = self._deal()
-        sampler = LengthBatchSampler(
-            self.train_rows.lengths,
+        return LengthBatchSampler(
+            rows.lengths,
             self.batch_size,
             max_tokens=self.max_tokens,
             window=self.window,
@@ -252,7 +257,9 @@ class SequenceDataModule(L.LightningDataModule):
             num_replicas=replicas,
             rank=rank,
         )
-        loader = self._loader(self.train_rows, sampler)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        loader = self._loader(self.train_rows, self._sampler(self.train_rows))
         if self.trainer is not None:
             loader.progress = progress_of(self.trainer)
         return loader

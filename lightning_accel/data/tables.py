@@ -81,7 +81,7 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> N
         if name in columns:
             continue
         near = difflib.get_close_matches(name, columns, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
             hint += " There is one column only: set separator to what stands between the fields."
         raise ValueError(f"{path} has no column {name!r}{hint} Its columns: {', '.join(columns)}")

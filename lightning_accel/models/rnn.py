@@ -51,8 +51,8 @@ class SequenceModel(L.LightningModule):
     for nothing. Under accumulation, :class:`lightning_accel.callbacks.WeightedAccumulation` does the same for
     micro-batches.
 
-    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in the targets' own unit, under ``val/`` and
-    ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, gives
+    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in the unit of the batches, under ``val/``
+    and ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, gives
     values, lists the classes of steps, or goes on from each sequence for ``horizon`` steps.
 
     **Truncated back-propagation through time**: where batches have ``carried``, each row goes on from the state that

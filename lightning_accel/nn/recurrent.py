@@ -68,6 +68,8 @@ class DynamicRNN(nn.Module):
     torch.Size([2, 5])
     """
 
+    indivisible = True  # what its layers hand on has the shape of a batch's lengths, so no pipeline may cut it
+
     def __init__(
         self,
         input_size: int,
@@ -136,7 +138,8 @@ class DynamicRNN(nn.Module):
         with torch.no_grad():
             for layer, suffix in zip(made.layers, suffixes, strict=True):
                 for name, parameter in layer.named_parameters():
-                    parameter.copy_(getattr(module, name + suffix))
+                    theirs = getattr(module, name + suffix)
+                    parameter.copy_(theirs).requires_grad_(theirs.requires_grad)
         return made.train(module.training)
 
     def forward(

@@ -139,7 +139,9 @@ class RecurrentLayer(nn.Module):
         states = self.zero_states(x, x.shape[1]) if states is None else states
         if self.is_scan:
             return self._scan(x, states, lengths)
-        if self.has_kernel:
+        # the LSTM's kernel of the CPU, oneDNN's, has no gradient in a compiled graph
+        unkernelled = self.cell == "lstm" and x.device.type == "cpu" and torch.compiler.is_compiling()
+        if self.has_kernel and not unkernelled:
             return self._run_kernel(x, states, weight_hh, lengths)
         return self._loop(x, states, weight_hh, lengths)
 

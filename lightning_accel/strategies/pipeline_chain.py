@@ -32,6 +32,9 @@ class Chain:
 def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
     """The layers that ``module.pipeline_layers()`` declares, or the items of the one container that holds most of it.
 
+    A submodule with an attribute ``indivisible`` that is true, whose layers hand on more than tensors of one shape, is
+    not looked into.
+
     Raises:
         TypeError: if nothing is declared and no single ``nn.Sequential`` or ``nn.ModuleList`` stands out.
         ValueError: if the layers are fewer than the stages, repeated, or inside one another.
@@ -54,10 +57,12 @@ def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
 
 def _largest_container(module: nn.Module, num_stages: int) -> Iterable[nn.Module]:
     total = num_parameters(module)
+    whole = {id(part) for inner in module.modules() if getattr(inner, "indivisible", False) for part in inner.modules()}
     holders = [
         inner
         for inner in module.modules()
         if isinstance(inner, nn.Sequential | nn.ModuleList)
+        and id(inner) not in whole
         and len(inner) >= num_stages
         and 2 * num_parameters(inner) > total
     ]

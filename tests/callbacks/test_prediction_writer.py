@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_accel.callbacks import PredictionWriter
+from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from tests.ranks import run_ranks
 
 
@@ -186,3 +187,11 @@ def test_ranks_write_each_row_once(tmp_path, own_sampler):
     table = pd.read_csv(tmp_path / "predictions.csv")
     assert table["row"].tolist() == list(range(7))
     assert table["double"].tolist() == list(range(0, 14, 2))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning's
+def test_an_order_that_is_not_known_is_told(tmp_path):
+    lengths = [1, 9, 2, 8]
+    loader = length_batch_loader([(torch.ones(n, 1), None) for n in lengths], LengthBatchSampler(lengths, 2))
+    with pytest.warns(UserWarning, match="order of LengthBatchSampler, which does not tell which rows"):
+        predict(lambda batch: batch.lengths, loader, tmp_path)

@@ -14,7 +14,7 @@ from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from lightning_accel.data.length_sampler import Chunk
 from lightning_accel.data.sequence_batch import IGNORED, collate_sequences
 from tests.ranks import run_ranks
-from tests.strategies.trained import trainer
+from tests.strategies.trained import make, trainer
 
 
 def log_normal(rows=5000, seed=0):
@@ -398,3 +398,11 @@ def test_two_ranks_go_on_as_four_and_as_one(tmp_path, exact, ours):
 
 def test_it_is_the_trainers_distributed_sampler():
     assert isinstance(LengthBatchSampler([1, 2], 1), DistributedSampler)
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_a_trainer_that_puts_another_sampler_in_its_place_is_told():
+    loader = length_batch_loader(pairs([3, 5, 4]), LengthBatchSampler([3, 5, 4], 2))
+    run = trainer(overfit_batches=1, max_steps=1)
+    with pytest.raises(TypeError, match=r"needs its LengthBatchSampler, but found another.*Take limit_train_batches"):
+        run.fit(make("plain")[0], loader)

@@ -161,6 +161,14 @@ def sequence_of(lines, start):
     return int(np.searchsorted(np.cumsum(lengths), start, side="right"))
 
 
+def test_constant_targets_have_a_unit(make):
+    lines = [{"values": [i, 1], "target": [i / 7, 5.0]} for i in range(20)]
+    data = make(lines, target_kind="regression")
+    assert data.target_mean[1] == 5
+    assert data.target_std[1] == 1
+    assert data.target_std[0] > 0
+
+
 def test_constant_features_become_zero(make):
     data = make([{**line, "values": [[7, step[1]] for step in line["values"]]} for line in lines_of_values()])
     assert data.train_rows.steps[:, 0].abs().max() == 0
@@ -392,6 +400,7 @@ def test_generated_tasks_may_be_tested_at_other_lengths_but_not_resumed():
         ({"predict_path": __file__}, r"describe files; without a path"),
         ({"path": __file__, "task": "adding"}, r"give path or task, not both"),
         ({"path": __file__, "num_sequences": 5}, r"num_sequences would have no effect on the file .*test_sequences.py"),
+        ({"target_kind": "regresion"}, r"target_kind must be one of classification, .*; got 'regresion'"),
         ({"batch_size": 0}, r"batch_size must be at least 1; got 0"),
         ({"max_tokens": 0}, r"max_tokens must be 1 or more; got 0"),
         ({"chunk_steps": 0}, r"chunk_steps must be 1 or more; got 0"),
@@ -412,8 +421,10 @@ def test_options_are_checked_at_once(options, said):
         ([{"values": [1], "target": 0}] * 5, {}, r"one class only, '0'"),
         ([{"values": [1], "target": 0}] * 2, {"target_kind": "regression"}, r"too few rows to split as asked"),
         ([{"values": [1], "target": [None]}] * 9, {"target_kind": "labelling"}, r"holds no label"),
+        ([{"values": [1], "goal": 1}], {}, r"has no field 'target'\. Its fields: values, goal"),
+        (None, {"max_tokens": 4}, r"max_tokens=4 holds no sequence of 5 steps"),
     ],
-    ids=["rare", "quantity", "one", "few", "unlabelled"],
+    ids=["rare", "quantity", "one", "few", "unlabelled", "no field", "long"],
 )
 def test_files_that_cannot_be_split_are_refused(make, lines, options, said):
     with pytest.raises(ValueError, match=said):

@@ -375,3 +375,15 @@ def test_dropout_stands_between_layers_in_training():
         rnn.eval()
         assert rnn(x).output.equal(rnn(x).output)
     assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mingru"])
+def test_compiled_it_trains_as_it_is(cell):
+    rnn, x, lengths = make(cell, bidirectional=True), ragged([4, 2, 0]), torch.tensor([4, 2, 0])
+    expected = results(rnn, x, lengths)
+    torch.testing.assert_close(results(torch.compile(rnn, backend="aot_eager"), x, lengths), expected)
+
+
+def test_a_frozen_module_stays_frozen():
+    frozen = nn.GRU(INPUT, HIDDEN).requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in DynamicRNN.from_torch(frozen).parameters())

@@ -10,8 +10,9 @@ from torch import nn
 from torchmetrics import CatMetric
 
 from lightning_accel.models import MoELanguageModel
+from lightning_accel.nn import DynamicRNN
 from lightning_accel.strategies import PipelineStrategy
-from lightning_accel.strategies.pipeline_chain import Chain, stage_sizes
+from lightning_accel.strategies.pipeline_chain import Chain, find_layers, stage_sizes
 from lightning_accel.strategies.pipeline_message import pack, parcels, unpack
 from lightning_accel.strategies.pipeline_stage import StageRun, split_batch
 from tests.ranks import run_ranks
@@ -311,3 +312,10 @@ def test_a_trainer_takes_a_module_again_and_another(tmp_path):
     (first, other), (second, _) = run_ranks(check_two_modules, tmp_path)
     assert first == second
     assert other[0] == pytest.approx({name: one[name] for name in other[0]}, abs=1e-5)
+
+
+def test_what_is_indivisible_is_not_cut():
+    whole = nn.Sequential(DynamicRNN(2, 3, 4), nn.Linear(3, 1))
+    assert find_layers(whole, 2) == list(whole)
+    with pytest.raises(TypeError, match="ModuleDict does not tell which layers form its pipeline"):
+        find_layers(nn.ModuleDict({"rnn": DynamicRNN(2, 3, 4)}), 2)
