@@ -189,7 +189,7 @@ def test_ranks_write_each_row_once(tmp_path, own_sampler):
     assert table["double"].tolist() == list(range(0, 14, 2))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning's
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Couldn't infer")  # Lightning's
 def test_an_order_that_is_not_known_is_told(tmp_path):
     lengths = [1, 9, 2, 8]
     loader = length_batch_loader([(torch.ones(n, 1), None) for n in lengths], LengthBatchSampler(lengths, 2))
