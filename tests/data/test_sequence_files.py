@@ -143,7 +143,7 @@ GOOD = {"values": [1], "target": 0}
         ('{"values": [1]\n', {}, r"line 1 of .* is no JSON: .*one whole object"),
         ("[1, 2]\n", {}, r"line 1 of .* must hold an object.*got '\[1, 2\]'"),
         ([{"signal": [1]}], {}, r"line 1 of .* has no field values, tokens.*name the field.*Its fields: signal"),
-        ([GOOD, {"target": 0}], {}, r"line 2 of .* has no field 'values' Its fields: target"),
+        ([GOOD, {"target": 0}], {}, r"line 2 of .* has no field 'values'. Its fields: target"),
         ([GOOD], {"values": ["value"]}, r"no field 'value'; did you mean 'values'\?"),
         ([GOOD], {"values": ["a", "b"]}, r"values must name one field.*\['a', 'b'\]"),
         ([{"values": [1], "targets": 0}], {}, r"line 1 of .* has no field 'target'; did you mean 'targets'"),
