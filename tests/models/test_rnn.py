@@ -434,6 +434,7 @@ def test_another_number_of_processes_starts_from_zeros(tmp_path):
         fit_parts(make("labelling"), chunks, ckpt_path=tmp_path / "two.ckpt")
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11's own
 class TestExport:
     OPTIONS = (
         {"pooling": "last"},
