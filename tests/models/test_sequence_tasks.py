@@ -30,10 +30,3 @@ def learn(steps: int, model: dict, **data) -> dict[str, float]:
 def test_parity_of_up_to_40_bits_holds_for_up_to_256(cell):
     figures = learn(220, {"cell": cell, "hidden_size": 64}, task="parity_steps")
     assert figures["test/accuracy"] > 0.99
-
-
-@pytest.mark.slow
-def test_adding_problem_of_100_steps_is_solved_by_a_scan_cell():
-    model = {"cell": "mingru", "num_layers": 2, "hidden_size": 64}
-    figures = learn(1200, model, task="adding", num_sequences=80_000, val_share=0.02, test_share=0.03)
-    assert figures["test/mse"] < 1e-3
