@@ -79,7 +79,12 @@ RECIPES = {
         {"task": "selective_copying", "length": 64, "batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
         {"cell": "mingru", "hidden_size": 192, "residual": True},
         {"mingru": {}, "mingru, 2 layers": {"num_layers": 2}, "mingru, 3 layers": {"num_layers": 3}},
-        {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=5e-3,
+        {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=2e-2,
+    ),
+    "selective_copying, gated by the state": Recipe(
+        {"task": "selective_copying", "length": 64, "batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
+        {"cell": "gru", "hidden_size": 128, "residual": True},
+        {"gru, 3 layers": {"num_layers": 3}}, {}, lr=5e-3,
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from lightning_accel.ops import linear_scan
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
 States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and c of an LSTM
 
-_LONGEST_MEMORY = 100  # steps that an LSTM's gates keep at first, at most
+_LONGEST_MEMORY = 100  # steps for which gates keep a state at first, at most
 _SURE = 1e4  # a pre-activation whose sigmoid is 1, and 0 with the other sign, in every dtype; float16 holds it
 
 
@@ -54,6 +54,8 @@ CELLS = {
     "mingru": Cell(2, 1),
     "minlstm": Cell(3, 1),
 }
+# Which of a cell's first gates keep the state where their bias is large, and which where it is small.
+_KEEPING: dict[str, tuple[int, ...]] = {"rnn": (), "gru": (), "lstm": (-1, 1), "mingru": (-1,), "minlstm": (1, -1)}
 
 
 class Layout(Protocol):
@@ -96,28 +98,28 @@ class RecurrentLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as torch does, but an LSTM's so that it remembers from the start.
+        """Draw weights as torch does, uniform within 1 / sqrt(H), but so that states last where gates allow it.
 
-        Its recurrent weights are orthogonal, those of the input as Glorot and Bengio 2010 draw them, each gate's alone,
-        and its gates keep for 1 to 100 steps: Tallec and Ollivier 2018, Can Recurrent Neural Networks Warp Time?,
-        https://arxiv.org/abs/1804.11188, eq. 16. Torch's draw forgets half at each step, and fails the adding problem.
+        Gates that keep a state, other than a GRU's, begin by keeping it for 1 to 100 steps: Tallec and Ollivier 2018,
+        Can Recurrent Neural Networks Warp Time?, https://arxiv.org/abs/1804.11188, eq. 16. With torch's draw, which
+        forgets half at each step, an LSTM fails the adding problem, and scan cells learn selective copying later. An
+        LSTM's recurrent weights are orthogonal, those of its input as Glorot and Bengio 2010 draw them, gate by gate.
         """
         bound = 1 / math.sqrt(self.hidden_size)
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -bound, bound)
-        if self.cell != "lstm":
-            return
-        assert self.weight_hh is not None
-        assert self.bias_hh is not None
-        for part in self.weight_hh.detach().chunk(4):
-            nn.init.orthogonal_(part)
-        for part in self.weight_ih.detach().chunk(4):
-            nn.init.xavier_uniform_(part)
-        nn.init.zeros_(self.bias_hh)
-        nn.init.zeros_(self.bias_ih)
-        entry, keep, *_ = self.bias_ih.detach().chunk(4)
-        keep.uniform_(1, _LONGEST_MEMORY - 1).log_()
-        entry.copy_(-keep)
+        if self.cell == "lstm":
+            assert self.weight_hh is not None
+            assert self.bias_hh is not None
+            for part in self.weight_hh.detach().chunk(4):
+                nn.init.orthogonal_(part)
+            for part in self.weight_ih.detach().chunk(4):
+                nn.init.xavier_uniform_(part)
+            nn.init.zeros_(self.bias_hh)
+            nn.init.zeros_(self.bias_ih)
+        memory = self.bias_ih.new_empty(self.hidden_size).uniform_(1, _LONGEST_MEMORY - 1).log_()
+        for gate, sign in zip(self.bias_ih.detach().chunk(CELLS[self.cell].gates), _KEEPING[self.cell], strict=False):
+            gate.copy_(sign * memory)
 
     def forward(self, data: Tensor, states: States | None, layout: Layout) -> tuple[Tensor, States]:
         """Run over ``data``, in ``layout``, from ``states`` or zeros; returns what each step puts out, and states."""

@@ -387,3 +387,11 @@ def test_compiled_it_trains_as_it_is(cell):
 def test_a_frozen_module_stays_frozen():
     frozen = nn.GRU(INPUT, HIDDEN).requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in DynamicRNN.from_torch(frozen).parameters())
+
+
+@pytest.mark.parametrize("cell", ["lstm", "mingru", "minlstm"])
+def test_states_last_before_training(cell):
+    rnn = DynamicRNN(INPUT, 200, cell=cell)
+    ones = torch.ones(1, 1, 200)
+    state = rnn(torch.zeros(1, 10, INPUT), state=(ones * 0, ones) if cell == "lstm" else ones).state
+    assert (state[1] if cell == "lstm" else state).mean() > 0.5
