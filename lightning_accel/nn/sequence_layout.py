@@ -41,7 +41,28 @@ class PaddedLayout:
         return layer.steps(data, states, weight_hh, self.lengths)
 
 
-class SortedLayout:
+class _ValidSteps:
+    """The valid steps alone: ``index`` (N,) is where each stands among all, (B * T,), ``turned`` where its mirror does.
+
+    A mirror is as far from a row's end as the step is from its beginning.
+    """
+
+    def __init__(self, rows: int, steps: int, index: Tensor, turned: Tensor) -> None:
+        self.rows, self.steps, self.index, self.turned = rows, steps, index, turned
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, self.index)
+
+    def leave(self, data: Tensor) -> Tensor:
+        out = data.new_zeros(self.rows * self.steps, data.shape[-1]).index_copy(0, self.index, data)
+        return out.view(self.rows, self.steps, data.shape[-1])
+
+    def reverse(self, data: Tensor) -> Tensor:
+        """Turn each row's valid steps round."""
+        return data.index_select(0, self.turned)
+
+
+class SortedLayout(_ValidSteps):
     """The valid steps alone, as in a PackedSequence: all rows' first steps, then all second ones, longest row first.
 
     A layer is run on stretches of steps between which no row ends, with the rows that go on (a staircase), or by
@@ -63,21 +84,13 @@ class SortedLayout:
         self.stretches = list(zip(*(each.tolist() for each in counted), strict=True))
         step, row = valid.nonzero(as_tuple=True)  # (N,) each
         first = self.batch_sizes.cumsum(0) - self.batch_sizes
-        self.rows, self.steps, self.packed = len(lengths), steps, packed
-        self.index = (order[row] * steps + step).to(device, non_blocking=True)
-        self.turned = (first[ordered[row] - 1 - step] + row).to(device, non_blocking=True)
+        index = (order[row] * steps + step).to(device, non_blocking=True)
+        super().__init__(
+            len(lengths), steps, index, (first[ordered[row] - 1 - step] + row).to(device, non_blocking=True)
+        )
+        self.packed = packed
         self.order = order.to(device, non_blocking=True)
         self.back = order.argsort().to(device, non_blocking=True)
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, self.index)
-
-    def leave(self, data: Tensor) -> Tensor:
-        return _spread(data, self.index, self.rows, self.steps)
-
-    def reverse(self, data: Tensor) -> Tensor:
-        """Turn each row's valid steps round."""
-        return data.index_select(0, self.turned)
 
     def run(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
@@ -118,7 +131,7 @@ class SortedLayout:
         return (torch.cat(parts) if len(parts) > 1 else parts[0]), new
 
 
-class LanesLayout:
+class LanesLayout(_ValidSteps):
     """The valid steps alone, whole rows end to end, (N, I); for scan cells, which start anew where a row does.
 
     Args:
@@ -131,23 +144,13 @@ class LanesLayout:
         row, step = (torch.arange(steps) < lengths[:, None]).nonzero(as_tuple=True)  # (N,) each
         begins = lengths.cumsum(0) - lengths
         filled = lengths.nonzero()[:, 0]
-        self.rows, self.steps = len(lengths), steps
-        self.index = (row * steps + step).to(device, non_blocking=True)
-        self.turned = (begins[row] + lengths[row] - 1 - step).to(device, non_blocking=True)
+        index = (row * steps + step).to(device, non_blocking=True)
+        turned = (begins[row] + lengths[row] - 1 - step).to(device, non_blocking=True)
+        super().__init__(len(lengths), steps, index, turned)
         self.starts = (step == 0).to(device, non_blocking=True)
         self.filled = filled.to(device, non_blocking=True)
         self.begins = begins[filled].to(device, non_blocking=True)
         self.ends = (begins + lengths - 1)[filled].to(device, non_blocking=True)
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, self.index)
-
-    def leave(self, data: Tensor) -> Tensor:
-        return _spread(data, self.index, self.rows, self.steps)
-
-    def reverse(self, data: Tensor) -> Tensor:
-        """Turn each row's valid steps round."""
-        return data.index_select(0, self.turned)
 
     def run(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
@@ -162,8 +165,3 @@ class LanesLayout:
 
 def _valid(x: Tensor, lengths: Tensor) -> Tensor:
     return (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]  # (B, T, 1)
-
-
-def _spread(data: Tensor, index: Tensor, rows: int, steps: int) -> Tensor:
-    out = data.new_zeros(rows * steps, data.shape[-1]).index_copy(0, index, data)
-    return out.view(rows, steps, data.shape[-1])
