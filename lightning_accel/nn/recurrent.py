@@ -211,9 +211,16 @@ class DynamicRNN(nn.Module):
             return "padded"
         if self._is_scan:
             return "lanes"
-        # forward alone, torch's packed kernels are fast on CPUs, but for the LSTM, whose padded one is oneDNN's
-        forward_alone = self._has_kernel and not torch.is_grad_enabled()
-        return "packed" if forward_alone and self.cell != "lstm" else "staircase"
+        if self.cell == "lstm" and self._has_kernel:
+            return "staircase" if self._stretches_pay(lengths) else "padded"
+        # forward alone, torch's packed kernels are fast on CPUs
+        return "packed" if self._has_kernel and not torch.is_grad_enabled() else "staircase"
+
+    def _stretches_pay(self, lengths: Tensor) -> bool:
+        """Whether leaving out rows that have ended saves more than a call of oneDNN's LSTM for each length costs."""
+        saved = int(lengths.max()) * len(lengths) - int(lengths.sum())  # steps of rows
+        multiplications = 4 * self.hidden_size * (self.input_size + self.hidden_size)
+        return saved * multiplications > _LSTM_CALL * len(lengths.unique())
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, execution={self.execution!r}"
@@ -280,6 +287,7 @@ class DynamicRNN(nn.Module):
         return [tuple(part[i] for part in parts) for i in range(number)]
 
 
+_LSTM_CALL = 8_000_000  # multiplications that take as long as calling it, backward pass for backward pass
 _CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
 _EXECUTIONS = ("auto", "padded", "staircase", "packed", "lanes")
 

@@ -240,7 +240,10 @@ def test_auto_takes_what_suits_the_lengths():
     with torch.no_grad():
         assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "packed"
         assert make("gru", zoneout=0.1).choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
-        assert make("lstm").choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
+    small, large = make("lstm"), DynamicRNN(64, 128, cell="lstm")  # a call costs as much as 8 million multiplications
+    assert small.choose_execution(torch.tensor([300, 2]), cpu) == "padded"
+    assert large.choose_execution(torch.tensor([60, 59, 58]), cpu) == "padded"
+    assert large.choose_execution(torch.tensor([300, 2]), cpu) == "staircase"
     assert gru.choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "packed"
     assert make("gru", zoneout=0.1).choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "padded"
 
