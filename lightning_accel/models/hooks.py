@@ -1,6 +1,6 @@
 """What the models' hooks share. Shapes: L mixtures, E experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -34,6 +34,35 @@ def num_replicas(module: L.LightningModule) -> int:
         return 1
     trainer: Any = module.trainer
     return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
+def take_from_datamodule(module: L.LightningModule, **plain: Callable[[Any], object]) -> None:
+    """Take from the datamodule those attributes of ``module`` that were not given; refuse what contradicts it.
+
+    Args:
+        module: in a Trainer.
+        plain: for each attribute, what makes a plain value of the datamodule's: NumPy's would make the checkpoint
+            unsafe to load.
+
+    Raises:
+        ValueError: if both have one, and they differ.
+    """
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    for name, make_plain in plain.items():
+        offered, given = getattr(datamodule, name, None), getattr(module, name)
+        offered = None if offered is None else make_plain(offered)
+        if given is None:
+            setattr(module, name, offered)
+            module.hparams[name] = offered
+        elif offered is not None and offered != given:
+            raise ValueError(
+                f"{type(module).__name__} has {name}={given}, but {type(datamodule).__name__} has {name}={offered}. "
+                f"Leave {name} out to take the datamodule's"
+            )
+
+
+def list_of_str(names: Sequence[object]) -> list[str]:
+    return [str(name) for name in names]
 
 
 def keep_plain_hyperparameters(module: L.LightningModule) -> None:

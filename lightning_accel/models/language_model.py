@@ -15,7 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters, num_replicas
+from lightning_accel.models.hooks import (
+    EpochLoad,
+    is_logging_step,
+    keep_plain_hyperparameters,
+    num_replicas,
+    take_from_datamodule,
+)
 from lightning_accel.models.tensor_parallel import split_, tensor_parallel_mesh
 from lightning_accel.nn import (
     ExpertLoad,
@@ -156,18 +162,10 @@ class MoELanguageModel(L.LightningModule):
         self._ask_datamodule()
 
     def _ask_datamodule(self) -> None:
-        """Take from the datamodule what was not given; refuse what contradicts it."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         self.bytes_per_token = getattr(datamodule, "bytes_per_token", None)
         self.tokenizer = getattr(datamodule, "tokenizer", None)
-        offered = getattr(datamodule, "vocab_size", None)
-        if self.vocab_size is None and offered is not None:
-            self.vocab_size = self.hparams["vocab_size"] = int(offered)
-        elif offered is not None and offered != self.vocab_size:
-            raise ValueError(
-                f"MoELanguageModel has vocab_size={self.vocab_size}, but {type(datamodule).__name__} has {offered}. "
-                "Leave vocab_size out to take the datamodule's"
-            )
+        take_from_datamodule(self, vocab_size=int)
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, and split weights if there is a mesh for it."""

@@ -13,7 +13,13 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.models.hooks import EpochLoad, is_logging_step, keep_plain_hyperparameters
+from lightning_accel.models.hooks import (
+    EpochLoad,
+    is_logging_step,
+    keep_plain_hyperparameters,
+    list_of_str,
+    take_from_datamodule,
+)
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.ops.expert_mlp import Activation
@@ -94,7 +100,7 @@ class MoEClassifier(L.LightningModule):
         num_classes = None if num_classes is None else index(num_classes)
         dim, num_experts, k, expert_dim, shared_dim = map(index, (dim, num_experts, k, expert_dim, shared_dim))
         dropout, balance_weight, z_weight = float(dropout), float(balance_weight), float(z_weight)
-        class_names = None if class_names is None else _list_of_str(class_names)
+        class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
         keep_plain_hyperparameters(self)
         self.num_features = num_features
@@ -128,19 +134,7 @@ class MoEClassifier(L.LightningModule):
         self._ask_datamodule()
 
     def _ask_datamodule(self) -> None:
-        """Take from the datamodule what was not given; refuse what contradicts it."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        for name, plain in (("num_features", int), ("num_classes", int), ("class_names", _list_of_str)):
-            offered, given = getattr(datamodule, name, None), getattr(self, name)
-            offered = None if offered is None else plain(offered)  # NumPy's would make the checkpoint unsafe to load
-            if given is None:
-                setattr(self, name, offered)
-                self.hparams[name] = offered
-            elif offered is not None and offered != given:
-                raise ValueError(
-                    f"MoEClassifier has {name}={given}, but {type(datamodule).__name__} has {name}={offered}. "
-                    f"Leave {name} out to take the datamodule's."
-                )
+        take_from_datamodule(self, num_features=int, num_classes=int, class_names=list_of_str)
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
@@ -267,7 +261,3 @@ class MoEClassifier(L.LightningModule):
         accuracy.update(logits, target)
         self.log(f"{stage}/loss", loss)
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
-
-
-def _list_of_str(names: Sequence[object]) -> list[str]:
-    return [str(name) for name in names]

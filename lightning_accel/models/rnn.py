@@ -14,7 +14,12 @@ from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import SequenceBatch
 from lightning_accel.models.carried_state import CarriedState, States
-from lightning_accel.models.hooks import is_logging_step, keep_plain_hyperparameters
+from lightning_accel.models.hooks import (
+    is_logging_step,
+    keep_plain_hyperparameters,
+    list_of_str,
+    take_from_datamodule,
+)
 from lightning_accel.models.sequence_export import export_step, export_whole
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
 from lightning_accel.models.sequence_targets import Measured, is_valid, measure, target_of, within
@@ -124,7 +129,7 @@ class SequenceModel(L.LightningModule):
         num_features, num_classes, vocab_size, num_targets = (
             None if size is None else index(size) for size in (num_features, num_classes, vocab_size, num_targets)
         )
-        class_names = None if class_names is None else _list_of_str(class_names)
+        class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes = num_features, num_classes
@@ -166,22 +171,7 @@ class SequenceModel(L.LightningModule):
             )
 
     def _ask_datamodule(self) -> None:
-        """Take from the datamodule what was not given; refuse what contradicts it."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        for name in (*_SIZES, "target_kind", "class_names"):
-            offered, given = getattr(datamodule, name, None), getattr(self, name)
-            if offered is not None:
-                offered = (
-                    index(offered) if name in _SIZES else offered if name == "target_kind" else _list_of_str(offered)
-                )
-            if given is None:
-                setattr(self, name, offered)
-                self.hparams[name] = offered
-            elif offered is not None and offered != given:
-                raise ValueError(
-                    f"SequenceModel has {name}={given}, but {type(datamodule).__name__} has {name}={offered}. Leave "
-                    f"{name} out to take the datamodule's"
-                )
+        take_from_datamodule(self, **dict.fromkeys(_SIZES, index), target_kind=str, class_names=list_of_str)
         if self.target_kind == "regression" and self.num_targets is None:
             self.num_targets = self.hparams["num_targets"] = 1
 
@@ -446,7 +436,3 @@ class SequenceModel(L.LightningModule):
         if self.target_kind == "classification":
             return name_classes(scores, self.class_names)
         return name_labels(scores, batch.lengths, self.class_names)
-
-
-def _list_of_str(names: Sequence[object]) -> list[str]:
-    return [str(name) for name in names]

@@ -200,7 +200,7 @@ class DynamicRNN(nn.Module):
         return x, (joined[0], joined[1]) if len(joined) == 2 else joined[0]
 
     def choose_execution(self, lengths: Tensor | None, device: torch.device) -> Execution:
-        """What ``execution="auto"`` takes for rows of ``lengths``, None where all are full."""
+        """How rows of ``lengths``, None where all are full, are run: as ``execution`` says, or chosen for ``auto``."""
         if self.execution != "auto":
             return self.execution
         if lengths is None or torch.compiler.is_compiling():

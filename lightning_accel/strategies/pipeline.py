@@ -28,8 +28,15 @@ from lightning_accel.strategies.pipeline_chain import (
     num_parameters,
     stage_sizes,
 )
-from lightning_accel.strategies.pipeline_checkpoint import WholeState, clip_by_norm_
+from lightning_accel.strategies.pipeline_checkpoint import WholeState
 from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, ScheduleName
+from lightning_accel.strategies.pipeline_gradients import (
+    GradientDeposit,
+    average_,
+    clip_by_norm_,
+    spread_overflow_,
+    sum_shared_,
+)
 from lightning_accel.strategies.pipeline_logging import StepLog
 from lightning_accel.strategies.pipeline_stage import batch_size, split_batch
 from lightning_accel.strategies.sharding import broadcast_state
@@ -38,8 +45,6 @@ from lightning_accel.strategies.sync_batchnorm import (
     convert_sync_batchnorm_,
     revert_sync_batchnorm_,
 )
-
-_BUCKET = 2**25  # bytes of gradients reduced at once
 
 
 class PipelineStrategy(DDPStrategy):
@@ -332,7 +337,7 @@ class PipelineStrategy(DDPStrategy):
         loss = self._mean_loss(job)
         _, (loss,) = log.share(None, [loss])
         start = torch.zeros((), device=self.root_device, requires_grad=True)
-        return _Deposit.apply(start, loss, partial(self._deposit, parameters, grads, scale))
+        return GradientDeposit.apply(start, loss, partial(self._deposit, parameters, grads, scale))
 
     def _mean_loss(self, job: Job) -> Tensor:
         if not self.pipeline.on_last:
@@ -366,35 +371,13 @@ class PipelineStrategy(DDPStrategy):
 
     def _reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         assert self.device_mesh is not None
-        self._sum_shared()
-        if self.data_parallel_size > 1:
-            _average(parameters, self.device_mesh.get_group("data_parallel"), self.data_parallel_size)
-        if self._scaler() is not None:
-            self._spread_overflow(parameters)
-
-    def _sum_shared(self) -> None:
-        """Sum, over stages, the gradients of what all stages hold; none where no stage used it."""
         shared = [parameter for parameter in self._shared if parameter.requires_grad]
-        if not shared:
-            return
-        ranks = self.pipeline.ranks
-        used = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.uint8)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.objects)
-        for parameter, is_used in zip(shared, used.tolist(), strict=True):
-            if is_used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=ranks.group)
-
-    def _spread_overflow(self, parameters: list[nn.Parameter]) -> None:
-        """Let all stages skip a step whose gradients overflowed on one; each scaler sees its own alone."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = torch.zeros((), device=self.root_device)
-        if grads:
-            total = (torch.stack(torch._foreach_norm(grads, float("inf"))).float() * 0).sum()  # 0, or nan
-        dist.all_reduce(total, group=self.pipeline.ranks.group)
-        for grad in grads[:1]:
-            grad.view(-1)[:1] += total.to(grad.dtype)
+        if shared:
+            sum_shared_(shared, self.pipeline.ranks)
+        if self.data_parallel_size > 1:
+            average_(parameters, self.device_mesh.get_group("data_parallel"), self.data_parallel_size)
+        if self._scaler() is not None:
+            spread_overflow_(parameters, self.root_device, self.pipeline.ranks.group)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = [one for one in self.precision_plugin.main_params(optimizer) if not one.is_meta]
@@ -465,39 +448,3 @@ class PipelineStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._whole().load_optimizer(optimizer, state)
-
-
-class _Deposit(torch.autograd.Function):
-    """A loss whose gradients are there already: running it backward hands them over."""
-
-    @staticmethod
-    def forward(start: Tensor, loss: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.deposit = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[None, None, None]:
-        ctx.deposit(factor)
-        return None, None, None
-
-
-def _average(parameters: list[nn.Parameter], group: Any, size: int) -> None:
-    """Average gradients over ``group``, some megabytes at once; those of parameters without one count as zero."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    pending: list[Tensor] = []
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for grad, following in zip(grads, [*grads[1:], None], strict=True):
-        pending.append(grad)
-        full = sum(one.numel() * one.element_size() for one in pending) > _BUCKET
-        if full or following is None or following.dtype != grad.dtype:
-            flat = torch.cat([one.reshape(-1) for one in pending])
-            dist.all_reduce(flat, group=group)
-            flat /= size
-            for one, part in zip(pending, flat.split([one.numel() for one in pending]), strict=True):
-                one.copy_(part.view_as(one))
-            pending = []

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -92,25 +91,3 @@ def _held(optimizer: Optimizer) -> list[int]:
 
 def _to_cpu(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def clip_by_norm_(parameters: list[nn.Parameter], max_norm: float, counted: set[nn.Parameter], group: Any) -> Tensor:
-    """Scale gradients so that their norm over all stages is at most ``max_norm``; return what it was, ().
-
-    Args:
-        parameters: of this process.
-        max_norm: L2.
-        counted: those that this process answers for; what several stages share, one of them counts.
-        group: the processes of the pipeline.
-    """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter in counted]
-    device = parameters[0].device if not grads else grads[0].device
-    norm = torch.nn.utils.get_total_norm(own).to(torch.float32) if own else torch.zeros((), device=device)
-    squared = norm.square()
-    dist.all_reduce(squared, group=group)
-    total = squared.sqrt()
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
-    if grads:
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-    return total

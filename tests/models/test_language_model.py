@@ -258,7 +258,7 @@ def test_what_cannot_work_is_refused_before_training(data):
         MoELanguageModel(num_layers=0)
     with pytest.raises(ValueError, match=r"temperature must be at least 0; got -1.0"):
         MoELanguageModel(temperature=-1.0)
-    with pytest.raises(ValueError, match=r"vocab_size=11, but TextDataModule has 257. Leave vocab_size out"):
+    with pytest.raises(ValueError, match=r"vocab_size=11, but TextDataModule has vocab_size=257. Leave vocab_size out"):
         quiet_trainer().fit(small(), data())
     with pytest.raises(ValueError, match="needs vocab_size; pass it, or train with a datamodule"):
         quiet_trainer().fit(MoELanguageModel(**SMALL), torch.utils.data.DataLoader([torch.ones(2, 2).long()]))

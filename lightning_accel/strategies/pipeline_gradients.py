@@ -1,0 +1,92 @@
+"""Gradients of a pipeline: handed over when a loss is run backward, joined over processes, clipped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_accel.strategies.pipeline_engine import Ranks
+
+_BUCKET = 2**25  # bytes of gradients reduced at once
+
+
+class GradientDeposit(torch.autograd.Function):
+    """A loss whose gradients are there already: running it backward hands them over."""
+
+    @staticmethod
+    def forward(start: Tensor, loss: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.deposit = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[None, None, None]:
+        ctx.deposit(factor)
+        return None, None, None
+
+
+def average_(parameters: list[nn.Parameter], group: Any, size: int) -> None:
+    """Average gradients over ``group``, some megabytes at once; those of parameters without one count as zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    pending: list[Tensor] = []
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for grad, following in zip(grads, [*grads[1:], None], strict=True):
+        pending.append(grad)
+        full = sum(one.numel() * one.element_size() for one in pending) > _BUCKET
+        if full or following is None or following.dtype != grad.dtype:
+            flat = torch.cat([one.reshape(-1) for one in pending])
+            dist.all_reduce(flat, group=group)
+            flat /= size
+            for one, part in zip(pending, flat.split([one.numel() for one in pending]), strict=True):
+                one.copy_(part.view_as(one))
+            pending = []
+
+
+def sum_shared_(shared: list[nn.Parameter], ranks: Ranks) -> None:
+    """Sum, over stages, the gradients of what all stages hold; none where no stage used it."""
+    used = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.uint8)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.objects)
+    for parameter, is_used in zip(shared, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=ranks.group)
+
+
+def spread_overflow_(parameters: list[nn.Parameter], device: torch.device, group: Any) -> None:
+    """Let all stages skip a step whose gradients overflowed on one; each scaler sees its own alone."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = torch.zeros((), device=device)
+    if grads:
+        total = (torch.stack(torch._foreach_norm(grads, float("inf"))).float() * 0).sum()  # 0, or nan
+    dist.all_reduce(total, group=group)
+    for grad in grads[:1]:
+        grad.view(-1)[:1] += total.to(grad.dtype)
+
+
+def clip_by_norm_(parameters: list[nn.Parameter], max_norm: float, counted: set[nn.Parameter], group: Any) -> Tensor:
+    """Scale gradients so that their norm over all stages is at most ``max_norm``; return what it was, ().
+
+    Args:
+        parameters: of this process.
+        max_norm: L2.
+        counted: those that this process answers for; what several stages share, one of them counts.
+        group: the processes of the pipeline.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    own = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter in counted]
+    device = parameters[0].device if not grads else grads[0].device
+    norm = torch.nn.utils.get_total_norm(own).to(torch.float32) if own else torch.zeros((), device=device)
+    squared = norm.square()
+    dist.all_reduce(squared, group=group)
+    total = squared.sqrt()
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
+    if grads:
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+    return total
