@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
     from lightning_accel.models import SequenceModel as SequenceModel
+    from lightning_accel.nn import RBM as RBM
+    from lightning_accel.nn import ContrastiveDivergence as ContrastiveDivergence
     from lightning_accel.nn import DynamicRNN as DynamicRNN
     from lightning_accel.nn import ExpertChoiceGate as ExpertChoiceGate
     from lightning_accel.nn import ExpertLoad as ExpertLoad
@@ -50,6 +52,7 @@ _PACKAGE_OF = {
     "AtomicCheckpointIO": "strategies",
     "AtomicModelParallelStrategy": "strategies",
     "Bfloat16Precision": "precision",
+    "ContrastiveDivergence": "nn",
     "DataParallelStrategy": "strategies",
     "DigitsDataModule": "data",
     "DynamicRNN": "nn",
@@ -67,6 +70,7 @@ _PACKAGE_OF = {
     "MoELanguageModel": "models",
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
+    "RBM": "nn",
     "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
@@ -82,11 +86,13 @@ _PACKAGE_OF = {
 }
 
 __all__ = [
+    "RBM",
     "AccelDDPStrategy",
     "AmpPrecision",
     "AtomicCheckpointIO",
     "AtomicModelParallelStrategy",
     "Bfloat16Precision",
+    "ContrastiveDivergence",
     "DataParallelStrategy",
     "DigitsDataModule",
     "DynamicRNN",

@@ -1,0 +1,261 @@
+"""What the units of a restricted Boltzmann machine hold. Shapes: B rows, U units of one side.
+
+Given the other side, the units of a side are independent. Each kind tells, of the activation a = bias + input from the
+other side: the mean, a draw, and the logarithm of the sum (integral) over all states of exp(a . s - base(s)), where
+base is 0, or s**2 / 2 for units with real states.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from lightning_accel.ops.gibbs import (
+    log_truncated_normal_integral,
+    sample_bernoulli,
+    sample_categorical,
+    sample_normal,
+    sample_truncated_normal,
+)
+
+
+class HiddenUnits(Protocol):
+    """Hidden units of one kind."""
+
+    def mean(self, activation: Tensor) -> Tensor:
+        """(B, H) of (B, H)."""
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        """(B, H) of (B, H)."""
+
+    def log_partition(self, activation: Tensor) -> Tensor:
+        """(B, H) of (B, H), for each unit."""
+
+    def base(self, state: Tensor) -> Tensor:
+        """(B,) of (B, H), over all units."""
+
+
+class VisibleUnits(nn.Module):
+    """Visible units of one kind; subclasses say which.
+
+    ``num_visible`` units, whose states are (B, V).
+    """
+
+    def __init__(self, num_visible: int) -> None:
+        super().__init__()
+        self.num_visible = num_visible
+
+    def input(self, state: Tensor) -> Tensor:
+        """What the weights are multiplied with, (B, V)."""
+        return state
+
+    def mean(self, activation: Tensor) -> Tensor:
+        """(B, V) of (B, V)."""
+        raise NotImplementedError
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        """(B, V) of (B, V)."""
+        raise NotImplementedError
+
+    def energy(self, state: Tensor, bias: Tensor) -> Tensor:
+        """Energy of the states alone, (B,), of (B, V) and (V,)."""
+        return -(state @ bias)
+
+    def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
+        """Log of the sum over states of exp(input . (activation - bias) - energy), (B,), of (B, V) and (V,)."""
+        raise NotImplementedError
+
+    def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
+        """The bias (V,) under which units without weights have ``mean`` (V,), of ``num_rows`` rows."""
+        raise NotImplementedError
+
+    def find_fault(self, state: Tensor) -> str | None:
+        """What is wrong with ``state`` (B, V), if anything."""
+        raise NotImplementedError
+
+
+class BernoulliVisible(VisibleUnits):
+    """0 or 1; data may be probabilities, such as grey levels."""
+
+    def mean(self, activation: Tensor) -> Tensor:
+        return activation.sigmoid()
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        return sample_bernoulli(activation, generator)
+
+    def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
+        return F.softplus(activation).sum(dim=-1)
+
+    def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
+        least = 0.5 / (num_rows + 1)  # what never was seen has a small probability, not none
+        return mean.clamp(least, 1 - least).logit()
+
+    def find_fault(self, state: Tensor) -> str | None:
+        least, most = float(state.min()), float(state.max())
+        if least >= 0 and most <= 1:
+            return None
+        return (
+            f"Bernoulli visible units take values in [0, 1], found {least:.6g} to {most:.6g}. Scale the data, or take "
+            "visible='gaussian' for standardised real values"
+        )
+
+
+class CategoricalVisible(VisibleUnits):
+    """Groups of units of which one is 1, the others 0.
+
+    Args:
+        num_visible: groups x classes.
+        num_classes: units in a group.
+    """
+
+    def __init__(self, num_visible: int, num_classes: int) -> None:
+        super().__init__(num_visible)
+        self.num_classes = num_classes
+
+    def _groups(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.num_classes))
+
+    def mean(self, activation: Tensor) -> Tensor:
+        return self._groups(activation).softmax(dim=-1).flatten(-2)
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        return sample_categorical(self._groups(activation), generator).flatten(-2)
+
+    def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
+        return self._groups(activation).logsumexp(dim=-1).sum(dim=-1)
+
+    def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
+        return mean.clamp(min=0.5 / (num_rows + 1)).log()
+
+    def find_fault(self, state: Tensor) -> str | None:
+        sums = self._groups(state).sum(dim=-1)
+        if float(state.min()) >= 0 and float((sums - 1).abs().max()) < 1e-3:
+            return None
+        return (
+            f"categorical visible units take groups of {self.num_classes} values of which one is 1 and the others 0, "
+            f"found groups that sum to {float(sums.min()):.6g} to {float(sums.max()):.6g} and values down to "
+            f"{float(state.min()):.6g}. Encode each category as one_hot(category, {self.num_classes})"
+        )
+
+
+class GaussianVisible(VisibleUnits):
+    """Real values, normal around the activation.
+
+    Args:
+        num_visible: units.
+        learn_variance: whether variances are learned; else they are 1, and the data should be standardised.
+
+    Source: Cho, Ilin and Raiko 2011, Improved Learning of Gaussian-Bernoulli Restricted Boltzmann Machines, eq. 4
+    """
+
+    def __init__(self, num_visible: int, learn_variance: bool = False) -> None:
+        super().__init__(num_visible)
+        self.log_variance = nn.Parameter(torch.zeros(num_visible), requires_grad=learn_variance)
+
+    def input(self, state: Tensor) -> Tensor:
+        return state * (-self.log_variance).exp()
+
+    def mean(self, activation: Tensor) -> Tensor:
+        return activation
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        return sample_normal(activation, (0.5 * self.log_variance).exp(), generator)
+
+    def energy(self, state: Tensor, bias: Tensor) -> Tensor:
+        return 0.5 * ((state - bias).square() * (-self.log_variance).exp()).sum(dim=-1)
+
+    def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
+        quadratic = (activation.square() - bias.square()) * (-self.log_variance).exp()
+        return 0.5 * (quadratic + self.log_variance + math.log(2 * math.pi)).sum(dim=-1)
+
+    def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
+        return mean
+
+    def find_fault(self, state: Tensor) -> str | None:
+        constant = ((state - state[0]) == 0).all(dim=0) if len(state) > 1 else torch.zeros(1, dtype=torch.bool)
+        if not constant.any():
+            return None
+        columns = constant.nonzero().flatten().tolist()
+        return (
+            f"Gaussian visible units need values that vary, found {len(columns)} constant of {state.shape[1]} columns: "
+            f"{', '.join(map(str, columns[:8]))}{' ...' if len(columns) > 8 else ''}. Leave them out"
+        )
+
+
+class JoinedVisible(VisibleUnits):
+    """Units of several kinds, side by side, such as pixels and the label of the picture."""
+
+    def __init__(self, parts: Sequence[VisibleUnits]) -> None:
+        super().__init__(sum(part.num_visible for part in parts))
+        self.parts = nn.ModuleList(parts)
+        self._sizes = [part.num_visible for part in parts]
+
+    def _each(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # a unit, then a part of each
+        return list(zip(self.parts, *(state.split(self._sizes, dim=-1) for state in states), strict=True))
+
+    def input(self, state: Tensor) -> Tensor:
+        return torch.cat([part.input(one) for part, one in self._each(state)], dim=-1)
+
+    def mean(self, activation: Tensor) -> Tensor:
+        return torch.cat([part.mean(one) for part, one in self._each(activation)], dim=-1)
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        return torch.cat([part.sample(one, generator) for part, one in self._each(activation)], dim=-1)
+
+    def energy(self, state: Tensor, bias: Tensor) -> Tensor:
+        return torch.stack([part.energy(*rest) for part, *rest in self._each(state, bias)]).sum(dim=0)
+
+    def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
+        return torch.stack([part.log_partition(*rest) for part, *rest in self._each(activation, bias)]).sum(dim=0)
+
+    def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
+        return torch.cat([part.bias_for(one, num_rows) for part, one in self._each(mean)])
+
+    def find_fault(self, state: Tensor) -> str | None:
+        return next((fault for part, one in self._each(state) if (fault := part.find_fault(one))), None)
+
+
+class BernoulliHidden:
+    """0 or 1."""
+
+    def mean(self, activation: Tensor) -> Tensor:
+        return activation.sigmoid()
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        return sample_bernoulli(activation, generator)
+
+    def log_partition(self, activation: Tensor) -> Tensor:
+        return F.softplus(activation)
+
+    def base(self, state: Tensor) -> Tensor:
+        return state.new_zeros(state.shape[:-1])
+
+
+class RectifiedHidden:
+    """Not negative: normal around the activation with variance 1, cut at 0.
+
+    Its mean is a smooth ReLU. Unlike the noisy ReLU of Nair and Hinton 2010, which stands for no energy, the free
+    energy is exact, and with it likelihoods and tempering.
+
+    Source: Su, Liao, Chen and Carin 2016, Nonlinear Statistical Learning with Truncated Gaussian Graphical Models
+    """
+
+    def mean(self, activation: Tensor) -> Tensor:
+        # below -6 the sum is a small difference of large numbers, where the tail's series is exact
+        inner = activation.clamp(min=-6)
+        near = inner + (-0.5 * (inner.square() + math.log(2 * math.pi)) - torch.special.log_ndtr(inner)).exp()
+        outer = activation.clamp(max=-6)
+        far = -1 / outer * (1 - 2 / outer.square() + 10 / outer.pow(4))
+        return torch.where(activation < -6, far, near)
+
+    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
+        return sample_truncated_normal(activation, generator)
+
+    def log_partition(self, activation: Tensor) -> Tensor:
+        return log_truncated_normal_integral(activation)
+
+    def base(self, state: Tensor) -> Tensor:
+        return 0.5 * state.square().sum(dim=-1)

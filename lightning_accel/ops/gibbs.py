@@ -1,0 +1,73 @@
+"""Draws of a Gibbs step, in float32 whatever autocast says, and in as few passes as torch allows.
+
+bfloat16 has 8 bits: ``rand_like(p) < p`` would be true 0.2% of the time at p = 1e-6, and a sigmoid of 7 be 1.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+
+@torch.no_grad()
+def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tensor:
+    """Draw 0 or 1, 1 with probability ``sigmoid(logits)``.
+
+    Args:
+        logits: any shape, floating.
+        generator: on the device of ``logits``; by default torch's own.
+
+    Returns:
+        Of the shape of ``logits``, float32 (float64 of float64).
+    """
+    probability = _wide(logits).sigmoid()
+    noise = torch.empty_like(probability).uniform_(generator=generator)
+    return torch.lt(noise, probability, out=noise)  # a third of the time of torch.bernoulli
+
+
+@torch.no_grad()
+def sample_categorical(logits: Tensor, generator: Generator | None = None) -> Tensor:
+    """Draw one class of each row, by the softmax of ``logits`` (..., C).
+
+    Returns:
+        (..., C) one-hot, float32 (float64 of float64).
+    """
+    logits = _wide(logits)
+    noise = torch.empty_like(logits).exponential_(generator=generator).log()
+    return F.one_hot((logits - noise).argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
+
+
+@torch.no_grad()
+def sample_normal(mean: Tensor, deviation: Tensor, generator: Generator | None = None) -> Tensor:
+    """Draw from normal distributions; float32 (float64 of float64)."""
+    mean = _wide(mean)
+    return torch.empty_like(mean).normal_(generator=generator).mul_(deviation).add_(mean)
+
+
+@torch.no_grad()
+def sample_truncated_normal(location: Tensor, generator: Generator | None = None) -> Tensor:
+    """Draw from the normal distributions of variance 1 around ``location``, given that the draw is not negative.
+
+    By inversion, in float64; so far out that the probability of the tail has no float64 (below -30), the tail is taken
+    for exponential, which is 0.1% off there.
+
+    Returns:
+        Of the shape of ``location``, float32 (float64 of float64).
+    """
+    location = _wide(location)
+    place = location.double()
+    share = torch.empty_like(place).uniform_(generator=generator).neg_().add_(1)  # of the tail, in (0, 1]
+    drawn = place - torch.special.ndtri(share * torch.special.ndtr(place))
+    far = share.log() / place
+    return torch.where(place < -30, far, drawn).clamp_(min=0).to(location.dtype)
+
+
+def log_truncated_normal_integral(location: Tensor) -> Tensor:
+    """Logarithm of the integral of ``exp(location * h - h**2 / 2)`` over h >= 0, of the shape of ``location``."""
+    location = _wide(location)
+    return location.square() / 2 + torch.special.log_ndtr(location) + 0.5 * math.log(2 * math.pi)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
