@@ -5,8 +5,7 @@ import warnings
 from typing import Any
 
 import lightning as L
-import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, initial_seed
 from torch.utils.data import DataLoader
@@ -17,6 +16,7 @@ from lightning_accel.callbacks.random_state import derived_seed, random_state, s
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.strategies.batch_samplers import require_dealable_batches
+from lightning_accel.strategies.rank_states import RankStates
 
 
 class ExactResume(L.Callback):
@@ -40,7 +40,7 @@ class ExactResume(L.Callback):
     def __init__(self) -> None:
         self._seed = 0
         self._saved: list[dict[str, Any]] = []  # by rank
-        self._gathered: tuple[int, list[dict[str, Any]]] = -1, []
+        self._ranks = RankStates()
         self._orders: list[EpochOrder] = []
         self._entered_at: int | None = None
         self._before_validation: dict[str, Any] | None = None
@@ -66,16 +66,7 @@ class ExactResume(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         generators = self._before_validation or random_state()
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
-        return {"ranks": [mine] if self._trainer.world_size == 1 else self._of_all_ranks(mine)}
-
-    def _of_all_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        step = self._trainer.fit_loop.total_batch_idx
-        if self._trainer.state.status == TrainerStatus.INTERRUPTED:  # one that failed alone must not wait for others
-            return self._gathered[1] if self._gathered[0] == step else [mine]
-        everyone = [mine] * self._trainer.world_size
-        dist.all_gather_object(everyone, mine)
-        self._gathered = step, everyone
-        return everyone
+        return {"ranks": self._ranks.gather(mine, self._trainer) or [mine]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["ranks"]

@@ -4,11 +4,11 @@ from typing import Any, TypeAlias
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_accel.strategies.rank_states import RankStates
 
 States: TypeAlias = Any  # tensors (layers, B, H) in any nesting
 _KEY = "carried_state"  # in a checkpoint
@@ -23,7 +23,7 @@ class CarriedState:
 
     def __init__(self) -> None:
         self._states: dict[str, States] = {}
-        self._gathered: tuple[int, list[States]] = -1, []
+        self._ranks = RankStates()
 
     def take(self, stage: str, carried: Tensor) -> States | None:
         """States for a batch whose row i goes on from row ``carried[i]`` of the one before, and begins at 0 if -1.
@@ -56,16 +56,7 @@ class CarriedState:
         """Put those of training into ``checkpoint``; all processes must call it."""
         if "train" in self._states:
             mine = tree_map(Tensor.cpu, self._states["train"])
-            checkpoint[_KEY] = [mine] if trainer.world_size == 1 else self._of_all_ranks(mine, trainer)
-
-    def _of_all_ranks(self, mine: States, trainer: L.Trainer) -> list[States]:
-        step = trainer.fit_loop.total_batch_idx
-        if trainer.state.status == TrainerStatus.INTERRUPTED:  # a process that failed alone must not wait for others
-            return self._gathered[1] if self._gathered[0] == step else []
-        everyone = [mine] * trainer.world_size
-        dist.all_gather_object(everyone, mine)
-        self._gathered = step, everyone
-        return everyone
+            checkpoint[_KEY] = self._ranks.gather(mine, trainer)
 
     def load(self, checkpoint: dict[str, Any], trainer: L.Trainer, device: torch.device) -> None:
         """Take what :meth:`save` put there."""
