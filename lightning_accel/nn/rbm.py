@@ -6,6 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from lightning_accel.nn.partition import (
+    LogZ,
+    Method,
+    exact_log_z,
+    forward_log_z,
+    log_probability,
+    pseudo_likelihood,
+    reverse_log_z,
+)
 from lightning_accel.nn.rbm_units import (
     BernoulliHidden,
     BernoulliVisible,
@@ -94,25 +103,32 @@ class RBM(nn.Module):
         """Set the visible bias to that of independent units with the data's ``mean`` (V,) of ``num_rows`` rows."""
         self.visible_bias.copy_(self.visible_units.bias_for(mean.to(self.visible_bias), num_rows))
 
-    def require_support(self, visible: Tensor) -> None:
+    def require_support(self, visible: Tensor, *, all_rows: bool = True) -> None:
         """Refuse rows that the visible units cannot hold; it waits for the device.
 
+        Args:
+            visible: (B, V).
+            all_rows: whether these are all rows of the data. Of Gaussian units columns are refused that are constant,
+                which in a batch they may be by chance.
+
         Raises:
-            ValueError: if ``visible`` is not (B, V), holds NaN or infinities, values outside the units' support, or
-                for Gaussian units constant columns.
+            ValueError: if ``visible`` is not (B, V), has no rows, holds NaN or infinities, values outside the units'
+                support, or constant columns.
         """
         if visible.ndim != 2 or visible.shape[1] != self.num_visible:
             raise ValueError(
                 f"the RBM has {self.num_visible} visible units and takes rows (B, {self.num_visible}); got "
                 f"{tuple(visible.shape)}"
             )
+        if not len(visible):
+            raise ValueError("found no rows; the RBM takes at least one")
         if not visible.isfinite().all():
             rows, columns = (~visible.isfinite()).nonzero(as_tuple=True)
             raise ValueError(
                 f"visible units take finite values; found {visible[rows[0], columns[0]].item()} in row {int(rows[0])}, "
                 f"column {int(columns[0])}, and {len(rows) - 1} more. Fill them in, or drop those rows"
             )
-        if fault := self.visible_units.find_fault(visible):
+        if fault := self.visible_units.find_fault(visible, all_rows):
             raise ValueError(fault)
 
     def hidden_activation(self, visible: Tensor) -> Tensor:
@@ -161,6 +177,126 @@ class RBM(nn.Module):
             hidden = _wide(hidden)
             log_partition = self.visible_units.log_partition(self.visible_activation(hidden), self.visible_bias)
             return self.hidden_units.base(hidden) - hidden @ self.hidden_bias - log_partition
+
+    def log_z(
+        self,
+        method: Method = "ais",
+        *,
+        num_chains: int = 200,
+        num_temperatures: int = 1000,
+        base_mean: Tensor | None = None,
+        generator: Generator | None = None,
+    ) -> LogZ:
+        """Logarithm of the sum over all states of exp(-energy), in nats, with an interval.
+
+        ``exact`` enumerates the smaller side that is discrete, up to 2**25 states. ``ais`` anneals from independent
+        units to the model; its weights are right on average, so that the estimate errs downwards if it errs.
+        ``reverse_ais`` anneals samples of the model to independent units and errs upwards: where both agree, believe
+        them. What neither method's chains ever visit, neither knows of.
+
+        Args:
+            method: ``exact``, ``ais`` or ``reverse_ais``.
+            num_chains: of annealing. With few of them, or a small effective sample size, the interval is wide.
+            num_temperatures: from 0 to 1, evenly spaced; twice as many halve the variance of the weights' logarithms.
+            base_mean: (V,) mean of the data, which the independent units have; by default they have the visible bias,
+                which is far from the data's in most trained models: give it.
+            generator: on the device of the weights.
+
+        Returns:
+            Estimate; the 3 sigma interval of this method's sampling error around it, which leaves out the direction in
+            which it errs: take ``lower`` of ``ais`` and ``upper`` of ``reverse_ais`` for a bracket; and how many
+            independent weights of equal size tell as much as the chains' do. ``exact`` has the estimate thrice and
+            infinitely many.
+
+        Raises:
+            ValueError: if a number or the method is out of range, if neither side can be enumerated, or if Gaussian
+                visible and rectified hidden units have weights so large that the sum may be infinite.
+
+        Source: Neal 2001, Annealed Importance Sampling; Salakhutdinov and Murray 2008, On the Quantitative Analysis of
+        Deep Belief Networks, section 4.1; Burda, Grosse and Salakhutdinov 2015, Accurate and Conservative Estimates of
+        MRF Log-likelihood using Reverse Annealing.
+        """
+        if method == "exact":
+            return exact_log_z(self)
+        if method not in ("ais", "reverse_ais"):
+            raise ValueError(f"method must be 'exact', 'ais' or 'reverse_ais'; got {method!r}")
+        estimate = forward_log_z if method == "ais" else reverse_log_z
+        return estimate(self, num_chains, num_temperatures, base_mean, generator)
+
+    def log_prob(self, visible: Tensor, log_z: LogZ | None = None) -> Tensor:
+        """Log of the probability (density) of ``visible`` (B, V), (B,) float64 in nats, without a gradient.
+
+        Args:
+            visible: (B, V) in the units' support.
+            log_z: what :meth:`log_z` told. By default it is computed anew, exactly where one side has at most 2**20
+                states, else by ``ais``; compute it once for several batches.
+
+        Raises:
+            ValueError: as :meth:`log_z`.
+        """
+        return log_probability(self, visible, log_z)
+
+    def pseudo_likelihood(self, visible: Tensor, exact: bool = True, generator: Generator | None = None) -> Tensor:
+        """Sum over units of the log-probability of each given all others, (B,) in nats; groups if categorical.
+
+        Of grey levels it is minus the cross-entropy of each unit's own level with its probability given the others'
+        levels. Models rank by it otherwise than by likelihood: do not choose one by it.
+
+        Args:
+            visible: (B, V) in the units' support.
+            exact: all units, in O(B V H); else one of each row, drawn at random, times how many there are.
+            generator: of that draw.
+
+        Raises:
+            ValueError: if units are Gaussian, which have no such probability in closed form.
+
+        Source: Besag 1975, Statistical Analysis of Non-Lattice Data
+        """
+        return pseudo_likelihood(self, visible, exact, generator)
+
+    @torch.no_grad()
+    def sample(
+        self, num_samples: int, steps: int, *, clamp: Tensor | None = None, generator: Generator | None = None
+    ) -> Tensor:
+        """Draw from the model by Gibbs steps that start at independent units with the visible bias.
+
+        Args:
+            num_samples: n, rows.
+            steps: Gibbs steps of each row.
+            clamp: (n, V) or (V,), NaN where free: values to hold, such as half of a picture, or the class of labels.
+                Groups of categorical units are held or free as a whole.
+            generator: on the device of the weights.
+
+        Returns:
+            (n, V) states, drawn; ``reconstruct`` tells what they look like on average.
+
+        Raises:
+            ValueError: if a size is out of range, or ``clamp`` has the wrong shape or values outside the support.
+        """
+        if min(num_samples, steps) < 1:
+            raise ValueError(f"num_samples and steps must be at least 1; got {num_samples} and {steps}")
+        visible = self.visible_units.sample(self.visible_bias.expand(num_samples, -1), generator)
+        held = self._held(clamp, num_samples)
+        for _ in range(steps):
+            visible = visible if held is None else torch.where(held.isnan(), visible, held)
+            visible = self.sample_visible(self.sample_hidden(visible, generator), generator)
+        return visible if held is None else torch.where(held.isnan(), visible, held)
+
+    def _held(self, clamp: Tensor | None, num_samples: int) -> Tensor | None:
+        if clamp is None:
+            return None
+        if clamp.shape not in ((self.num_visible,), (num_samples, self.num_visible)):
+            raise ValueError(
+                f"clamp must be ({self.num_visible},) or ({num_samples}, {self.num_visible}), NaN where free; got "
+                f"{tuple(clamp.shape)}"
+            )
+        clamp = _wide(clamp).to(self.visible_bias.device).expand(num_samples, -1)
+        filled = torch.where(clamp.isnan(), self.visible_units.mean(_wide(self.visible_bias)), clamp)
+        try:
+            self.require_support(filled, all_rows=False)
+        except ValueError as fault:
+            raise ValueError(f"clamp does not fit, with free units at their means: {fault}") from fault
+        return clamp
 
     def _energy_of(self, visible: Tensor) -> Tensor:
         return self.visible_units.energy(visible, self.visible_bias)

@@ -19,6 +19,7 @@ from lightning_accel.ops.gibbs import (
     sample_categorical,
     sample_normal,
     sample_truncated_normal,
+    truncated_normal_mean,
 )
 
 
@@ -72,8 +73,16 @@ class VisibleUnits(nn.Module):
         """The bias (V,) under which units without weights have ``mean`` (V,), of ``num_rows`` rows."""
         raise NotImplementedError
 
-    def find_fault(self, state: Tensor) -> str | None:
-        """What is wrong with ``state`` (B, V), if anything."""
+    def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
+        """What is wrong with ``state`` (B, V), if anything; ``all_rows`` if these are all rows of the data."""
+        raise NotImplementedError
+
+    def count_states(self) -> int | None:
+        """How many states the units have together; None of real ones."""
+        raise NotImplementedError
+
+    def enumerate_states(self, numbers: Tensor) -> Tensor:
+        """The states with ``numbers`` (B,) below :meth:`count_states`, (B, V) float64."""
         raise NotImplementedError
 
 
@@ -93,7 +102,13 @@ class BernoulliVisible(VisibleUnits):
         least = 0.5 / (num_rows + 1)  # what never was seen has a small probability, not none
         return mean.clamp(least, 1 - least).logit()
 
-    def find_fault(self, state: Tensor) -> str | None:
+    def count_states(self) -> int | None:
+        return 2**self.num_visible
+
+    def enumerate_states(self, numbers: Tensor) -> Tensor:
+        return enumerate_bits(numbers, self.num_visible)
+
+    def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
         least, most = float(state.min()), float(state.max())
         if least >= 0 and most <= 1:
             return None
@@ -104,7 +119,7 @@ class BernoulliVisible(VisibleUnits):
 
 
 class CategoricalVisible(VisibleUnits):
-    """Groups of units of which one is 1, the others 0.
+    """Groups of units of which one is 1, the others 0; data may be probabilities.
 
     Args:
         num_visible: groups x classes.
@@ -130,7 +145,15 @@ class CategoricalVisible(VisibleUnits):
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
         return mean.clamp(min=0.5 / (num_rows + 1)).log()
 
-    def find_fault(self, state: Tensor) -> str | None:
+    def count_states(self) -> int | None:
+        return self.num_classes ** (self.num_visible // self.num_classes)
+
+    def enumerate_states(self, numbers: Tensor) -> Tensor:
+        places = self.num_classes ** torch.arange(self.num_visible // self.num_classes, device=numbers.device)
+        digits = numbers[:, None].div(places, rounding_mode="floor") % self.num_classes
+        return F.one_hot(digits, self.num_classes).flatten(-2).double()
+
+    def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
         sums = self._groups(state).sum(dim=-1)
         if float(state.min()) >= 0 and float((sums - 1).abs().max()) < 1e-3:
             return None
@@ -174,8 +197,13 @@ class GaussianVisible(VisibleUnits):
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
         return mean
 
-    def find_fault(self, state: Tensor) -> str | None:
-        constant = ((state - state[0]) == 0).all(dim=0) if len(state) > 1 else torch.zeros(1, dtype=torch.bool)
+    def count_states(self) -> int | None:
+        return None
+
+    def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
+        if not all_rows or len(state) < 2:  # a value that is rare is constant in many a batch
+            return None
+        constant = (state == state[0]).all(dim=0)
         if not constant.any():
             return None
         columns = constant.nonzero().flatten().tolist()
@@ -193,8 +221,22 @@ class JoinedVisible(VisibleUnits):
         self.parts = nn.ModuleList(parts)
         self._sizes = [part.num_visible for part in parts]
 
+    def members(self) -> list[VisibleUnits]:
+        """The units of each kind, in order."""
+        return [part for (part,) in self._each()]
+
     def _each(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # a unit, then a part of each
         return list(zip(self.parts, *(state.split(self._sizes, dim=-1) for state in states), strict=True))
+
+    @property
+    def log_variance(self) -> Tensor:
+        """(V,) of the Gaussian units, 0 of others; what has none of the first has no such attribute."""
+        known = [part.log_variance for part in self.members() if isinstance(part, GaussianVisible)]
+        if not known:
+            raise AttributeError("log_variance")
+        with torch.enable_grad():  # who asks whether it is learned may be a backward pass
+            parts = [getattr(part, "log_variance", known[0].new_zeros(part.num_visible)) for part in self.members()]
+            return torch.cat(parts)
 
     def input(self, state: Tensor) -> Tensor:
         return torch.cat([part.input(one) for part, one in self._each(state)], dim=-1)
@@ -214,8 +256,21 @@ class JoinedVisible(VisibleUnits):
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
         return torch.cat([part.bias_for(one, num_rows) for part, one in self._each(mean)])
 
-    def find_fault(self, state: Tensor) -> str | None:
-        return next((fault for part, one in self._each(state) if (fault := part.find_fault(one))), None)
+    def count_states(self) -> int | None:
+        counts = [part.count_states() for part in self.members()]
+        return None if None in counts else math.prod(count for count in counts if count is not None)
+
+    def enumerate_states(self, numbers: Tensor) -> Tensor:
+        states = []
+        for part in self.members():
+            count = part.count_states()
+            assert count is not None
+            states.append(part.enumerate_states(numbers % count))
+            numbers = numbers.div(count, rounding_mode="floor")
+        return torch.cat(states, dim=-1)
+
+    def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
+        return next((fault for part, one in self._each(state) if (fault := part.find_fault(one, all_rows))), None)
 
 
 class BernoulliHidden:
@@ -244,12 +299,7 @@ class RectifiedHidden:
     """
 
     def mean(self, activation: Tensor) -> Tensor:
-        # below -6 the sum is a small difference of large numbers, where the tail's series is exact
-        inner = activation.clamp(min=-6)
-        near = inner + (-0.5 * (inner.square() + math.log(2 * math.pi)) - torch.special.log_ndtr(inner)).exp()
-        outer = activation.clamp(max=-6)
-        far = -1 / outer * (1 - 2 / outer.square() + 10 / outer.pow(4))
-        return torch.where(activation < -6, far, near)
+        return truncated_normal_mean(activation)
 
     def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
         return sample_truncated_normal(activation, generator)
@@ -259,3 +309,9 @@ class RectifiedHidden:
 
     def base(self, state: Tensor) -> Tensor:
         return 0.5 * state.square().sum(dim=-1)
+
+
+def enumerate_bits(numbers: Tensor, num_bits: int) -> Tensor:
+    """The binary digits of ``numbers`` (B,), (B, num_bits) float64, the lowest first."""
+    places = torch.arange(num_bits, device=numbers.device)
+    return (numbers[:, None].bitwise_right_shift(places) & 1).double()
