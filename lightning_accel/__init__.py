@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from lightning_accel.nn import ExpertLoad as ExpertLoad
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
+    from lightning_accel.nn import RBMStack as RBMStack
     from lightning_accel.nn import TopKGate as TopKGate
     from lightning_accel.nn import TreeRNN as TreeRNN
+    from lightning_accel.nn import UpDown as UpDown
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
@@ -71,6 +73,7 @@ _PACKAGE_OF = {
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
     "RBM": "nn",
+    "RBMStack": "nn",
     "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
@@ -81,6 +84,7 @@ _PACKAGE_OF = {
     "TextDataModule": "data",
     "TopKGate": "nn",
     "TreeRNN": "nn",
+    "UpDown": "nn",
     "WeightedAccumulation": "callbacks",
     "length_batch_loader": "data",
 }
@@ -110,6 +114,7 @@ __all__ = [
     "MoELanguageModel",
     "PipelineStrategy",
     "PredictionWriter",
+    "RBMStack",
     "SamplerCheck",
     "SaveOnSignal",
     "SequenceBatch",
@@ -120,6 +125,7 @@ __all__ = [
     "TextDataModule",
     "TopKGate",
     "TreeRNN",
+    "UpDown",
     "WeightedAccumulation",
     "__version__",
     "length_batch_loader",

@@ -2,6 +2,7 @@
 
 from lightning_accel.nn.adaptive import AdaptiveComputation, AdaptiveOutput
 from lightning_accel.nn.contrastive import ContrastiveDivergence
+from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.expert_load import ExpertLoad, LoadStatistics, summarise_load
 from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
@@ -9,8 +10,10 @@ from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
 from lightning_accel.nn.moe_weights import read_transformers, write_transformers
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentOutput
+from lightning_accel.nn.stack_likelihood import LogProbBound
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
 from lightning_accel.nn.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
+from lightning_accel.nn.wake_sleep import UpDown
 
 __all__ = [
     "RBM",
@@ -28,14 +31,17 @@ __all__ = [
     "GateReport",
     "KeyValueCache",
     "LoadStatistics",
+    "LogProbBound",
     "MixtureOfExperts",
     "MixtureOutput",
+    "RBMStack",
     "RecurrentOutput",
     "Routing",
     "TopKGate",
     "TransformerBlock",
     "TreeLevels",
     "TreeRNN",
+    "UpDown",
     "forest_from_nested",
     "join_parents",
     "plan_levels",

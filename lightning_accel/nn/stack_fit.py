@@ -1,0 +1,52 @@
+"""Which RBMs may stand on each other."""
+
+from lightning_accel.nn.rbm import RBM
+from lightning_accel.nn.rbm_units import (
+    BernoulliHidden,
+    BernoulliVisible,
+    CategoricalVisible,
+    GaussianVisible,
+    HiddenUnits,
+    JoinedVisible,
+    RectifiedHidden,
+    VisibleUnits,
+)
+
+
+def own_units(rbm: RBM) -> VisibleUnits:
+    """The visible units beside those of the label."""
+    units = rbm.visible_units
+    return units.parts[0] if isinstance(units, JoinedVisible) else units  # type: ignore[return-value]
+
+
+def kind_of(units: VisibleUnits | HiddenUnits) -> str:
+    """How a constructor is told of ``units``."""
+    kinds: dict[type, str] = {
+        BernoulliVisible: "visible='bernoulli'",
+        GaussianVisible: "visible='gaussian'",
+        CategoricalVisible: "visible='categorical'",
+        BernoulliHidden: "hidden='bernoulli'",
+        RectifiedHidden: "hidden='relu'",
+    }
+    return kinds.get(type(units), type(units).__name__)
+
+
+def require_fit(layer: int, below: RBM, above: RBM) -> None:
+    """Refuse neighbours, RBM ``layer`` and the one above it, that do not fit."""
+    here = f"RBM {layer + 1} of the stack"
+    if below.num_labels:
+        raise ValueError(f"only the top RBM may have labels; RBM {layer} has num_labels={below.num_labels}")
+    size = above.num_visible - above.num_labels
+    if size != below.num_hidden:
+        raise ValueError(
+            f"{here} has {size} visible units and stands on {below.num_hidden} hidden ones: make its "
+            f"num_visible={below.num_hidden}"
+        )
+    units = own_units(above)
+    fitting = GaussianVisible if isinstance(below.hidden_units, RectifiedHidden) else BernoulliVisible
+    if not isinstance(units, fitting):
+        needed = "gaussian" if fitting is GaussianVisible else "bernoulli"
+        raise ValueError(
+            f"{here} has {kind_of(units)} and stands on {kind_of(below.hidden_units)}, whose states it cannot hold: "
+            f"take visible='{needed}'"
+        )

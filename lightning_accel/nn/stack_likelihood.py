@@ -1,0 +1,153 @@
+"""Likelihoods of deep belief networks. Shapes: B rows, V visible units; layer l holds H_l units."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_accel.nn.rbm import RBM
+from lightning_accel.nn.rbm_units import BernoulliHidden, HiddenUnits
+
+if TYPE_CHECKING:
+    from lightning_accel.nn.dbn import RBMStack
+
+_MOST_UNITS = 20  # of a layer whose states are listed
+_MOST_PAIRS = 28  # units of two neighbours, whose states all meet: 2**28 take some seconds
+_CHUNK = 2**22  # numbers in memory at a time
+
+
+class LogZLike(Protocol):
+    """Logarithm of an RBM's partition function, with an interval."""
+
+    @property
+    def estimate(self) -> Tensor: ...
+    @property
+    def lower(self) -> Tensor: ...
+    @property
+    def upper(self) -> Tensor: ...
+
+
+class LogProbBound(NamedTuple):
+    """Lower bound of log-probabilities, (B,) each, float64, in nats."""
+
+    estimate: Tensor
+    lower: Tensor
+    """The bound if log Z is as large as its interval allows."""
+    upper: Tensor
+    """The bound if log Z is as small as its interval allows."""
+    standard_error: Tensor
+    """Of ``estimate``, from the draws of the layers between; 0 for one layer, NaN for a single draw."""
+
+
+def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:
+    """Conditional log p(visible | hidden) in nats, (B,), of (B, V) and (B, H)."""
+    with torch.autocast(visible.device.type, enabled=False):
+        units, bias = rbm.visible_units, rbm.visible_bias
+        visible = _wide(visible)
+        activation = rbm.visible_activation(_wide(hidden))
+        interaction = (units.input(visible) * (activation - bias)).sum(dim=-1)
+        return interaction - units.energy(visible, bias) - units.log_partition(activation, bias)
+
+
+def log_prob_of_hidden(units: HiddenUnits, hidden: Tensor, activation: Tensor) -> Tensor:
+    """Factorial log q(hidden) in nats, (B,), of units with ``activation`` (B, H)."""
+    hidden, activation = _wide(hidden), _wide(activation)
+    return (hidden * activation - units.log_partition(activation)).sum(dim=-1) - units.base(hidden)
+
+
+@torch.no_grad()
+def log_prob_bound(
+    stack: RBMStack,
+    visible: Tensor,
+    log_z: LogZLike,
+    labels: Tensor | None,
+    num_samples: int,
+    generator: Generator | None,
+) -> LogProbBound:
+    """See :meth:`RBMStack.log_prob_bound`."""
+    if len(stack.layers) == 1:
+        num_samples = 1
+    drawn = torch.stack([_log_weight(stack, visible, labels, generator) for _ in range(num_samples)])  # (S, B)
+    mean = drawn.mean(dim=0)
+    error = drawn.std(dim=0) / num_samples**0.5 if num_samples > 1 else torch.full_like(mean, torch.nan)
+    if len(stack.layers) == 1:
+        error = torch.zeros_like(mean)
+    return LogProbBound(mean - log_z.estimate, mean - log_z.upper, mean - log_z.lower, error)
+
+
+def _log_weight(stack: RBMStack, visible: Tensor, labels: Tensor | None, generator: Generator | None) -> Tensor:
+    """The difference log p*(visible, drawn states) - log q(drawn states), (B,) float64, for one draw upward."""
+    states, total = visible, visible.new_zeros(len(visible), dtype=torch.float64)
+    for layer in range(len(stack.layers) - 1):
+        rbm = stack.layers[layer]
+        activation = stack.activation(layer, states)
+        above = rbm.hidden_units.sample(activation, generator)
+        total += log_prob_of_visible(rbm, states, above)
+        total -= log_prob_of_hidden(rbm.hidden_units, above, activation)
+        states = above
+    return total + _top_score(stack, states, labels)
+
+
+def _top_score(stack: RBMStack, states: Tensor, labels: Tensor | None) -> Tensor:
+    """Logarithm of the top RBM's unnormalised probability of ``states`` and ``labels``, (B,)."""
+    if labels is not None:
+        return -stack.top.free_energy(stack.join_labels(states, labels))
+    return stack.label_scores(states).logsumexp(dim=1) if stack.num_labels else -stack.top.free_energy(states)
+
+
+def log_prob(stack: RBMStack, visible: Tensor) -> Tensor:
+    """See :meth:`RBMStack.log_prob`."""
+    _require_few_states(stack)
+    top = stack.top
+    if len(stack.layers) == 1:
+        states = _all_states(top.num_hidden, top.weight)
+        return _top_score(stack, visible, None) - (-top.hidden_free_energy(states)).logsumexp(dim=0)
+    upper = _all_states(top.num_visible - top.num_labels, top.weight)
+    weight = _top_score(stack, upper, None).log_softmax(dim=0)  # of each state of the top's visible units
+    for layer in reversed(range(1, len(stack.layers) - 1)):
+        rbm = stack.layers[layer]
+        lower = _all_states(rbm.num_visible, rbm.weight)
+        upper, weight = lower, _mixture(rbm, lower, upper, weight)
+    return _mixture(stack.layers[0], visible, upper, weight)
+
+
+def _mixture(rbm: RBM, lower: Tensor, upper: Tensor, weight: Tensor) -> Tensor:
+    """Mixture log sum_j exp(weight_j) p(lower_i | upper_j), (B,), of (B, V), (J, H) and (J,)."""
+    units, bias = rbm.visible_units, rbm.visible_bias
+    inputs, own = units.input(lower), units.energy(lower, bias)
+    parts = []
+    rows = max(1, _CHUNK // len(lower))
+    for states, share in zip(upper.split(rows), weight.split(rows), strict=True):
+        activation = rbm.visible_activation(states)
+        scores = inputs @ (activation - bias).T + (share - units.log_partition(activation, bias))
+        parts.append(scores.logsumexp(dim=1))
+    return torch.stack(parts).logsumexp(dim=0) - own
+
+
+def _all_states(num_units: int, like: Tensor) -> Tensor:
+    """(2**U, U) of 0 and 1."""
+    numbers = torch.arange(2**num_units, device=like.device)
+    return (numbers[:, None] >> torch.arange(num_units, device=like.device) & 1).to(like.dtype)
+
+
+def _require_few_states(stack: RBMStack) -> None:
+    below = stack.layers[:-1] if len(stack.layers) > 1 else stack.layers
+    if not all(isinstance(rbm.hidden_units, BernoulliHidden) for rbm in below):
+        raise ValueError(
+            "exact log-probabilities need hidden units with states to list: 'bernoulli' ones below the top. Take "
+            "log_prob_bound"
+        )
+    listed = [rbm.num_hidden for rbm in below]
+    pairs = [one + other for one, other in pairwise(listed)]
+    if max(listed) > _MOST_UNITS or max(pairs, default=0) > _MOST_PAIRS:
+        raise ValueError(
+            f"exact log-probabilities list all states of up to {_MOST_UNITS} units in a layer and {_MOST_PAIRS} in "
+            f"neighbours; the stack has layers of {listed} to list. Take log_prob_bound"
+        )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,68 @@
+"""Samples of deep belief networks. Shapes: B rows, V visible units, C labels; layer l holds H_l units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_accel.nn.rbm_units import BernoulliVisible, CategoricalVisible
+from lightning_accel.nn.stack_fit import own_units
+
+if TYPE_CHECKING:
+    from lightning_accel.nn.dbn import RBMStack
+
+
+@torch.no_grad()
+def sample_stack(
+    stack: RBMStack,
+    num_samples: int,
+    steps: int,
+    clamp: Tensor | None,
+    labels: Tensor | None,
+    generator: Generator | None,
+) -> Tensor:
+    """See :meth:`RBMStack.sample`."""
+    top, size = stack.top, stack.top.num_visible - stack.num_labels
+    states = _independent(stack, -1, num_samples, generator)  # (B, H_{L-1} + C)
+    known = None if labels is None else stack.one_hot(labels, states)
+    if clamp is not None:
+        clamp = _require_clamp(stack, clamp, num_samples)
+        visible = _put_back(stack.without_labels(0, _independent(stack, 0, num_samples, generator)), clamp)
+    for _ in range(steps):
+        below = states[:, :size]
+        if clamp is not None:
+            below = stack.sample_hidden(visible, len(stack.layers) - 1, generator)
+        states = torch.cat([below, states[:, size:] if known is None else known], dim=1)
+        states = top.sample_visible(top.sample_hidden(states, generator), generator)
+        if clamp is not None:
+            visible = _put_back(stack.down(states[:, :size], generator), clamp)
+    return stack.down(states[:, :size], generator) if clamp is None else visible
+
+
+def _independent(stack: RBMStack, layer: int, num_samples: int, generator: Generator | None) -> Tensor:
+    """Visible states of RBM ``layer``, as if it had no weights."""
+    rbm = stack.layers[layer]
+    return rbm.visible_units.sample(rbm.visible_bias.expand(num_samples, -1), generator)
+
+
+def _put_back(visible: Tensor, clamp: Tensor) -> Tensor:
+    return torch.where(clamp.isnan(), visible, clamp)
+
+
+def _require_clamp(stack: RBMStack, clamp: Tensor, num_samples: int) -> Tensor:
+    units, size = own_units(stack.layers[0]), stack.num_visible
+    if clamp.shape not in ((size,), (num_samples, size)):
+        raise ValueError(
+            f"clamp must be ({size},) or ({num_samples}, {size}), NaN where units are free; got {tuple(clamp.shape)}"
+        )
+    if isinstance(units, BernoulliVisible) and (fault := units.find_fault(clamp.nan_to_num(nan=0.0))):
+        raise ValueError(f"clamp: {fault}")
+    if isinstance(units, CategoricalVisible):
+        free = clamp.isnan().unflatten(-1, (-1, units.num_classes))
+        if not (free.all(dim=-1) == free.any(dim=-1)).all():
+            raise ValueError(
+                f"clamp: of the {units.num_classes} units of a group all must be free or none; found some of them NaN"
+            )
+    return clamp.to(stack.top.weight).expand(num_samples, -1)
