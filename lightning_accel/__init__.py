@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
+    from lightning_accel.data import BarsAndStripesDataModule as BarsAndStripesDataModule
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
+    from lightning_accel.data import IdxDataModule as IdxDataModule
     from lightning_accel.data import LengthBatchSampler as LengthBatchSampler
     from lightning_accel.data import SequenceBatch as SequenceBatch
     from lightning_accel.data import SequenceDataModule as SequenceDataModule
     from lightning_accel.data import TabularDataModule as TabularDataModule
     from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.data import length_batch_loader as length_batch_loader
+    from lightning_accel.data import read_idx as read_idx
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
     from lightning_accel.models import SequenceModel as SequenceModel
@@ -53,6 +56,7 @@ _PACKAGE_OF = {
     "AmpPrecision": "precision",
     "AtomicCheckpointIO": "strategies",
     "AtomicModelParallelStrategy": "strategies",
+    "BarsAndStripesDataModule": "data",
     "Bfloat16Precision": "precision",
     "ContrastiveDivergence": "nn",
     "DataParallelStrategy": "strategies",
@@ -66,6 +70,7 @@ _PACKAGE_OF = {
     "FeedForward": "nn",
     "Float8Precision": "precision",
     "FullyShardedStrategy": "strategies",
+    "IdxDataModule": "data",
     "LengthBatchSampler": "data",
     "MixtureOfExperts": "nn",
     "MoEClassifier": "models",
@@ -87,6 +92,7 @@ _PACKAGE_OF = {
     "UpDown": "nn",
     "WeightedAccumulation": "callbacks",
     "length_batch_loader": "data",
+    "read_idx": "data",
 }
 
 __all__ = [
@@ -95,6 +101,7 @@ __all__ = [
     "AmpPrecision",
     "AtomicCheckpointIO",
     "AtomicModelParallelStrategy",
+    "BarsAndStripesDataModule",
     "Bfloat16Precision",
     "ContrastiveDivergence",
     "DataParallelStrategy",
@@ -108,6 +115,7 @@ __all__ = [
     "FeedForward",
     "Float8Precision",
     "FullyShardedStrategy",
+    "IdxDataModule",
     "LengthBatchSampler",
     "MixtureOfExperts",
     "MoEClassifier",
@@ -129,6 +137,7 @@ __all__ = [
     "WeightedAccumulation",
     "__version__",
     "length_batch_loader",
+    "read_idx",
 ]
 
 

@@ -1,6 +1,9 @@
 """LightningDataModules; they know no model."""
 
+from lightning_accel.data.bars import BarsAndStripesDataModule
 from lightning_accel.data.digits import DigitsDataModule
+from lightning_accel.data.idx import IdxDataModule
+from lightning_accel.data.idx_files import read_idx
 from lightning_accel.data.length_loader import length_batch_loader
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.sequence_batch import SequenceBatch
@@ -9,11 +12,14 @@ from lightning_accel.data.tabular import TabularDataModule
 from lightning_accel.data.text import TextDataModule
 
 __all__ = [
+    "BarsAndStripesDataModule",
     "DigitsDataModule",
+    "IdxDataModule",
     "LengthBatchSampler",
     "SequenceBatch",
     "SequenceDataModule",
     "TabularDataModule",
     "TextDataModule",
     "length_batch_loader",
+    "read_idx",
 ]

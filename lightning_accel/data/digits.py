@@ -24,9 +24,12 @@ class DigitsDataModule(L.LightningDataModule):
         split_seed: picks the rows of each split.
         max_shift: pixels, 0 to 7, by which training images are moved at random, up or down and left or right.
         num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
+        binarize: make every pixel exactly 0 or 1, 1 above 0.5; shifted images are no less so, since they move by whole
+            pixels and zeros come in.
 
     Raises:
-        ValueError: if a number is out of range; in ``load_state_dict``, if the split is another.
+        ValueError: if a number is out of range; in ``load_state_dict``, if the split is another, or the images were
+            binarized and are not now, or the other way round.
 
     Source: E. Alpaydin and C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository
     """
@@ -35,7 +38,14 @@ class DigitsDataModule(L.LightningDataModule):
     num_classes = 10
     class_names = tuple("0123456789")
 
-    def __init__(self, batch_size: int = 64, split_seed: int = 0, max_shift: int = 0, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        batch_size: int = 64,
+        split_seed: int = 0,
+        max_shift: int = 0,
+        num_workers: int = 0,
+        binarize: bool = False,
+    ) -> None:
         super().__init__()
         require_loading_options(batch_size, split_seed, num_workers)
         if not 0 <= max_shift <= 7:
@@ -44,25 +54,34 @@ class DigitsDataModule(L.LightningDataModule):
         self.split_seed = split_seed
         self.max_shift = max_shift
         self.num_workers = num_workers
+        self.binarize = binarize
 
     def setup(self, stage: str | None = None) -> None:
         pixels, labels = load_digits(return_X_y=True)
         rest, test = train_test_split(range(len(labels)), test_size=0.2, random_state=self.split_seed, stratify=labels)
         train, val = train_test_split(rest, test_size=0.125, random_state=self.split_seed, stratify=labels[rest])
         images = torch.from_numpy(pixels).float().div(16).view(-1, 1, 8, 8)
+        if self.binarize:
+            images = images.gt(0.5).float()
         targets = torch.from_numpy(labels).long()
         self.train_rows, self.val_rows, self.test_rows = (
             TensorRows(images[chosen], targets[chosen]) for chosen in (train, val, test)
         )
 
-    def state_dict(self) -> dict[str, int]:
-        return {"split_seed": self.split_seed}
+    def state_dict(self) -> dict[str, Any]:
+        return {"split_seed": self.split_seed, "binarize": self.binarize}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["split_seed"] != self.split_seed:
             raise ValueError(
                 f"the checkpoint was trained with split_seed={state_dict['split_seed']}; with {self.split_seed}, "
                 "images that it was trained on would be tested"
+            )
+        trained_on = state_dict.get("binarize", False)  # which older checkpoints lack
+        if trained_on != self.binarize:
+            raise ValueError(
+                f"the checkpoint was trained with binarize={trained_on}; with {self.binarize}, the model would read "
+                "images of a kind that it never saw"
             )
 
     def train_dataloader(self) -> DataLoader[Any]:

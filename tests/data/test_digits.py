@@ -122,3 +122,23 @@ def test_checkpoint_of_another_split_is_refused():
     DigitsDataModule(split_seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="trained with split_seed=2; with 0, images that it was trained on"):
         DigitsDataModule().load_state_dict(state)
+
+
+@pytest.mark.parametrize("max_shift", [0, 2])
+def test_binarized_images_are_0_or_1_also_when_shifted(max_shift):
+    grey = splits()
+    for (images, labels), (before, same) in zip(splits(binarize=True), grey, strict=True):
+        assert images.equal((before * 16 > 8).float())
+        assert labels.equal(same)
+    module, data = Recorder(), DigitsDataModule(batch_size=400, max_shift=max_shift, binarize=True)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    L.Trainer(max_epochs=1, accelerator="cpu", num_sanity_val_steps=0, **dict.fromkeys(off, False)).fit(module, data)
+    assert torch.cat(module.seen["train"] + module.seen["val"]).unique().tolist() == [0, 1]
+
+
+def test_checkpoint_of_grey_images_is_refused_where_they_are_binarized():
+    state = DigitsDataModule().state_dict()
+    with pytest.raises(ValueError, match="trained with binarize=False; with True, the model would read images of a ki"):
+        DigitsDataModule(binarize=True).load_state_dict(state)
+    del state["binarize"]  # as older checkpoints have it
+    DigitsDataModule().load_state_dict(state)

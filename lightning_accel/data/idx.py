@@ -1,0 +1,279 @@
+"""Images of the user's own in IDX files, such as MNIST. Shapes: N rows of a file, B of a batch, H and W pixels."""
+
+import math
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_accel.data.idx_files import IdxPart, find_idx, read_idx, require_idx
+from lightning_accel.data.in_memory import require_loading_options, row_loader
+from lightning_accel.data.tables import existing_file, split_rows
+
+Limits: TypeAlias = tuple[float, float]
+
+
+class IdxDataModule(L.LightningDataModule):
+    """MNIST, or whatever has its format; batches are images float32 in [0, 1] and labels (B,) int64.
+
+    The folder holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
+    ``t10k-labels-idx1-ubyte``, each gzipped or not, also with a dot before ``idx``, with ``test`` for ``t10k``, or with
+    a dataset's name in front; nothing is downloaded. The test files may be missing where there is no test.
+
+    Files of (N, H, W) give images (B, 1, H, W), those of (N, D) rows (B, D), and others what they hold. In memory they
+    stay as they are in the file, for MNIST a byte a pixel, and become float32 a batch at a time. The least value of the
+    training file becomes 0 and the greatest 1, whatever its type (for MNIST: 0 and 255); test images are cut there.
+
+    Labels are any whole numbers; classes are those of the training file in order. ``val_share`` of the training images
+    validates, every class in proportion, and the same files and ``split_seed`` give the same split everywhere.
+
+    After ``setup``: ``num_features`` (values of an image), ``image_shape``, and with labels ``num_classes`` and
+    ``class_names``.
+
+    Args:
+        path: the folder.
+        train_images: file in it, or anywhere if absolute, where its name is none of the above; so are the next three.
+        train_labels: see ``train_images``.
+        test_images: see ``train_images``.
+        test_labels: see ``train_images``.
+        labelled: False to do without labels; batches are then images alone, as ``(images,)``.
+        binarize: make every value exactly 0 or 1, 1 above 0.5.
+        val_share: share of the training images that validate.
+        split_seed: picks them.
+        batch_size: rows per process and step.
+        num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
+        predict_path: IDX file of images to predict; by default the test images.
+
+    Raises:
+        FileNotFoundError: if the folder is not there; in ``setup``, if a file is not, naming what was looked for.
+        ValueError: if a number is out of range; in ``setup``, if a file is no IDX file, is damaged or empty, holds
+            images of one value, NaN or another shape, or labels that are not one whole number for each image; in
+            ``load_state_dict``, if the model was trained on other images.
+    """
+
+    num_features: int
+    image_shape: tuple[int, ...]
+    num_classes: int
+    class_names: list[str]
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        train_images: str | None = None,
+        train_labels: str | None = None,
+        test_images: str | None = None,
+        test_labels: str | None = None,
+        labelled: bool = True,
+        binarize: bool = False,
+        val_share: float = 0.1,
+        split_seed: int = 0,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        predict_path: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        require_loading_options(batch_size, split_seed, num_workers)
+        if not 0 < val_share < 1:
+            raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
+        if not Path(path).is_dir():
+            raise FileNotFoundError(f"no folder {path}; path is the folder of the IDX files")
+        self.path = Path(path)
+        self.predict_path = None if predict_path is None else existing_file(predict_path)
+        self.train_images = train_images
+        self.train_labels = train_labels
+        self.test_images = test_images
+        self.test_labels = test_labels
+        self.labelled = labelled
+        self.binarize = binarize
+        self.val_share = val_share
+        self.split_seed = split_seed
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+
+    def setup(self, stage: str | None = None) -> None:
+        if not hasattr(self, "train_rows"):  # a trainer calls setup once a stage
+            self._set_up_training()
+            self._set_up_held_out()
+        needed = {"test": self.test_rows, "predict": self.predict_rows}
+        if stage in needed and needed[stage] is None:
+            require_idx(self.path, "test-images")  # refuses
+
+    def _set_up_training(self) -> None:
+        path = self._file("train-images", self.train_images)
+        images = _read_images(path)
+        labels = self._read_labels("train-labels", self.train_labels, images, path)
+        if labels is not None:
+            classes, labels = np.unique(labels, return_inverse=True)
+            self.class_names, self.num_classes = [str(label) for label in classes], len(classes)
+        self._limits = _limits_of(images, path)
+        self._mean = float(images.mean(dtype=np.float64))
+        self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
+        self.num_features = int(np.prod(self.image_shape))
+        train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, path)
+        every = self._rows(images, labels)
+        self.train_rows, self.val_rows = every.only(train), every.only(val)
+
+    def _set_up_held_out(self) -> None:
+        self.test_rows: ImageRows | None = None
+        if self.test_images is not None or find_idx(self.path, "test-images") is not None:
+            path = self._file("test-images", self.test_images)
+            images = self._read_like_training(path)
+            labels = self._read_labels("test-labels", self.test_labels, images, path)
+            self.test_rows = self._rows(images, None if labels is None else self._numbered(labels, path))
+        if self.predict_path is not None:
+            self.predict_rows: ImageRows | None = self._rows(self._read_like_training(self.predict_path), None)
+        else:
+            self.predict_rows = None if self.test_rows is None else self.test_rows.unlabelled()
+
+    def _file(self, part: IdxPart, name: str | None) -> Path:
+        if name is not None:
+            return existing_file(self.path / name)
+        without = "; for images alone, set labelled to False" if part.endswith("labels") else ""
+        return require_idx(self.path, part, without)
+
+    def _read_labels(self, part: IdxPart, name: str | None, images: np.ndarray, of: Path) -> np.ndarray | None:
+        if not self.labelled:
+            return None
+        path = self._file(part, name)
+        labels = read_idx(path)
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise ValueError(
+                f"labels must be one whole number for each image, (N,); {path} holds {labels.shape} {labels.dtype}"
+            )
+        if len(labels) != len(images):
+            raise ValueError(f"{of} holds {len(images)} images and {path} {len(labels)} labels; give files that belong")
+        return labels
+
+    def _read_like_training(self, path: Path) -> np.ndarray:
+        images = _read_images(path)
+        trained = self.train_rows.images.numpy()
+        if images.shape[1:] != trained.shape[1:] or images.dtype != trained.dtype:
+            raise ValueError(
+                f"{path} holds images of {images.shape[1:]} {images.dtype}, and the training images are of "
+                f"{trained.shape[1:]} {trained.dtype}; give files that belong together"
+            )
+        return images
+
+    def _numbered(self, labels: np.ndarray, of: Path) -> np.ndarray:
+        known = np.asarray([int(name) for name in self.class_names])
+        if len(strange := np.setdiff1d(labels, known)):
+            raise ValueError(
+                f"the labels of {of} hold {strange[0]}, which those of the training images do not; they hold "
+                f"{', '.join(self.class_names[:20])}{' ...' if len(known) > 20 else ''}"
+            )
+        return np.searchsorted(known, labels)
+
+    def _rows(self, images: np.ndarray, labels: np.ndarray | None) -> "ImageRows":
+        targets = None if labels is None else torch.from_numpy(labels.astype(np.int64))
+        return ImageRows(torch.from_numpy(images), targets, self.image_shape, self._limits, self.binarize)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "image shape": list(self.image_shape),
+            "classes": self.class_names if self.labelled else None,
+            "split": [self.split_seed, self.val_share],
+            "binarize": self.binarize,
+            "limits": list(self._limits),
+            "mean of the training file": self._mean,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, now in self.state_dict().items():
+            saved = state_dict[name]
+            if not (math.isclose(saved, now) if isinstance(now, float) else saved == now):
+                raise ValueError(
+                    f"the checkpoint was trained on other images than those of {self.path} as configured: {name} "
+                    f"{saved} there, {now} here. Give the files and options of its run; new images go in "
+                    "predict_path"
+                )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        assert self.test_rows is not None  # setup refuses
+        return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        assert self.predict_rows is not None  # setup refuses
+        return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+
+
+class ImageRows(Dataset[tuple[Tensor, ...]]):
+    """Images of any type, with labels or without, of which a batch at a time is scaled to float32 in [0, 1].
+
+    Args:
+        images: (N, ...) as in the file.
+        labels: (N,) int64, or None.
+        shape: of an image of the batch.
+        limits: the values that become 0 and 1.
+        binarize: make them 0 or 1.
+        chosen: numbers of the rows, by default all.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor | None,
+        shape: tuple[int, ...],
+        limits: Limits,
+        binarize: bool,
+        chosen: Tensor | None = None,
+    ) -> None:
+        self.images = images
+        self.labels = labels
+        self.shape = shape
+        self.limits = limits
+        self.binarize = binarize
+        self.chosen = torch.arange(len(images)) if chosen is None else chosen
+
+    def only(self, rows: np.ndarray) -> "ImageRows":
+        """Some of the rows; the images are not copied."""
+        return ImageRows(self.images, self.labels, self.shape, self.limits, self.binarize, torch.from_numpy(rows))
+
+    def unlabelled(self) -> "ImageRows":
+        return ImageRows(self.images, None, self.shape, self.limits, self.binarize, self.chosen)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[0] for tensor in self.__getitems__([index]))
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        rows = self.chosen[torch.tensor(indices)]
+        images = self._scaled(self.images[rows]).view(-1, *self.shape)
+        return (images,) if self.labels is None else (images, self.labels[rows])
+
+    def _scaled(self, images: Tensor) -> Tensor:
+        least, greatest = self.limits
+        # float32 holds bytes and 16 bits exactly, and no larger numbers
+        images = images.float() if images.dtype in (torch.uint8, torch.int8, torch.int16) else images.double()
+        images = images.sub_(least).div_(greatest - least).clamp_(0, 1).float()
+        return images.gt(0.5).float() if self.binarize else images
+
+
+def _read_images(path: Path) -> np.ndarray:
+    images = read_idx(path)
+    if images.ndim < 2:
+        raise ValueError(f"images must be (N, H, W), or rows (N, D); {path} holds {images.shape} {images.dtype}")
+    if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
+        row, *place = np.argwhere(~finite)[0].tolist()
+        raise ValueError(f"images must be finite; {path} holds {images[(row, *place)]} in row {row}, at {tuple(place)}")
+    return images
+
+
+def _limits_of(images: np.ndarray, path: Path) -> Limits:
+    least, greatest = float(images.min()), float(images.max())
+    if least == greatest:
+        raise ValueError(f"images must vary to be scaled to [0, 1]; every value of {path} is {least:g}")
+    return least, greatest

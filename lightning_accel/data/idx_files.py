@@ -1,0 +1,122 @@
+"""IDX files, the format of MNIST: arrays of one type and any number of dimensions, which numpy does not read."""
+
+import gzip
+import math
+import re
+import zlib
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
+
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_GZIP = b"\x1f\x8b"
+
+
+def read_idx(path: str | Path) -> np.ndarray:
+    """Read the array of an IDX file, gzipped or not, whatever its name.
+
+    Returns:
+        Of the file's own type, uint8, int8, int16, int32, float32 or float64, in the machine's byte order; writable.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no IDX file, is cut short, is longer than its header says, or holds no values.
+
+    Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, the format at the page's end
+    """
+    path = Path(path)
+    content = _read(path)
+    dtype, shape, begin = _read_header(content, path)
+    promised, found = math.prod(shape) * dtype.itemsize, len(content) - begin
+    if promised == 0:
+        raise ValueError(f"{path} holds no values: its shape is {shape}")
+    if found < promised:
+        raise ValueError(
+            f"{path} is cut short: its header says {shape} of {dtype.itemsize} bytes each, {promised} bytes, and "
+            f"{found} are there. Fetch or write it again"
+        )
+    if found > promised:
+        raise ValueError(
+            f"{path} is longer than its header says: {shape} of {dtype.itemsize} bytes each are {promised} bytes, and "
+            f"{found} are there. Write it again, with the right shape"
+        )
+    return np.frombuffer(content, dtype, offset=begin).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    content = path.read_bytes()
+    if not content.startswith(_GZIP):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is gzipped and cannot be unpacked: {error}. Fetch or write it again") from error
+
+
+def _read_header(content: bytes, path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Type, shape, and where the values begin."""
+    if not content:
+        raise ValueError(f"{path} is empty; an IDX file was needed")
+    magic = content[:4]
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _DTYPES or magic[3] == 0:
+        raise ValueError(
+            f"{path} is no IDX file: those begin with two bytes of 0, one of "
+            f"{', '.join(f'{code:02x}' for code in _DTYPES)} for the type, and the number of dimensions; it begins "
+            f"with {magic.hex(' ')}"
+        )
+    rank = magic[3]
+    begin = 4 + 4 * rank
+    if len(content) < begin:
+        raise ValueError(
+            f"{path} is cut short: a header of {rank} dimensions takes {begin} bytes, and {len(content)} are there"
+        )
+    return np.dtype(_DTYPES[magic[2]]), tuple(np.frombuffer(content, ">u4", rank, 4).tolist()), begin
+
+
+def find_idx(folder: Path, part: IdxPart) -> Path | None:
+    """The file of ``part`` in ``folder``, by the names in use; None if there is none.
+
+    Such as ``train-images-idx3-ubyte``, ``train-images.idx3-ubyte``, ``emnist-letters-train-images-idx3-ubyte.gz``, and
+    for test also ``t10k``. Of a file and the same one gzipped, the first counts.
+
+    Raises:
+        ValueError: if several fit.
+    """
+    found = sorted(_matching(folder, part)) if folder.is_dir() else []
+    found = [path for path in found if path.suffix != ".gz" or path.with_suffix("") not in found]
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} has several files of {part}: {', '.join(path.name for path in found)}. Say which with "
+            f"{part.replace('-', '_')}"
+        )
+    return found[0] if found else None
+
+
+def require_idx(folder: Path, part: IdxPart, remedy: str = "") -> Path:
+    """The file of ``part`` in ``folder``.
+
+    Raises:
+        FileNotFoundError: if there is none, naming what was looked for; ``remedy`` ends the message.
+    """
+    path = find_idx(folder, part)
+    if path is not None:
+        return path
+    prefix, kind = part.split("-")
+    names = [
+        f"{start}-{kind}{mark}idx{3 if kind == 'images' else 1}-ubyte"
+        for start in (("train",) if prefix == "train" else ("t10k", "test"))
+        for mark in "-."
+    ]
+    below = [sub for depth in ("*/", "*/*/") for sub in sorted(folder.glob(depth)) if any(_matching(sub, part))]
+    hint = f"There is one in {below[0]}; give that folder" if below else f"Or name it with {part.replace('-', '_')}"
+    raise FileNotFoundError(f"no {' or '.join(names)}, gzipped or not, in the folder {folder}. {hint}{remedy}")
+
+
+def _matching(folder: Path, part: IdxPart) -> list[Path]:
+    start = part.replace("test-", "(t10k|test)-")
+    return [path for path in folder.iterdir() if re.fullmatch(rf"(.+-)?{start}[-.]idx\d+-\w+(\.gz)?", path.name)]
