@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.data import length_batch_loader as length_batch_loader
     from lightning_accel.data import read_idx as read_idx
+    from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
     from lightning_accel.models import SequenceModel as SequenceModel
+    from lightning_accel.models import Stage as Stage
     from lightning_accel.nn import RBM as RBM
     from lightning_accel.nn import ContrastiveDivergence as ContrastiveDivergence
     from lightning_accel.nn import DynamicRNN as DynamicRNN
@@ -60,6 +62,7 @@ _PACKAGE_OF = {
     "Bfloat16Precision": "precision",
     "ContrastiveDivergence": "nn",
     "DataParallelStrategy": "strategies",
+    "DeepBeliefNetwork": "models",
     "DigitsDataModule": "data",
     "DynamicRNN": "nn",
     "ExactResume": "callbacks",
@@ -84,6 +87,7 @@ _PACKAGE_OF = {
     "SequenceBatch": "data",
     "SequenceDataModule": "data",
     "SequenceModel": "models",
+    "Stage": "models",
     "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
     "TextDataModule": "data",
@@ -105,6 +109,7 @@ __all__ = [
     "Bfloat16Precision",
     "ContrastiveDivergence",
     "DataParallelStrategy",
+    "DeepBeliefNetwork",
     "DigitsDataModule",
     "DynamicRNN",
     "ExactResume",
@@ -128,6 +133,7 @@ __all__ = [
     "SequenceBatch",
     "SequenceDataModule",
     "SequenceModel",
+    "Stage",
     "SyncBatchNormPlugin",
     "TabularDataModule",
     "TextDataModule",

@@ -1,7 +1,9 @@
 """LightningModules: layers joined with a loss, metrics, an optimizer and logging."""
 
+from lightning_accel.models.dbn import DeepBeliefNetwork
+from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.language_model import MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
 from lightning_accel.models.rnn import SequenceModel
 
-__all__ = ["MoEClassifier", "MoELanguageModel", "SequenceModel"]
+__all__ = ["DeepBeliefNetwork", "MoEClassifier", "MoELanguageModel", "SequenceModel", "Stage"]

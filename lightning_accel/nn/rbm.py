@@ -133,11 +133,11 @@ class RBM(nn.Module):
 
     def hidden_activation(self, visible: Tensor) -> Tensor:
         """The hidden units' W x + c of ``visible`` (B, V), (B, H), at least float32."""
-        return _wide(F.linear(self.visible_units.input(visible), self.weight)) + self.hidden_bias
+        return _wide(F.linear(self.visible_units.input(visible).to(self.weight.dtype), self.weight)) + self.hidden_bias
 
     def visible_activation(self, hidden: Tensor) -> Tensor:
         """The visible units' h W + b of ``hidden`` (B, H), (B, V), at least float32."""
-        return _wide(hidden @ self.weight) + self.visible_bias
+        return _wide(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
 
     def forward(self, visible: Tensor) -> Tensor:
         """Mean of the hidden units given ``visible`` (B, V), (B, H)."""

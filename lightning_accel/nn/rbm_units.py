@@ -63,7 +63,7 @@ class VisibleUnits(nn.Module):
 
     def energy(self, state: Tensor, bias: Tensor) -> Tensor:
         """Energy of the states alone, (B,), of (B, V) and (V,)."""
-        return -(state @ bias)
+        return -(state @ bias.to(state.dtype))
 
     def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
         """Log of the sum over states of exp(input . (activation - bias) - energy), (B,), of (B, V) and (V,)."""

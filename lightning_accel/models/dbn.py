@@ -1,0 +1,574 @@
+"""Deep belief network. Shapes: B rows, V visible units, H hidden units, C classes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from operator import index
+from typing import Any, Literal, TypeAlias
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics.aggregation import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_accel.models.dbn_stages import Decay, Schedule, Stage, hand_out, require_schedule, survey, write_
+from lightning_accel.models.hooks import (
+    is_logging_step,
+    keep_plain_hyperparameters,
+    list_of_str,
+    take_from_datamodule,
+)
+from lightning_accel.nn.dbn import RBMStack
+from lightning_accel.nn.rbm import RBM, Hidden, Visible
+from lightning_accel.nn.rbm_units import GaussianVisible
+from lightning_accel.nn.wake_sleep import UpDown
+from lightning_accel.strategies import DataParallelStrategy
+from lightning_accel.strategies.rank_states import RankStates
+
+FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
+Likelihood: TypeAlias = Literal["none", "exact", "ais"]
+Batch: TypeAlias = Tensor | Sequence[Tensor]
+_KEY = "deep_belief_network"  # in a checkpoint
+
+
+class DeepBeliefNetwork(L.LightningModule):
+    """A stack of restricted Boltzmann machines: trained one after another, then together, within one ``fit``.
+
+    Batches are rows, or rows first and then classes (B,) int64; rows (B, ...) are flattened. Stage i trains RBM i on
+    what the RBMs below make of the rows, for the epochs that ``stages`` says, with a fresh optimizer state and a
+    visible bias that fits the mean of its data; then, by ``finetune``:
+
+    - ``classifier``: a linear head on the top hidden units, and all layers by back-propagation of its cross entropy;
+    - ``updown``: all layers by the up-down algorithm, a contrastive wake-sleep, see :class:`lightning_accel.nn.UpDown`.
+
+    Give the trainer as many epochs as all stages have together. Learning rates are those of the stages, unless the
+    config's ``optimizer`` takes the place of the model's. Chains and generators of every process are in checkpoints:
+    a resumed run draws the samples that it would have drawn.
+
+    Logged: ``train/energy_gap`` (mean energy of data less that of samples: it tells of divergence, not of progress) or
+    ``train/loss``; under ``val/`` and ``test/`` ``reconstruction_error`` (mean square over visible units, up through
+    the layers trained so far and down again), ``loss``, ``accuracy`` and ``log_prob``. ``loss`` is what the run is for:
+    the classifier's cross entropy, else minus the log-probability where ``likelihood`` asks for it, else the error of
+    the reconstruction.
+
+    Args:
+        num_visible: values in a row once flattened; by default the datamodule's ``num_features``.
+        layers: hidden units of each RBM.
+        stages: how each RBM is trained; a single one is for all.
+        finetune: ``none``, ``classifier`` or ``updown``.
+        finetune_epochs: epochs of it.
+        finetune_lr: its learning rate at the start.
+        finetune_lr_decay: ``linear``, to 0, or ``none``.
+        visible: kind of the lowest units: ``bernoulli``, ``gaussian`` or ``categorical``, see
+            :class:`lightning_accel.RBM`.
+        hidden: kind of the hidden units: ``bernoulli`` or ``relu``; a list has one for each RBM. Above ``relu`` units
+            the visible ones are Gaussian with learned variances. Gaussian units below ``relu`` ones have no density
+            where weights are large: they are trained by ``cd`` alone.
+        num_categories: of categorical units.
+        learn_variance: of Gaussian units.
+        labels: whether the top RBM models the class beside what is below it: to classify without a head, and to draw
+            rows of a class.
+        num_classes: by default the datamodule's attribute of that name; for ``labels`` and ``classifier``.
+        class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
+        likelihood: whether validation and test tell the log-probability of a row in nats (of a stack: a lower bound),
+            by ``exact`` enumeration for small RBMs, or ``ais``.
+        minibatch_size: rows of an update, where a batch of the loader holds several: the updates of one
+            ``training_step`` then run without autograd, which small RBMs are several times faster for. Neither gradient
+            clipping nor accumulation goes with it.
+        optimizer: called with groups of parameters.
+
+    Raises:
+        ValueError: if options are out of range or contradict each other; before a run starts, if sizes are neither
+            given nor offered by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, or if
+            rows are outside of what the visible units hold.
+
+    Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets
+    """
+
+    def __init__(
+        self,
+        num_visible: int | None = None,
+        layers: Sequence[int] = (256,),
+        stages: Sequence[Stage] = (Stage(),),
+        *,
+        finetune: FineTuning = "none",
+        finetune_epochs: int = 10,
+        finetune_lr: float = 0.1,
+        finetune_lr_decay: Decay = "linear",
+        visible: Visible = "bernoulli",
+        hidden: Hidden | Sequence[Hidden] = "bernoulli",
+        num_categories: int | None = None,
+        learn_variance: bool = False,
+        labels: bool = False,
+        num_classes: int | None = None,
+        class_names: Sequence[str] | None = None,
+        likelihood: Likelihood = "none",
+        minibatch_size: int | None = None,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+    ) -> None:
+        super().__init__()
+        # NumPy's numbers would make the checkpoint unsafe to load, as would a Stage
+        num_visible = None if num_visible is None else index(num_visible)
+        num_classes = None if num_classes is None else index(num_classes)
+        layers = [index(size) for size in layers]
+        class_names = None if class_names is None else list_of_str(class_names)
+        stages = [Stage(**stage) if isinstance(stage, dict) else stage for stage in stages]
+        self.save_hyperparameters(ignore=["optimizer"])
+        keep_plain_hyperparameters(self)
+        self.hparams["stages"] = [vars(stage).copy() for stage in stages]
+        _require_options(layers, stages, finetune, labels, likelihood, minibatch_size)
+        self.num_visible = num_visible
+        self.num_classes = num_classes
+        self.class_names = class_names
+        self.layers = layers
+        self.stages = list(stages) * len(layers) if len(stages) == 1 else list(stages)
+        self.finetune = finetune
+        self.labels = labels
+        self.likelihood = likelihood
+        self.minibatch_size = minibatch_size
+        self.automatic_optimization = minibatch_size is None
+        self.make_optimizer = optimizer
+        self._hidden = [hidden] * len(layers) if isinstance(hidden, str) else list(hidden)
+        self._units = {"visible": visible, "num_categories": num_categories, "learn_variance": learn_variance}
+        self._require_densities()
+        plan = [(f"rbm {i + 1}", stage.epochs, stage.lr, stage.lr_decay) for i, stage in enumerate(self.stages)]
+        if finetune != "none":
+            require_schedule(finetune_epochs, finetune_lr, finetune_lr_decay)
+            plan.append((finetune, finetune_epochs, finetune_lr, finetune_lr_decay))
+        self.schedule = Schedule(plan)
+        self.sampling = [stage.start_sampling(seed=0) for stage in self.stages]
+        self._groups_are_ours = False
+        self.stack: RBMStack | None = None
+        self.head: nn.Linear | None = None
+        self._stage = 0
+        self._begun = -1  # the stage that began last, in this run or the one it resumes
+        self._saved: list[dict[str, Any]] = []  # by rank
+        self._ranks = RankStates()
+        self._log_z: Any = None
+        if num_visible is not None and (num_classes is not None or not self._needs_classes):
+            self.configure_model()
+
+    @property
+    def _needs_classes(self) -> bool:
+        return self.labels or self.finetune == "classifier"
+
+    def setup(self, stage: str) -> None:
+        strategy = self.trainer.strategy
+        if stage == "fit" and isinstance(strategy, DataParallelStrategy) and len(strategy.devices) > 1:
+            raise ValueError(
+                "DeepBeliefNetwork has one set of chains in each process, which the threads of accel_dp would share; "
+                "take strategy=ddp, or one device"
+            )
+        self._ask_datamodule()
+
+    def _ask_datamodule(self) -> None:
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        offered = getattr(datamodule, "num_features", None)
+        if self.num_visible is None and offered is not None:
+            self.num_visible = self.hparams["num_visible"] = int(offered)
+        if self._needs_classes:
+            take_from_datamodule(self, num_classes=int, class_names=list_of_str)
+
+    def configure_model(self) -> None:
+        """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
+        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
+            raise ValueError(
+                "DeepBeliefNetwork has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits "
+                "its weights, or 'ddp'"
+            )
+        if self.stack is not None:
+            return
+        if self._trainer is not None:  # callbacks that copy the model call this before setup
+            self._ask_datamodule()
+        if self.num_visible is None or (self._needs_classes and self.num_classes is None):
+            if self._trainer is None:  # load_from_checkpoint, which goes on to load_state_dict
+                return
+            raise ValueError(
+                "DeepBeliefNetwork needs num_visible, and num_classes where it knows classes; got "
+                f"num_visible={self.num_visible}, num_classes={self.num_classes}. Pass them, or train with a "
+                "datamodule that has attributes num_features and num_classes"
+            )
+        sizes = [self.num_visible, *self.layers]
+        top = len(self.layers) - 1
+        rbms = []
+        for number, (below, size) in enumerate(pairwise(sizes)):
+            units: Any = self._visible_of(number) | {"hidden": self._hidden[number]}
+            num_labels = self.num_classes if self.labels and number == top else 0
+            rbms.append(RBM(below, size, num_labels=num_labels or 0, **units))
+        self.stack = RBMStack(rbms, untied=self.finetune == "updown")
+        if self.finetune == "classifier":
+            assert self.num_classes is not None
+            self.head = nn.Linear(self.layers[-1], self.num_classes)
+        self.figures = nn.ModuleDict({stage: self._make_figures() for stage in ("val", "test")})
+
+    def _visible_of(self, number: int) -> dict[str, Any]:
+        """Options of the visible units of RBM ``number``."""
+        if number == 0:
+            return self._units
+        return {"visible": "gaussian", "learn_variance": True} if self._hidden[number - 1] == "relu" else {}
+
+    def _require_densities(self) -> None:
+        if len(self._hidden) != len(self.layers):
+            raise ValueError(f"hidden must be one kind, or {len(self.layers)}, one for each RBM; got {self._hidden}")
+        for number, hidden in enumerate(self._hidden):
+            below, sampler = self._visible_of(number).get("visible"), self.stages[number].sampler
+            if hidden == "relu" and below == "gaussian" and sampler != "cd":
+                raise ValueError(
+                    f"RBM {number + 1} has Gaussian visible and relu hidden units, which have no density where weights "
+                    f"are large, so that chains of sampler={sampler!r} run away; take sampler='cd' for its stage, or "
+                    "hidden='bernoulli' for it"
+                )
+
+    def _make_figures(self) -> nn.ModuleDict:
+        figures: dict[str, nn.Module] = {"loss": MeanMetric(), "reconstruction_error": MeanMetric()}
+        if self._needs_classes:
+            figures["accuracy"] = MulticlassAccuracy(self.num_classes, average="micro")
+        if self.likelihood != "none":
+            figures["log_prob"] = MeanMetric()
+        return nn.ModuleDict(figures)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load, taking sizes that were not given from the shapes in ``state_dict``."""
+        if self.stack is None and "stack.rbms.0.weight" in state_dict:
+            in_top = state_dict[f"stack.rbms.{len(self.layers) - 1}.weight"].shape[1]
+            if self.labels and len(self.layers) > 1:
+                self.num_classes = in_top - self.layers[-2]
+            elif self.finetune == "classifier":
+                self.num_classes = len(state_dict["head.bias"])
+            self.num_visible = state_dict["stack.rbms.0.weight"].shape[1]
+            self.configure_model()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        """None: the layers are called in other ways than by ``forward``, and are gathered with the whole."""
+        return []
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """Refused: while one RBM trains there is nothing that other stages of a pipeline could do.
+
+        Raises:
+            ValueError: always, with what to take instead.
+        """
+        raise ValueError(
+            "DeepBeliefNetwork trains one RBM at a time, which leaves the other stages of a pipeline idle; take the "
+            "strategy 'ddp' or 'accel_fsdp2'"
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One optimizer for all stages; biases are not decayed."""
+        assert self.stack is not None
+        weights = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        biases = [parameter for parameter in self.parameters() if parameter.ndim == 1 and parameter.requires_grad]
+        lr = self.schedule.spans[0].lr
+        self._groups_are_ours = True
+        return self.make_optimizer([{"params": weights, "lr": lr}, {"params": biases, "lr": lr, "weight_decay": 0.0}])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the classes (B, C) of a classifier, else means of the top hidden units (B, H), of rows (B, ...)."""
+        features = self._known(self.stack).transform(x.flatten(1))
+        return features if self.head is None else self.head(features.to(self.head.weight.dtype))
+
+    # --- stages
+
+    def on_fit_start(self) -> None:
+        trainer: Any = self.trainer  # connectors set the attributes that are read here
+        epochs, needed = trainer.max_epochs, self.schedule.num_epochs
+        if epochs is not None and 0 <= epochs < needed and not trainer.fast_dev_run:
+            last = self.schedule.spans[self.schedule.stage_at(epochs - 1)].name
+            rank_zero_warn(
+                f"the stages of DeepBeliefNetwork take {needed} epochs together, the trainer has {epochs}: training "
+                f"ends in {last!r}. Set max_epochs={needed}, or shorten the stages"
+            )
+
+    def on_train_start(self) -> None:
+        self._stage = self.schedule.stage_at(self.current_epoch)
+        if self._saved:
+            self._restore_sampling()
+
+    def on_train_epoch_start(self) -> None:
+        self._stage = self.schedule.stage_at(self.current_epoch)
+        if self._begun != self._stage:
+            self._begin_stage()
+            self._begun = self._stage
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch + 1 >= self.schedule.num_epochs:
+            self.trainer.should_stop = True
+
+    def _begin_stage(self) -> None:
+        span = self.schedule.spans[self._stage]
+        rank_zero_info(f"{span.name}: epochs {span.first_epoch} to {span.first_epoch + span.epochs - 1}")
+        trained = {id(parameter) for parameter in self._trained().parameters()}
+        for optimizer in self._torch_optimizers():
+            for parameter in [one for one in optimizer.state if id(one) in trained]:
+                del optimizer.state[parameter]
+        if self.finetune == "updown":
+            self._known(self.stack).untie_()
+        if self._stage < len(self.layers):
+            self._begin_rbm(self._stage)
+
+    def _begin_rbm(self, number: int) -> None:
+        rbm = self._known(self.stack).layers[number]
+        self.sampling[number] = self.stages[number].start_sampling(torch.initial_seed() % 2**62 + number)
+        check = partial(rbm.require_support, all_rows=False)
+        with self._whole_parameters():
+            found = survey(self, partial(self._rows, number=number), self.trainer.train_dataloader, check)
+        if found is None:
+            return
+        write_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
+        for part in rbm.visible_units.modules():
+            if isinstance(part, GaussianVisible) and (fault := part.find_fault(found.extremes[:, : part.num_visible])):
+                raise ValueError(fault)  # the extremes of a column are equal where it is constant
+
+    def _renew_recognition(self) -> None:
+        """Let recognition weights of their own, which are learned last, follow the RBMs' until then."""
+        if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
+            self._known(self.stack).untie_()
+
+    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self.trainer.optimizers
+
+    def _trained(self) -> nn.Module:
+        return self._known(self.stack).layers[self._stage] if self._stage < len(self.layers) else self
+
+    @contextmanager
+    def _whole_parameters(self) -> Iterator[None]:
+        """Parameters as they are within a step, where FSDP2 has split them."""
+        if not isinstance(self, FSDPModule):
+            yield
+            return
+        self.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    # --- steps
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if not self._groups_are_ours:
+            return
+        lr = self.schedule.spans[self._stage].lr_at(self.current_epoch + batch_idx / self.trainer.num_training_batches)
+        for optimizer in self._torch_optimizers():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        if not self.automatic_optimization:
+            self._update_in_minibatches(batch)
+            return None
+        return self._reach_all(self._objective(batch))
+
+    def _objective(self, batch: Batch) -> Tensor:
+        """What the stage minimises, ()."""
+        stack = self._known(self.stack)
+        if self._stage < len(self.layers):
+            rows = self._rows(batch, self._stage)
+            gap = self.sampling[self._stage](stack.layers[self._stage], rows)
+            self._log_training("energy_gap", gap)
+            return gap
+        if self.finetune == "updown":
+            classes = _classes_of(batch) if self.labels else None
+            loss = UpDown(self.sampling[-1])(stack, _first(batch).flatten(1), classes)
+        else:
+            loss = F.cross_entropy(self(_first(batch)), _classes_of(batch))
+        self._log_training("loss", loss)
+        return loss
+
+    def _update_in_minibatches(self, batch: Batch) -> None:
+        optimizer: Any = self.optimizers()
+        assert self.minibatch_size is not None
+        if self._stage < len(self.layers):
+            rbm, learn = self._known(self.stack).layers[self._stage], self.sampling[self._stage]
+            rows = self._rows(batch, self._stage)
+            gaps = []
+            # within a closure, as the optimizer's own step, which finds no gradients, counts this one
+            optimizer.step(
+                closure=lambda: gaps.append(learn.train_(rbm, rows, self.minibatch_size, optimizer.optimizer))
+            )
+            self._log_training("energy_gap", gaps[0])
+            return
+        parts = [one.split(self.minibatch_size) for one in ([batch] if isinstance(batch, Tensor) else batch)]
+        for part in zip(*parts, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(self._reach_all(self._objective(part)))
+            optimizer.step()
+
+    def _log_training(self, figure: str, value: Tensor) -> None:
+        if is_logging_step(self):
+            name = self.schedule.spans[self._stage].name
+            if not value.isfinite():
+                raise ValueError(
+                    f"{name} has diverged: its {figure} is {value.item()}. Lower its learning rate, or check the data"
+                )
+            self.log(f"train/{figure}", value.detach())
+            # the progress bar shows no other names than those of figures
+            self.log(f"{name}: {figure}", value.detach(), prog_bar=True, logger=False)
+            self.log("train/stage", float(self._stage))
+
+    def _reach_all(self, loss: Tensor) -> Tensor:
+        """Give parameters that this stage does not train a gradient of 0 under DDP, which waits for all of them."""
+        if not isinstance(self.trainer.strategy.model, DistributedDataParallel):
+            return loss
+        for parameter in self._idle():
+            loss = loss + 0 * parameter.flatten()[0]
+        return loss
+
+    def _idle(self) -> list[nn.Parameter]:
+        trained = set(map(id, self._trained().parameters())) if self._stage < len(self.layers) else set()
+        return [one for one in self.parameters() if id(one) not in trained and one.requires_grad]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._stage < len(self.layers):  # momentum and decay of the optimizer must not move what is not trained
+            for parameter in self._idle():
+                parameter.grad = None
+
+    # --- evaluation
+
+    def on_validation_epoch_start(self) -> None:
+        self._begin_evaluation("val")
+
+    def on_test_epoch_start(self) -> None:
+        self._begin_evaluation("test")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _begin_evaluation(self, stage: str) -> None:
+        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        for figure in self.figures[stage].values():
+            figure.reset()
+        self._log_z = None
+        self._renew_recognition()
+
+    def _evaluate(self, batch: Batch, stage: str) -> None:
+        figures = self.figures[stage]
+        rows, trained = _first(batch).flatten(1), self._num_trained()
+        stack = self._known(self.stack)
+        error = (stack.reconstruct(rows, trained) - rows).square().mean()
+        values = {"loss": error, "reconstruction_error": error}
+        if self.likelihood != "none":
+            values["log_prob"] = self._log_prob(rows, trained).mean()
+            values["loss"] = -values["log_prob"]
+        if self._needs_classes:
+            classes = _classes_of(batch)
+            scores = self(_first(batch)) if self.head is not None else stack.class_log_prob(rows)
+            figures["accuracy"].update(scores, classes)
+            values["loss"] = F.cross_entropy(scores, classes) if self.head is not None else values["loss"]
+        for name, value in values.items():
+            figures[name].update(value, weight=len(rows))
+        for name, figure in figures.items():
+            self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
+
+    def _num_trained(self) -> int:
+        """How many layers are trained, or being trained; all outside of ``fit``."""
+        return min(self._stage + 1, len(self.layers)) if self.trainer.state.fn == "fit" else len(self.layers)
+
+    def _log_prob(self, rows: Tensor, num_layers: int) -> Tensor:
+        """Log-probability of rows (B, V) under the lowest layers, (B,): for several a lower bound."""
+        stack = self._known(self.stack)
+        if num_layers < len(self.layers):
+            stack = RBMStack(stack.layers[:num_layers])
+        if self._log_z is None:
+            self._log_z = stack.top.log_z(method=self.likelihood)
+        return stack.log_prob_bound(rows, self._log_z).estimate
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """The likeliest class of each row, (B,), and its probability; of a model without classes the top features.
+
+        ``class`` is a list of names where the model knows them, else an int64 tensor; ``feature`` is (B, H).
+        """
+        x = _first(batch)
+        if not self._needs_classes:
+            return {"feature": self(x)}
+        stack = self._known(self.stack)
+        log_prob = self(x).log_softmax(dim=-1) if self.head is not None else stack.class_log_prob(x.flatten(1))
+        probability, label = log_prob.exp().max(dim=-1)
+        names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
+        return {"class": label if names is None else names, "probability": probability}
+
+    def _rows(self, batch: Batch, number: int) -> Tensor:
+        """What RBM ``number`` sees of a batch, (B, V)."""
+        with torch.no_grad():
+            stack = self._known(self.stack)
+            rows = stack.transform(_first(batch).flatten(1), number)
+            return stack.join_labels(rows, _classes_of(batch)) if stack.layers[number].num_labels else rows
+
+    def _known(self, stack: RBMStack | None) -> RBMStack:
+        if stack is None:
+            raise RuntimeError(
+                "the sizes of this DeepBeliefNetwork are not known yet; pass num_visible and num_classes"
+            )
+        return stack
+
+    # --- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        mine = {"sampling": [one.state_dict() for one in self.sampling]}
+        name = self.schedule.spans[self._stage].name
+        checkpoint[_KEY] = {"begun": self._begun, "name": name, "ranks": self._ranks.gather(mine, self.trainer)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if _KEY in checkpoint:
+            self._begun = checkpoint[_KEY]["begun"]
+            self._saved = checkpoint[_KEY]["ranks"]
+
+    def _restore_sampling(self) -> None:
+        world_size, rank = self.trainer.world_size, self.trainer.global_rank
+        if len(self._saved) != world_size:
+            rank_zero_warn(
+                f"the checkpoint holds the chains of {len(self._saved)} processes, this run has {world_size}: chains "
+                "are dealt anew, and processes that were not there draw from new generators"
+            )
+        for number, learn in enumerate(self.sampling):
+            states = [saved["sampling"][number] for saved in self._saved]
+            learn.load_state_dict(hand_out(states, world_size, rank), self.device)
+        self._saved = []
+
+
+def _first(batch: Batch) -> Tensor:
+    return batch if isinstance(batch, Tensor) else batch[0]
+
+
+def _classes_of(batch: Batch) -> Tensor:
+    if isinstance(batch, Tensor) or len(batch) < 2:
+        raise ValueError(
+            "labels=True and finetune='classifier' need batches of rows and classes; got rows alone. Let the data "
+            "module give both, or train without classes"
+        )
+    return batch[1]
+
+
+def _require_options(
+    layers: Sequence[int],
+    stages: Sequence[Stage],
+    finetune: str,
+    labels: bool,
+    likelihood: str,
+    minibatch_size: int | None,
+) -> None:
+    if not layers or len(stages) not in (1, len(layers)):
+        raise ValueError(
+            "layers must name the hidden units of at least one RBM, and stages one for each of them or one for all; "
+            f"got {len(layers)} layers and {len(stages)} stages"
+        )
+    if finetune not in ("none", "classifier", "updown"):
+        raise ValueError(f"finetune must be 'none', 'classifier' or 'updown'; got {finetune!r}")
+    if likelihood not in ("none", "exact", "ais"):
+        raise ValueError(f"likelihood must be 'none', 'exact' or 'ais'; got {likelihood!r}")
+    if labels and finetune == "classifier":
+        raise ValueError("labels=True models classes in the top RBM, finetune='classifier' puts a head on it: take one")
+    if labels and likelihood != "none":
+        raise ValueError("likelihood is that of rows alone, without labels; take labels=False or likelihood='none'")
+    if minibatch_size is not None and minibatch_size < 1:
+        raise ValueError(f"minibatch_size must be at least 1; got {minibatch_size}")

@@ -1,0 +1,176 @@
+"""Stages of a deep belief network's training, and a pass over its data. Shapes: B rows, V visible units."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader
+
+from lightning_accel.nn.contrastive import ContrastiveDivergence, Sampler
+
+Decay: TypeAlias = Literal["linear", "none"]
+_SURVEY_ROWS = 512  # of a batch of the pass over the data
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How one RBM is trained; the defaults are made for densities, :meth:`features` for features.
+
+    Args:
+        epochs: of the trainer.
+        lr: learning rate at the start.
+        lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; or ``none``.
+        sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for what follows.
+        steps: Gibbs steps for each gradient.
+        num_chains: over all processes, whatever the size of a batch.
+        num_temperatures: of ``tempering``.
+        centering: rate at which the centres of the units follow the data's means; 0 for none.
+        sparsity_target: mean of the hidden units to strive for.
+        sparsity_weight: what the distance from it counts for.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    epochs: int = 30
+    lr: float = 0.1
+    lr_decay: Decay = "linear"
+    sampler: Sampler = "pcd"
+    steps: int = 1
+    num_chains: int = 100
+    num_temperatures: int = 10
+    centering: float = 0.01
+    sparsity_target: float | None = None
+    sparsity_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_schedule(self.epochs, self.lr, self.lr_decay)
+        self.start_sampling(0)
+
+    def start_sampling(self, seed: int) -> ContrastiveDivergence:
+        return ContrastiveDivergence(
+            self.sampler,
+            self.steps,
+            self.num_chains,
+            num_temperatures=self.num_temperatures,
+            centering=self.centering,
+            sparsity_target=self.sparsity_target,
+            sparsity_weight=self.sparsity_weight,
+            seed=seed,
+        )
+
+
+def require_schedule(epochs: int, lr: float, lr_decay: str) -> None:
+    """Raise a ValueError for a number out of range."""
+    if epochs < 1 or lr <= 0:
+        raise ValueError(f"a stage needs at least 1 epoch and a learning rate above 0; got {epochs=}, {lr=}")
+    if lr_decay not in ("linear", "none"):
+        raise ValueError(f"lr_decay must be 'linear' or 'none'; got {lr_decay!r}")
+
+
+class Span(NamedTuple):
+    """When a stage runs, and with which learning rates."""
+
+    name: str
+    first_epoch: int
+    epochs: int
+    lr: float
+    lr_decay: Decay
+
+    def lr_at(self, epoch: float) -> float:
+        """Learning rate at ``epoch`` of the run, which counts parts of one."""
+        share = min(max((epoch - self.first_epoch) / self.epochs, 0), 1)
+        return self.lr * (1 - share) if self.lr_decay == "linear" else self.lr
+
+
+class Schedule:
+    """The stages of a run, one after another.
+
+    >>> schedule = Schedule([("rbm 1", 3, 0.1, "linear"), ("classifier", 2, 0.5, "none")])
+    >>> schedule.num_epochs, schedule.stage_at(2), schedule.stage_at(3), schedule.stage_at(9)
+    (5, 0, 1, 1)
+    """
+
+    def __init__(self, stages: Sequence[tuple[str, int, float, Decay]]) -> None:
+        first, spans = 0, []
+        for name, epochs, lr, lr_decay in stages:
+            spans.append(Span(name, first, epochs, lr, lr_decay))
+            first += epochs
+        self.spans = spans
+        self.num_epochs = first
+
+    def stage_at(self, epoch: int) -> int:
+        return max(number for number, span in enumerate(self.spans) if span.first_epoch <= epoch)
+
+
+class Survey(NamedTuple):
+    """Of the rows that train."""
+
+    mean: Tensor  # (V,) float64
+    extremes: Tensor  # (2, V) float64, least and largest values
+    num_rows: int
+
+
+@torch.no_grad()
+def survey(
+    module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object, check: Callable[[Tensor], None]
+) -> Survey | None:
+    """Pass once over the data of ``loader``, each process over its share; None where that cannot be entered twice.
+
+    Args:
+        module: in a Trainer.
+        rows_of: makes rows (B, V) of a batch.
+        loader: of the training.
+        check: called with the rows of each batch.
+    """
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
+        return None
+    world_size, rank = module.trainer.world_size, module.trainer.global_rank
+    share = DataLoader(
+        loader.dataset,
+        batch_size=_SURVEY_ROWS,
+        sampler=range(rank, len(loader.dataset), world_size),
+        collate_fn=loader.collate_fn,
+        generator=Generator(),  # an iterator draws a seed for workers, here not from the run's own numbers
+    )
+    sums, extremes = [], []
+    for batch in share:
+        rows = rows_of(module.trainer.strategy.batch_to_device(batch)).double()
+        check(rows)
+        sums.append(torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(dim=0)]))
+        extremes.append(torch.stack([-rows.amin(dim=0), rows.amax(dim=0)]))
+    assert sums, "fewer rows than processes"
+    total, most = torch.stack(sums).sum(dim=0), torch.stack(extremes).amax(dim=0)
+    if world_size > 1:
+        dist.all_reduce(total)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return Survey(total[1] / total[0], torch.stack([-most[0], most[1]]), int(total[0, 0]))
+
+
+def write_(parameter: Tensor, value: Tensor) -> None:
+    """Set a parameter, split over processes or not."""
+    value = value.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def hand_out(states: Sequence[dict[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
+    """What process ``rank`` of ``world_size`` goes on with, of the states that another number of processes saved.
+
+    Chains are dealt anew; generators of processes that were not there begin anew.
+    """
+    mine = dict(states[min(rank, len(states) - 1)])
+    if len(states) == world_size or "chains" not in mine:
+        return mine
+    if rank >= len(states):
+        mine.pop("generator", None)
+    chains = torch.cat([state["chains"] for state in states], dim=-2)
+    mine["chains"] = chains[..., rank::world_size, :].clone()
+    return mine

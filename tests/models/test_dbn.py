@@ -1,0 +1,342 @@
+import re
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
+from lightning_accel.nn import RBM
+from tests.ranks import run_ranks
+from tests.strategies.trained import trainer, whole_weights
+
+TWO_STAGES = (Stage(epochs=2, lr=0.5, num_chains=6), Stage(epochs=1, lr=0.3, num_chains=6))
+
+
+def rows(num_rows=22, num_visible=7, kind="bernoulli"):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(num_rows, num_visible, generator=generator)
+    x = (x < torch.linspace(0.2, 0.9, num_visible)).float() if kind == "bernoulli" else x * 3
+    return TensorDataset(x, torch.randint(3, (num_rows,), generator=generator))
+
+
+def model(**options):
+    torch.manual_seed(1)
+    defaults = {"num_visible": 7, "num_classes": 3, "layers": [6, 5], "stages": TWO_STAGES, "finetune_epochs": 2}
+    return DeepBeliefNetwork(**defaults | options)
+
+
+def fit(one, batch_size=5, data=None, **options):
+    torch.manual_seed(2)
+    data = rows() if data is None else data
+    run = trainer(**{"max_epochs": one.schedule.num_epochs, "max_steps": -1} | options)
+    run.fit(one, DataLoader(data, batch_size=batch_size, shuffle=True), DataLoader(data, batch_size=batch_size))
+    return run
+
+
+def snapshot(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+class Watched(DeepBeliefNetwork):
+    """Remembers its weights at the end of each epoch, and the optimizer's state at the start of each stage."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.history, self.states = [snapshot(self)], []
+
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        self.states.append(len(self.trainer.optimizers[0].state))
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        self.history.append(snapshot(self))
+
+
+def changed(before, after):
+    return {name.rpartition(".")[0] for name in before if not before[name].equal(after[name])}
+
+
+def test_each_stage_trains_its_layer_alone():
+    one = model(finetune="classifier")
+    one.__class__ = Watched
+    one.make_optimizer = lambda groups: torch.optim.SGD(groups, lr=1, momentum=0.9, weight_decay=0.1)
+    fit(one, max_epochs=5)
+    steps = list(zip(one.history, one.history[1:], strict=False))
+    assert [changed(*step) for step in steps] == [
+        {"stack.rbms.0"}, {"stack.rbms.0"}, {"stack.rbms.1"},
+        {"stack.rbms.0", "stack.rbms.1", "head"}, {"stack.rbms.0", "stack.rbms.1", "head"},
+    ]  # fmt: skip
+    assert one.states[:4] == [0, 3, 3, 0]  # in the first epoch, of RBM 1; kept; RBM 2 begins; all begin anew
+
+
+def test_visible_biases_start_at_the_means_of_what_is_below():
+    one = model(stages=[Stage(epochs=1, lr=1e-9, num_chains=6)])
+    data = rows()
+    fit(one, data=data)
+    x = data.tensors[0]
+    torch.testing.assert_close(one.stack.layers[0].visible_bias.sigmoid(), x.mean(dim=0))
+    means = one.stack.layers[0](x).mean(dim=0)
+    torch.testing.assert_close(one.stack.layers[1].visible_bias.sigmoid(), means)
+
+
+def test_rates_fall_to_zero_within_each_stage():
+    rates = []
+
+    class Rates(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    fit(model(finetune="classifier", finetune_lr=0.2, finetune_lr_decay="none"), batch_size=11, callbacks=[Rates()])
+    expected = [0.5, 0.375, 0.25, 0.125, 0.3, 0.15, 0.2, 0.2, 0.2, 0.2]
+    assert rates == pytest.approx(expected)
+
+
+def test_one_rbm_in_the_trainer_equals_a_loop():
+    one = model(layers=[6], stages=[Stage(epochs=3, lr=0.5, lr_decay="none", num_chains=6)])
+    data, by_hand = rows(), RBM(7, 6)
+    by_hand.load_state_dict(one.stack.layers[0].state_dict())
+    loader = DataLoader(data, batch_size=5)
+    run = trainer(max_epochs=3, max_steps=-1)
+    torch.manual_seed(2)
+    run.fit(one, loader)
+
+    x = data.tensors[0]
+    by_hand.start_at_(x.mean(dim=0), len(x))
+    learn = one.stages[0].start_sampling(2)  # the seed of the run
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    for _ in range(3):
+        for part in x.split(5):
+            optimizer.zero_grad()
+            learn(by_hand, part).backward()
+            optimizer.step()
+    for name, value in by_hand.state_dict().items():
+        torch.testing.assert_close(one.stack.layers[0].state_dict()[name], value)
+
+
+class Keep(L.Callback):
+    """What a run ends with: weights, chains and optimizer states."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.end = snapshot(pl_module)
+        for number, learn in enumerate(pl_module.sampling):
+            self.end |= {f"{number}.{name}": value for name, value in learn.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"finetune": "classifier"},
+        {"finetune": "updown", "finetune_lr": 0.01},
+        {"finetune": "updown", "labels": True, "finetune_lr": 0.01},
+        {"stages": (Stage(epochs=2, sampler="tempering", num_temperatures=3, num_chains=4, sparsity_target=0.1),)},
+        {"finetune": "classifier", "minibatch_size": 2},
+    ],
+    ids=["classifier", "updown", "labels", "tempering", "minibatches"],
+)
+def test_resumed_in_any_stage_it_ends_with_the_same_bits(options, run_folder):
+    whole, keeper = Keep(), ModelCheckpoint(run_folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    momentum = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1, momentum=0.5)}
+
+    def run(callbacks, ckpt_path=None):
+        one = model(**options | momentum)
+        torch.manual_seed(2 if ckpt_path is None else 77)
+        loader = DataLoader(rows(), batch_size=8, shuffle=True)
+        files = {"enable_checkpointing": True, "default_root_dir": run_folder} if keeper in callbacks else {}
+        one_run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1, callbacks=callbacks, **files)
+        one_run.fit(one, loader, ckpt_path=ckpt_path)
+
+    run([whole, keeper, ExactResume()])
+    paths = sorted(run_folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+    assert len(paths) >= 9
+    for path in paths[:-1]:
+        resumed = Keep()
+        run([resumed, ExactResume()], path)
+        assert whole.end.keys() == resumed.end.keys()
+        for name, value in whole.end.items():
+            assert value.equal(resumed.end[name]), f"{name}, from {path.stem}"
+
+
+def check_ddp(rank, strategy, options):
+    one = model(**options)
+    run = fit(one, batch_size=3, strategy=strategy, devices=2)
+    return whole_weights(run), [learn.state_dict() for learn in one.sampling]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accel_ddp", "accel_fsdp2"])
+@pytest.mark.parametrize("finetune", ["classifier", "updown"])
+def test_processes_agree_on_weights_and_draw_chains_of_their_own(strategy, finetune):
+    options = {"finetune": finetune, "finetune_lr": 0.01}
+    (first, chains), (second, others) = run_ranks(check_ddp, strategy, options)
+    for name, value in first.items():
+        assert value.equal(second[name]), name
+        assert value.isfinite().all()
+    for mine, other in zip(chains, others, strict=True):
+        assert len(mine["chains"]) == 3  # of 6
+        assert not mine["chains"].equal(other["chains"])
+        assert mine["visible_offset"].equal(other["visible_offset"])
+
+
+@pytest.mark.parametrize("finetune", ["classifier", "updown"])
+def test_it_learns_digits_in_a_few_epochs(finetune):
+    torch.manual_seed(0)
+    stages = (Stage(epochs=6, lr=2.0), Stage(epochs=6, lr=1.0))
+    one = DeepBeliefNetwork(
+        layers=[64, 48], stages=stages, finetune=finetune, finetune_epochs=10,
+        finetune_lr=2.0 if finetune == "classifier" else 0.01, labels=finetune == "updown",
+    )  # fmt: skip
+    run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
+    digits = DigitsDataModule(batch_size=20)
+    run.fit(one, digits)
+    (figures,) = run.test(one, digits, verbose=False)
+    assert figures["test/accuracy"] > 0.8
+    assert figures["test/reconstruction_error"] < 0.06  # 0.073 is that of the mean picture
+    predicted = torch.cat([torch.tensor([int(name) for name in part["class"]]) for part in run.predict(one, digits)])
+    assert (predicted == digits.test_rows.tensors[1]).float().mean() == pytest.approx(figures["test/accuracy"])
+
+
+def test_log_prob_of_validation_is_that_of_enumeration():
+    one = model(likelihood="exact", stages=[Stage(epochs=3, lr=0.5)], layers=[6])
+    data = rows()
+    run = fit(one, data=data)
+    x = data.tensors[0]
+    expected = one.stack.log_prob(x).mean().detach()
+    assert float(run.callback_metrics["val/log_prob"]) == pytest.approx(float(expected), abs=1e-4)
+    assert float(run.callback_metrics["val/loss"]) == pytest.approx(-float(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])
+def test_a_checkpoint_loads_without_sizes(finetune, run_folder):
+    one = DeepBeliefNetwork(layers=[6, 5], stages=TWO_STAGES, finetune=finetune, finetune_epochs=1)
+    run = trainer(max_epochs=4, max_steps=-1)
+    run.fit(one, Data(rows()))
+    run.save_checkpoint("one.ckpt")
+    loaded = DeepBeliefNetwork.load_from_checkpoint("one.ckpt", weights_only=True)
+    x = rows().tensors[0]
+    torch.testing.assert_close(loaded(x), one(x))
+    assert loaded.stages == one.stages
+
+
+class Data(L.LightningDataModule):
+    num_features, num_classes = 7, 3
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": []}, "at least one RBM"),
+        ({"stages": TWO_STAGES, "layers": [3]}, "got 1 layers and 2 stages"),
+        ({"finetune": "sgd"}, "'none', 'classifier' or 'updown'; got 'sgd'"),
+        ({"likelihood": "pl"}, "'none', 'exact' or 'ais'; got 'pl'"),
+        ({"labels": True, "finetune": "classifier"}, "take one"),
+        ({"labels": True, "likelihood": "ais"}, "without labels"),
+        ({"minibatch_size": 0}, "at least 1; got 0"),
+        ({"hidden": ["relu"]}, "or 2, one for each"),
+        ({"hidden": "relu"}, "RBM 2 has Gaussian visible and relu hidden units.*sampler='cd'"),
+        ({"hidden": "relu", "visible": "gaussian"}, "RBM 1 has Gaussian"),
+        ({"finetune": "updown", "finetune_epochs": 0}, "at least 1 epoch"),
+    ],
+)
+def test_options_that_contradict_each_other(options, message):
+    with pytest.raises(ValueError, match=message):
+        model(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "at least 1 epoch"),
+        ({"lr": 0}, "above 0"),
+        ({"lr_decay": "cosine"}, "'linear' or 'none'"),
+        ({"steps": 0}, "steps"),
+    ],
+)
+def test_stages_check_their_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        Stage(**options)
+
+
+def without(one, value, position):
+    one.tensors[0][position] = value
+    return one
+
+
+@pytest.mark.parametrize(
+    ("data", "units", "message"),
+    [
+        (lambda: without(rows(), float("nan"), (3, 2)), "bernoulli", "found nan in row 3, column 2"),
+        (lambda: without(rows(), 1.5, (3, 2)), "bernoulli", r"\[0, 1\].*1\.5"),
+        (lambda: without(rows(kind="real"), 2.0, (slice(None), 4)), "gaussian", "constant.* 4"),
+    ],
+    ids=["nan", "range", "constant"],
+)
+def test_rows_outside_of_the_support_are_refused_before_training(data, units, message):
+    one = model(visible=units, layers=[4], stages=[Stage(epochs=1)])
+    before = snapshot(one)
+    run = trainer(max_epochs=1, max_steps=-1)
+    with pytest.raises(ValueError, match=message):
+        run.fit(one, DataLoader(data(), batch_size=5))
+    after = snapshot(one)
+    assert after["stack.rbms.0.weight"].equal(before["stack.rbms.0.weight"])
+
+
+def test_strategies_that_cannot_train_it_are_refused():
+    with pytest.raises(ValueError, match="chains.*accel_dp.*strategy=ddp"):
+        fit(model(), strategy="accel_dp", devices=2)
+    with pytest.raises(ValueError, match="one RBM at a time.*'accel_fsdp2'"):
+        model().pipeline_layers()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_too_few_epochs_are_told():
+    with pytest.warns(
+        UserWarning, match=re.escape("take 3 epochs together, the trainer has 1: training ends in 'rbm 1'")
+    ):
+        fit(model(), max_epochs=1)
+
+
+def test_divergence_is_told():
+    one = model(stages=[Stage(epochs=3, lr=1e38, lr_decay="none", num_chains=6)])
+    with pytest.raises(ValueError, match="rbm 1 has diverged: its energy_gap is .*Lower its learning rate"):
+        fit(one)
+
+
+def test_classes_that_are_missing_are_told():
+    one = model(finetune="classifier")
+    with pytest.raises(ValueError, match="batches of rows and classes"):
+        fit(one, data=TensorDataset(rows().tensors[0]))
+
+
+def test_the_optimizer_of_a_config_keeps_its_own_rate():
+    rates = set()
+
+    class Rates(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            rates.add(trainer.optimizers[0].param_groups[0]["lr"])
+
+    one = model()
+    one.configure_optimizers = lambda: torch.optim.SGD(one.parameters(), lr=0.07)
+    fit(one, callbacks=[Rates()])
+    assert rates == {0.07}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("hidden", ["bernoulli", "relu"])
+def test_precisions(precision, hidden):
+    stages = [Stage(epochs=1, lr=0.02, sampler="cd")]
+    one = model(hidden=hidden, finetune="classifier", stages=stages)
+    fit(one, precision=precision, batch_size=11)
+    assert all(value.isfinite().all() for value in one.state_dict().values())
+    assert isinstance(one.head, nn.Linear)
