@@ -1,26 +1,23 @@
 """Training of restricted Boltzmann machines by sampling. Shapes: B rows, C chains, V visible units, H hidden units."""
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
-from torch.autograd.function import Function, FunctionCtx
+from torch.optim import SGD, Optimizer
 
+from lightning_accel.nn.contrastive_gradient import Contrast, Phase, log_variance_of
+from lightning_accel.nn.contrastive_sgd import BernoulliSGD, in_place_sgd
 from lightning_accel.nn.rbm import RBM
+from lightning_accel.nn.rbm_units import BernoulliHidden
+from lightning_accel.ops.gibbs import draw_bernoulli
 
 Sampler: TypeAlias = Literal["cd", "pcd", "tempering"]
 
 
 _ACTIVITY_RATE = 0.1  # of the running mean that a sparsity target is compared with (Hinton 2012, section 11)
-
-
-class Phase(NamedTuple):
-    """Rows of data, or of the model's own samples, and what the hidden units make of them."""
-
-    visible: Tensor  # (B, V)
-    activation: Tensor  # (B, H) of the hidden units
-    hidden: Tensor  # (B, H) their means
 
 
 class ContrastiveDivergence:
@@ -29,7 +26,8 @@ class ContrastiveDivergence:
     Calling it with an :class:`~lightning_accel.nn.RBM` and rows of data draws samples and returns the gap of the mean
     energies of data and samples: a scalar whose gradient, computed in closed form, is that of
     ``free_energy(data).mean() - free_energy(samples).mean()``. So a ``training_step`` returns it like a loss, and
-    whatever applies to losses applies to it; it does not tell how good the model is.
+    whatever applies to losses applies to it; it does not tell how good the model is. Of small models
+    :meth:`train_` takes many mini-batches at a time.
 
     Chains of samples are this object's own, one set in each process, as is the generator that draws all samples: put
     :meth:`state_dict` into checkpoints, of every process, for runs that resume with the same numbers.
@@ -43,14 +41,16 @@ class ContrastiveDivergence:
         centering: rate in (0, 1] at which the means that are subtracted from the units follow the data's; 0 for none.
             Centering learns densities faster and features worse.
         sparsity_target: mean of the hidden units to strive for; None for none.
-        sparsity_weight: what the distance from it counts for.
+        sparsity_weight: what the distance from it counts for: the gradient by a hidden unit's activation, in each row
+            of data, is this times (running mean of the unit - target).
         seed: of the generator; processes add their number to it.
 
     Raises:
         ValueError: if a number is out of range.
 
     Source: Tieleman 2008, Training Restricted Boltzmann Machines using Approximations to the Likelihood Gradient;
-    Melchior, Fischer and Wiskott 2016, How to Center Deep Boltzmann Machines, eq. 18 to 20
+    Melchior, Fischer and Wiskott 2016, How to Center Deep Boltzmann Machines, eq. 18 to 20; sparsity: Hinton 2012, A
+    Practical Guide to Training Restricted Boltzmann Machines, section 11
     """
 
     def __init__(
@@ -74,6 +74,11 @@ class ContrastiveDivergence:
             )
         if not 0 <= centering <= 1:
             raise ValueError(f"centering must lie in [0, 1]; got {centering}")
+        if (sparsity_target is not None and not sparsity_target > 0) or not sparsity_weight >= 0:
+            raise ValueError(
+                "sparsity_target must be above 0 and sparsity_weight at least 0; got "
+                f"sparsity_target={sparsity_target}, sparsity_weight={sparsity_weight}"
+            )
         self.sampler = sampler
         self.steps = steps
         self.num_chains = num_chains
@@ -87,17 +92,97 @@ class ContrastiveDivergence:
         self.hidden_offset: Tensor | None = None  # (H,)
         self.activity: Tensor | None = None  # (H,) running mean of the hidden units, for sparsity
         self._generator: Generator | None = None
+        self._last_gap: Tensor | None = None
 
     def __call__(self, rbm: RBM, visible: Tensor) -> Tensor:
         """Draw samples; return the gap of the mean energies of rows (B, V) and samples, (), with its gradient."""
+        return self._contrast(rbm, visible).gap_with_gradient()
+
+    @torch.no_grad()
+    def train_(self, rbm: RBM, visible: Tensor, batch_size: int, optimizer: Optimizer) -> Tensor:
+        """Update ``rbm`` once for every ``batch_size`` rows of ``visible`` (N, V), in their order.
+
+        What the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()`` does, without autograd.
+        With Bernoulli units, ``cd`` or ``pcd``, :class:`torch.optim.SGD` without Nesterov momentum, one process and no
+        autocast, most mini-batches do without the optimizer's own code, too: weights and momentum are brought forward
+        in place. The last one always calls ``optimizer.step``, so that schedulers and Lightning see that there was a
+        step. Processes average their gradients, and need the same number of mini-batches.
+
+        Returns:
+            Mean over the mini-batches of the gap of the mean energies of data and samples, ().
+
+        Raises:
+            ValueError: if there are no rows, or if training has diverged, so that the gap is not finite; of that a GPU,
+                which is not waited for, tells in the next call.
+        """
+        if batch_size < 1 or not len(visible):
+            raise ValueError(f"train_ needs rows and a batch_size of at least 1; got {len(visible)} and {batch_size}")
+        self._require_finite()
+        batches = visible.to(rbm.weight).split(batch_size)
+        gaps = []
+        sgd = None if self.sampler == "tempering" or _autocast_to(rbm.weight.device) else in_place_sgd(rbm, optimizer)
+        if sgd is not None and _world_size() == 1 and len(batches) > 2:
+            if not self._has_begun(sgd, rbm):
+                gaps.append(self._update_(rbm, batches[0], optimizer))
+            gaps += self._update_in_place_(rbm, batches[len(gaps) : -1], sgd)
+        gaps += [self._update_(rbm, rows, optimizer) for rows in batches[len(gaps) :]]
+        self._last_gap = torch.stack(gaps).mean()
+        if not visible.is_cuda:
+            self._require_finite()
+        return self._last_gap
+
+    def _update_(self, rbm: RBM, rows: Tensor, optimizer: Optimizer) -> Tensor:
+        """One step of the optimizer; returns the gap."""
+        contrast = self._contrast(rbm, rows)
+        gap = contrast.gap()
+        parameters = rbm.weight, rbm.visible_bias, rbm.hidden_bias, log_variance_of(rbm)
+        pairs = [
+            (parameter, gradient)
+            for parameter, gradient in zip(parameters, contrast.gradients(), strict=True)
+            if parameter is not None and gradient is not None and parameter.requires_grad
+        ]
+        optimizer.zero_grad()  # of other parameters than the RBM's
+        for (parameter, _), gradient in zip(pairs, _averaged([gradient for _, gradient in pairs]), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+        torch.clear_autocast_cache()  # which keeps the weights as they were
+        return gap
+
+    def _has_begun(self, sgd: SGD, rbm: RBM) -> bool:
+        """Whether all that moves with the training has been set up, by a first step."""
+        needed = [self.chains] if self.sampler == "pcd" else []
+        needed += [self.visible_offset, self.hidden_offset] if self.centering else []
+        needed += [self.activity] if self.sparsity_target is not None else []
+        if any(group["momentum"] for group in sgd.param_groups):
+            needed += [sgd.state[one].get("momentum_buffer") for one in (rbm.weight, rbm.visible_bias, rbm.hidden_bias)]
+        return all(one is not None for one in needed)
+
+    def _update_in_place_(self, rbm: RBM, batches: Sequence[Tensor], sgd: SGD) -> list[Tensor]:
+        """An update with each of ``batches``, of equal sizes; returns their gaps."""
+        chains = self.chains if self.sampler == "pcd" else None
+        work = BernoulliSGD(rbm, sgd, len(batches[0]), chains, self.steps)
+        gaps = []
+        noises = work.noise(len(batches), self.generator(rbm.weight.device))
+        for rows, noise in zip(batches, noises, strict=True):
+            self._follow(*work.phases(rows, noise))
+            gaps.append(work.differentiate())
+            if (pull := self._pull()) is not None:
+                work.pull(pull)
+            if (offsets := self._offsets()) is not None:
+                work.center(*offsets)
+            work.update_()
+        work.write_back_()
+        self.chains = None if chains is None else work.chains
+        return gaps
+
+    def _contrast(self, rbm: RBM, visible: Tensor) -> Contrast:
+        """Draw samples, and let the running means follow the data."""
         with torch.no_grad():
             positive = _phase(rbm, visible)
             negative = self.draw(rbm, positive)
-            self._follow(rbm, positive)
-        log_variance = getattr(rbm.visible_units, "log_variance", None)
-        return _EnergyGap.apply(
-            rbm.weight, rbm.visible_bias, rbm.hidden_bias, log_variance, rbm, positive, negative, self
-        )
+            self._follow(rbm.visible_units.input(visible), positive.hidden)
+        dtype = _autocast_to(visible.device) or rbm.weight.dtype
+        return Contrast(rbm, positive, negative, self._offsets(), self._pull(), dtype)
 
     @torch.no_grad()
     def draw(self, rbm: RBM, positive: Phase) -> Phase:
@@ -105,14 +190,14 @@ class ContrastiveDivergence:
         generator = self.generator(rbm.weight.device)
         if self.sampler == "tempering":
             return self._draw_tempered(rbm, generator)
-        if self.sampler == "cd":
-            hidden = rbm.hidden_units.sample(positive.activation, generator)
-        else:
-            hidden = self._chains_of(rbm, (self._num_own_chains(),), generator)
+        persistent = self.sampler == "pcd"
+        hidden = self._chains_of(rbm, (self._num_own_chains(),), generator) if persistent else None
+        negative = positive
         for _ in range(self.steps):
+            hidden = _draw_hidden(rbm, negative, generator) if hidden is None else hidden
             negative = _phase(rbm, rbm.sample_visible(hidden, generator))
-            hidden = rbm.hidden_units.sample(negative.activation, generator)
-        self.chains = hidden if self.sampler == "pcd" else None
+            hidden = _draw_hidden(rbm, negative, generator) if persistent else None
+        self.chains = hidden
         return negative
 
     def _draw_tempered(self, rbm: RBM, generator: Generator) -> Phase:
@@ -145,12 +230,22 @@ class ContrastiveDivergence:
             self.chains = rbm.hidden_units.sample(bias, generator)
         return self.chains
 
-    def _follow(self, rbm: RBM, positive: Phase) -> None:
-        """Let offsets and activity follow the data of all processes."""
+    def _offsets(self) -> tuple[Tensor, Tensor] | None:
+        if self.visible_offset is None or self.hidden_offset is None:
+            return None
+        return self.visible_offset, self.hidden_offset
+
+    def _pull(self) -> Tensor | None:
+        if self.activity is None or self.sparsity_target is None:
+            return None
+        return self.sparsity_weight * (self.activity - self.sparsity_target)
+
+    def _follow(self, inputs: Tensor, hidden: Tensor) -> None:
+        """Let offsets and activity follow the data (B, V), and its hidden means (B, H), of all processes."""
         if not self.centering and self.sparsity_target is None:
             return
-        size = rbm.num_visible
-        means = torch.cat([rbm.visible_units.input(positive.visible).mean(dim=0), positive.hidden.mean(dim=0)])
+        size = inputs.shape[1]
+        means = torch.cat([inputs.mean(dim=0), hidden.mean(dim=0)])
         if _world_size() > 1:
             dist.all_reduce(means)
             means /= _world_size()
@@ -160,10 +255,18 @@ class ContrastiveDivergence:
         if self.sparsity_target is not None:
             self.activity = _moved(self.activity, means[size:], _ACTIVITY_RATE)
 
+    def _require_finite(self) -> None:
+        if self._last_gap is not None and not self._last_gap.isfinite():
+            self._last_gap = None
+            raise ValueError(
+                "training has diverged: the gap of energies of data and samples is not finite. Take a smaller learning "
+                "rate, or look for NaN in the data (RBM.require_support)"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Chains, running means and the generator's state of this process; plain tensors on the CPU."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
-        state = {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if tensor is not None}
         if self._generator is not None:
             state["generator"] = self._generator.get_state()
         return state
@@ -171,7 +274,7 @@ class ContrastiveDivergence:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from what :meth:`state_dict` told."""
         for name in _TENSORS:
-            setattr(self, name, state[name].to(device) if name in state else None)
+            setattr(self, name, state[name].to(device, copy=True) if name in state else None)
         self._generator = None
         if "generator" in state:
             self.generator(device).set_state(state["generator"])
@@ -180,79 +283,15 @@ class ContrastiveDivergence:
 _TENSORS = ("chains", "visible_offset", "hidden_offset", "activity")
 
 
-class _EnergyGap(Function):
-    """Mean energy of data less that of samples, with the hidden units at their means."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        weight: Tensor,
-        visible_bias: Tensor,
-        hidden_bias: Tensor,
-        log_variance: Tensor | None,
-        rbm: RBM,
-        positive: Phase,
-        negative: Phase,
-        training: ContrastiveDivergence,
-    ) -> Tensor:
-        ctx.drawn = rbm, positive, negative, training  # type: ignore[attr-defined]
-        return _mean_energy(rbm, positive) - _mean_energy(rbm, negative)
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
-        gradients = contrastive_gradients(*ctx.drawn)
-        return *(None if one is None else one * scale for one in gradients), None, None, None, None
-
-
-def contrastive_gradients(
-    rbm: RBM, positive: Phase, negative: Phase, training: ContrastiveDivergence
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the gap of free energies by weight (H, V), visible bias, hidden bias and log-variance (V,).
-
-    Centred (Melchior et al. 2016, eq. 18 to 20), and with the pull towards the sparsity target (Hinton 2012, section
-    11), if ``training`` says so.
-    """
-    units = rbm.visible_units
-    inputs, model_inputs = units.input(positive.visible), units.input(negative.visible)
-    hidden, model_hidden = positive.hidden, negative.hidden
-    by_visible = model_inputs.mean(dim=0) - inputs.mean(dim=0)
-    by_hidden = model_hidden.mean(dim=0) - hidden.mean(dim=0)
-    by_variance = None
-    log_variance = getattr(units, "log_variance", None)
-    if log_variance is not None and log_variance.requires_grad:
-        by_variance = _by_log_variance(rbm, positive) - _by_log_variance(rbm, negative)
-    visible_offset, hidden_offset = training.visible_offset, training.hidden_offset
-    if visible_offset is not None and hidden_offset is not None:
-        inputs, model_inputs = inputs - visible_offset, model_inputs - visible_offset
-        hidden, model_hidden = hidden - hidden_offset, model_hidden - hidden_offset
-    by_weight = (model_hidden / len(model_hidden)).T @ model_inputs - (hidden / len(hidden)).T @ inputs
-    if visible_offset is not None and hidden_offset is not None:
-        by_visible = by_visible - hidden_offset @ by_weight
-        by_hidden = by_hidden - by_weight @ visible_offset
-    if training.activity is not None and training.sparsity_target is not None:
-        pull = training.sparsity_weight * (training.activity - training.sparsity_target)
-        by_hidden = by_hidden + pull
-        by_weight = by_weight + torch.outer(pull, units.input(positive.visible).mean(dim=0))
-    return by_weight, by_visible, by_hidden, by_variance
-
-
-def _by_log_variance(rbm: RBM, phase: Phase) -> Tensor:
-    """Mean gradient of the free energy of Gaussian visible units by the log of their variances, (V,)."""
-    inputs = rbm.visible_units.input(phase.visible)
-    precision = (-rbm.visible_units.log_variance).exp()  # type: ignore[operator]
-    own = -0.5 * (phase.visible - rbm.visible_bias).square() * precision
-    return (own + inputs * (phase.hidden @ rbm.weight)).mean(dim=0)
-
-
 def _phase(rbm: RBM, visible: Tensor) -> Phase:
     activation = rbm.hidden_activation(visible)
     return Phase(visible, activation, rbm.hidden_units.mean(activation))
 
 
-def _mean_energy(rbm: RBM, phase: Phase) -> Tensor:
-    interaction = (phase.hidden * phase.activation).sum(dim=-1)
-    own = rbm.visible_units.energy(phase.visible, rbm.visible_bias)
-    return (own - interaction + rbm.hidden_units.base(phase.hidden)).mean()
+def _draw_hidden(rbm: RBM, phase: Phase, generator: Generator) -> Tensor:
+    if isinstance(rbm.hidden_units, BernoulliHidden):  # whose means are the probabilities
+        return draw_bernoulli(phase.hidden, generator)
+    return rbm.hidden_units.sample(phase.activation, generator)
 
 
 def _exchange(
@@ -285,3 +324,17 @@ def _world_size() -> int:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _averaged(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Means over the processes, by one message."""
+    if _world_size() == 1:
+        return tensors
+    flat = torch.cat([one.flatten() for one in tensors])
+    dist.all_reduce(flat)
+    parts = (flat / _world_size()).split([one.numel() for one in tensors])
+    return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
+
+
+def _autocast_to(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -21,7 +21,12 @@ def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tens
     Returns:
         Of the shape of ``logits``, float32 (float64 of float64).
     """
-    probability = _wide(logits).sigmoid()
+    return draw_bernoulli(_wide(logits).sigmoid(), generator)
+
+
+@torch.no_grad()
+def draw_bernoulli(probability: Tensor, generator: Generator | None = None) -> Tensor:
+    """Draw 0 or 1, 1 with ``probability``, which is float32 or float64; of its shape and dtype."""
     noise = torch.empty_like(probability).uniform_(generator=generator)
     return torch.lt(noise, probability, out=noise)  # a third of the time of torch.bernoulli
 

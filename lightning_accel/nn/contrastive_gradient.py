@@ -1,0 +1,105 @@
+"""The gradient of contrastive divergence, given its samples. Shapes: B rows, C chains, V visible, H hidden units."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from lightning_accel.nn.rbm import RBM
+
+
+class Phase(NamedTuple):
+    """Rows of data, or of the model's own samples, and what the hidden units make of them."""
+
+    visible: Tensor  # (B, V)
+    activation: Tensor  # (B, H) of the hidden units
+    hidden: Tensor  # (B, H) their means
+
+
+class Contrast(NamedTuple):
+    """Data, samples, and what else the gradient is made of."""
+
+    rbm: RBM
+    positive: Phase
+    negative: Phase  # (C, ...)
+    offsets: tuple[Tensor, Tensor] | None  # (V,) and (H,), subtracted from the units
+    pull: Tensor | None  # (H,) towards the sparsity target, by the hidden units' activations on data
+    dtype: torch.dtype  # of the product that gives the gradient by the weights
+
+    def gap(self) -> Tensor:
+        """Mean energy of the data less that of the samples, (), with the hidden units at their means."""
+        return _mean_energy(self.rbm, self.positive) - _mean_energy(self.rbm, self.negative)
+
+    def gap_with_gradient(self) -> Tensor:
+        """:meth:`gap`, whose gradient is :meth:`gradients`."""
+        rbm = self.rbm
+        return _EnergyGap.apply(rbm.weight, rbm.visible_bias, rbm.hidden_bias, log_variance_of(rbm), self)
+
+    @torch.no_grad()
+    def gradients(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients by weight (H, V), visible bias, hidden bias and log-variance, if there is one; times ``scale``.
+
+        One product of data and samples together: bfloat16 would round each, and leave little of their difference.
+        """
+        with torch.autocast(self.positive.hidden.device.type, enabled=False):
+            return self._gradients(scale)
+
+    def _gradients(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        positive, negative = self.positive, self.negative
+        visible = torch.cat([positive.visible, negative.visible])
+        hidden = torch.cat([positive.hidden if self.pull is None else positive.hidden - self.pull, negative.hidden])
+        share = hidden.new_full((len(hidden),), 1 / len(negative.hidden))
+        share[: len(positive.hidden)] = -1 / len(positive.hidden)
+        if scale is not None:
+            share *= scale
+        inputs = self.rbm.visible_units.input(visible)
+        by_variance = _by_log_variance(self.rbm, visible, inputs, hidden, share)
+        by_visible = share @ inputs
+        if self.offsets is not None:
+            inputs, hidden = inputs - self.offsets[0], hidden.sub_(self.offsets[1])
+        hidden *= share[:, None]
+        by_hidden = hidden.sum(dim=0)
+        by_weight = (hidden.T.to(self.dtype) @ inputs.to(self.dtype)).to(hidden.dtype)
+        if self.offsets is not None:
+            by_visible -= self.offsets[1] @ by_weight
+            by_hidden -= by_weight @ self.offsets[0]
+        return by_weight, by_visible, by_hidden, by_variance
+
+
+class _EnergyGap(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        visible_bias: Tensor,
+        hidden_bias: Tensor,
+        log_variance: Tensor | None,
+        drawn: Contrast,
+    ) -> Tensor:
+        ctx.drawn = drawn
+        return drawn.gap()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        return *ctx.drawn.gradients(scale), None
+
+
+def log_variance_of(rbm: RBM) -> Tensor | None:
+    """That of the Gaussian ones among the visible units, which come first."""
+    return next(rbm.visible_units.parameters(), None)
+
+
+def _by_log_variance(rbm: RBM, visible: Tensor, inputs: Tensor, hidden: Tensor, share: Tensor) -> Tensor | None:
+    log_variance = log_variance_of(rbm)
+    if log_variance is None or not log_variance.requires_grad:
+        return None
+    size = len(log_variance)
+    own = -0.5 * (visible[:, :size] - rbm.visible_bias[:size]).square() * (-log_variance).exp()
+    return -(share @ (own + inputs[:, :size] * (hidden @ rbm.weight[:, :size])))
+
+
+def _mean_energy(rbm: RBM, phase: Phase) -> Tensor:
+    interaction = torch.dot(phase.hidden.flatten(), phase.activation.flatten()) / len(phase.hidden)
+    own = rbm.visible_units.energy(phase.visible, rbm.visible_bias) + rbm.hidden_units.base(phase.hidden)
+    return own.mean() - interaction

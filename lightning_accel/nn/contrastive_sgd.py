@@ -1,0 +1,152 @@
+"""Updates of a Bernoulli RBM by SGD, in as few calls as torch allows: those of small models cost what the calls cost.
+
+Shapes: B rows, C chains, V visible units, H hidden units.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_accel.nn.rbm import RBM
+from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
+
+_NOISE = 2**18  # random numbers drawn at a time: 1 MiB
+
+
+def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
+    """The optimizer, or the one that Lightning has wrapped, if :class:`BernoulliSGD` can do its work."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    if type(optimizer) is not SGD or rbm.weight.dtype not in (torch.float32, torch.float64):
+        return None
+    if type(rbm.visible_units) is not BernoulliVisible or type(rbm.hidden_units) is not BernoulliHidden:
+        return None
+    parameters = _parameters_of(rbm)
+    groups = [_group_of(optimizer, one) for one in parameters]
+    plain = all(type(one) is nn.Parameter and one.requires_grad for one in parameters)
+    unusual = any(group[name] for group in groups for name in ("nesterov", "dampening", "maximize") if group)
+    return optimizer if plain and all(groups) and not unusual else None
+
+
+class BernoulliSGD:
+    """Weights, gradients and momentum of an RBM, each in one piece, and room for what a step computes.
+
+    Args:
+        rbm: with Bernoulli units.
+        optimizer: from :func:`in_place_sgd`; with momentum, after its first step.
+        batch_size: B of every mini-batch.
+        chains: (C, H) hidden states to go on from; None: from the data, as ``cd`` does.
+        steps: Gibbs steps for each gradient.
+    """
+
+    def __init__(self, rbm: RBM, optimizer: SGD, batch_size: int, chains: Tensor | None, steps: int) -> None:
+        parameters = _parameters_of(rbm)
+        groups = [_group_of(optimizer, one) for one in parameters]
+        self._values, values = _in_one_piece([one.detach() for one in parameters])
+        self._gradient, gradients = _in_one_piece([torch.empty_like(one) for one in values])
+        self._weight, self._visible_bias, self._hidden_bias = values
+        self._by_weight, self._by_visible, self._by_hidden = gradients
+        self._weight_t = self._weight.T  # a view costs as much as a small product
+        buffers = [optimizer.state[one].get("momentum_buffer") for one in parameters]
+        whole, momentum = _in_one_piece(
+            [torch.zeros_like(one) if buffer is None else buffer for one, buffer in zip(values, buffers, strict=True)]
+        )
+        self._rules = list(zip(values, gradients, momentum, groups, strict=True))
+        if all(group[name] == groups[0][name] for group in groups for name in ("lr", "momentum", "weight_decay")):
+            self._rules = [(self._values, self._gradient, whole, groups[0])]
+        self._copies = [*zip(parameters, values, strict=True), *zip(buffers, momentum, strict=True)]
+        self._persistent, self._steps = chains is not None, steps
+        new = rbm.weight.new_empty
+        self.chains = new(batch_size, rbm.num_hidden) if chains is None else chains.clone()
+        rows = batch_size + len(self.chains)
+        self._visible, self._hidden = new(rows, rbm.num_visible), new(rows, rbm.num_hidden)  # of data, then of samples
+        self._data, self._samples = self._visible[:batch_size], self._visible[batch_size:]
+        self._of_data, self._of_samples = self._hidden[:batch_size], self._hidden[batch_size:]
+        self._visible_t, self._hidden_t = self._visible.T, self._hidden.T
+        self._share = new(rows, 1).fill_(1 / len(self.chains))
+        self._share[:batch_size] = -1 / batch_size
+        self._shares = self._share.flatten()
+
+    def noise(self, count: int, generator: Generator) -> Iterator[list[Tensor]]:
+        """What each of ``count`` mini-batches draws its samples with: as it would draw it alone, but many at a time."""
+        like = [self._samples, self.chains] if self._persistent else [self.chains, self._samples]
+        like *= self._steps
+        sizes = [one.numel() for one in like]
+        numbers = self._values.new_empty(min(count, max(1, _NOISE // sum(sizes))), sum(sizes))
+        views = [[part.view_as(one) for part, one in zip(row.split(sizes), like, strict=True)] for row in numbers]
+        for start in range(0, count, len(numbers)):
+            numbers[: count - start].uniform_(generator=generator)
+            yield from views[: count - start]
+
+    def phases(self, rows: Tensor, noise: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Draw samples; return the means of the visible and the hidden units on data ``rows`` (B, V)."""
+        self._data.copy_(rows)
+        weight = self._weight_t
+        draws = iter(noise)
+        if not self._persistent:
+            torch.addmm(self._hidden_bias, self._data, weight, out=self._of_data).sigmoid_()
+            torch.lt(next(draws), self._of_data, out=self.chains)
+        for step in range(self._steps):
+            torch.addmm(self._visible_bias, self.chains, self._weight, out=self._samples).sigmoid_()
+            torch.lt(next(draws), self._samples, out=self._samples)
+            if self._persistent and step == self._steps - 1:  # with the data's in one product
+                torch.addmm(self._hidden_bias, self._visible, weight, out=self._hidden).sigmoid_()
+            else:
+                torch.addmm(self._hidden_bias, self._samples, weight, out=self._of_samples).sigmoid_()
+            if self._persistent or step < self._steps - 1:
+                torch.lt(next(draws), self._of_samples, out=self.chains)
+        return self._data, self._of_data
+
+    def differentiate(self) -> Tensor:
+        """Compute the gradient; return the gap, since energies are linear in all that has one."""
+        self._hidden *= self._share
+        torch.mm(self._hidden_t, self._visible, out=self._by_weight)
+        torch.mv(self._visible_t, self._shares, out=self._by_visible)
+        torch.sum(self._hidden, 0, out=self._by_hidden)
+        return torch.dot(self._values, self._gradient)
+
+    def pull(self, pull: Tensor) -> None:
+        """Add a gradient (H,) by the hidden units' activations on data."""
+        self._by_weight.addr_(pull, self._data.mean(dim=0))
+        self._by_hidden += pull
+
+    def center(self, visible_offset: Tensor, hidden_offset: Tensor) -> None:
+        """Make the gradient that of the centred units."""
+        self._by_weight.addr_(hidden_offset, self._by_visible, alpha=-1).addr_(
+            self._by_hidden, visible_offset, alpha=-1
+        )
+        self._by_visible.addmv_(self._by_weight.T, hidden_offset, alpha=-1)
+        self._by_hidden.addmv_(self._by_weight, visible_offset, alpha=-1)
+
+    def update_(self) -> None:
+        """What ``optimizer.step`` does."""
+        for value, gradient, momentum, group in self._rules:
+            if group["weight_decay"]:
+                gradient.add_(value, alpha=group["weight_decay"])
+            if group["momentum"]:
+                gradient = momentum.mul_(group["momentum"]).add_(gradient)
+            value.add_(gradient, alpha=-group["lr"])
+
+    def write_back_(self) -> None:
+        """Give weights and momentum to the RBM and the optimizer."""
+        for target, source in self._copies:
+            if target is not None:
+                target.copy_(source)
+
+
+def _parameters_of(rbm: RBM) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    return rbm.weight, rbm.visible_bias, rbm.hidden_bias
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The parameter's group, or {} if it is in none."""
+    return next((group for group in optimizer.param_groups if any(one is parameter for one in group["params"])), {})
+
+
+def _in_one_piece(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A copy, (sum of sizes,), and the views of it that correspond to ``tensors``."""
+    whole = torch.cat([one.flatten() for one in tensors])
+    parts = whole.split([one.numel() for one in tensors])
+    return whole, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
