@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import lightning as L
 import torch
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -166,6 +167,15 @@ class DeepBeliefNetwork(L.LightningModule):
                 "DeepBeliefNetwork has one set of chains in each process, which the threads of accel_dp would share; "
                 "take strategy=ddp, or one device"
             )
+        if (
+            stage == "fit"
+            and self.minibatch_size
+            and getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        ):
+            raise ValueError(
+                "minibatch_size does without the backward pass, whose gradients fp16 scales; take bf16-mixed, or leave "
+                "minibatch_size out"
+            )
         self._ask_datamodule()
 
     def _ask_datamodule(self) -> None:
@@ -206,7 +216,7 @@ class DeepBeliefNetwork(L.LightningModule):
         if self.finetune == "classifier":
             assert self.num_classes is not None
             self.head = nn.Linear(self.layers[-1], self.num_classes)
-        self.figures = nn.ModuleDict({stage: self._make_figures() for stage in ("val", "test")})
+        self.val_figures, self.test_figures = self._make_figures(), self._make_figures()
 
     def _visible_of(self, number: int) -> dict[str, Any]:
         """Options of the visible units of RBM ``number``."""
@@ -388,12 +398,7 @@ class DeepBeliefNetwork(L.LightningModule):
         if self._stage < len(self.layers):
             rbm, learn = self._known(self.stack).layers[self._stage], self.sampling[self._stage]
             rows = self._rows(batch, self._stage)
-            gaps = []
-            # within a closure, as the optimizer's own step, which finds no gradients, counts this one
-            optimizer.step(
-                closure=lambda: gaps.append(learn.train_(rbm, rows, self.minibatch_size, optimizer.optimizer))
-            )
-            self._log_training("energy_gap", gaps[0])
+            self._log_training("energy_gap", learn.train_(rbm, rows, self.minibatch_size, optimizer))
             return
         parts = [one.split(self.minibatch_size) for one in ([batch] if isinstance(batch, Tensor) else batch)]
         for part in zip(*parts, strict=True):
@@ -433,26 +438,25 @@ class DeepBeliefNetwork(L.LightningModule):
     # --- evaluation
 
     def on_validation_epoch_start(self) -> None:
-        self._begin_evaluation("val")
+        self._begin_evaluation(self.val_figures)
 
     def on_test_epoch_start(self) -> None:
-        self._begin_evaluation("test")
+        self._begin_evaluation(self.test_figures)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
+        self._evaluate(batch, "val", self.val_figures)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
+        self._evaluate(batch, "test", self.test_figures)
 
-    def _begin_evaluation(self, stage: str) -> None:
+    def _begin_evaluation(self, figures: nn.ModuleDict) -> None:
         # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
-        for figure in self.figures[stage].values():
-            figure.reset()
+        for figure in figures.values():
+            cast("Metric", figure).reset()
         self._log_z = None
         self._renew_recognition()
 
-    def _evaluate(self, batch: Batch, stage: str) -> None:
-        figures = self.figures[stage]
+    def _evaluate(self, batch: Batch, stage: str, figures: nn.ModuleDict) -> None:
         rows, trained = _first(batch).flatten(1), self._num_trained()
         stack = self._known(self.stack)
         error = (stack.reconstruct(rows, trained) - rows).square().mean()
@@ -463,12 +467,12 @@ class DeepBeliefNetwork(L.LightningModule):
         if self._needs_classes:
             classes = _classes_of(batch)
             scores = self(_first(batch)) if self.head is not None else stack.class_log_prob(rows)
-            figures["accuracy"].update(scores, classes)
+            cast("Metric", figures["accuracy"]).update(scores, classes)
             values["loss"] = F.cross_entropy(scores, classes) if self.head is not None else values["loss"]
         for name, value in values.items():
-            figures[name].update(value, weight=len(rows))
+            cast("Metric", figures[name]).update(value, weight=len(rows))
         for name, figure in figures.items():
-            self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
+            self.log(f"{stage}/{name}", cast("Metric", figure), prog_bar=name in ("loss", "accuracy"))
 
     def _num_trained(self) -> int:
         """How many layers are trained, or being trained; all outside of ``fit``."""
@@ -480,7 +484,7 @@ class DeepBeliefNetwork(L.LightningModule):
         if num_layers < len(self.layers):
             stack = RBMStack(stack.layers[:num_layers])
         if self._log_z is None:
-            self._log_z = stack.top.log_z(method=self.likelihood)
+            self._log_z = stack.top.log_z("exact" if self.likelihood == "exact" else "ais")
         return stack.log_prob_bound(rows, self._log_z).estimate
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _by_log_variance(rbm: RBM, visible: Tensor, inputs: Tensor, hidden: Tensor, 
         return None
     size = len(log_variance)
     own = -0.5 * (visible[:, :size] - rbm.visible_bias[:size]).square() * (-log_variance).exp()
-    return -(share @ (own + inputs[:, :size] * (hidden @ rbm.weight[:, :size])))
+    return -(share @ (own + inputs[:, :size] * (hidden @ rbm.weight[:, :size].to(hidden.dtype))))
 
 
 def _mean_energy(rbm: RBM, phase: Phase) -> Tensor:

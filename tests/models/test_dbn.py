@@ -126,7 +126,7 @@ class Keep(L.Callback):
             self.end |= {f"{number}.{name}": value for name, value in learn.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:Using ModelCheckpoint with manual")
 @pytest.mark.parametrize(
     "options",
     [
@@ -292,9 +292,9 @@ def test_rows_outside_of_the_support_are_refused_before_training(data, units, me
 
 
 def test_strategies_that_cannot_train_it_are_refused():
-    with pytest.raises(ValueError, match="chains.*accel_dp.*strategy=ddp"):
+    with pytest.raises(ValueError, match=r"chains.*accel_dp.*strategy=ddp"):
         fit(model(), strategy="accel_dp", devices=2)
-    with pytest.raises(ValueError, match="one RBM at a time.*'accel_fsdp2'"):
+    with pytest.raises(ValueError, match=r"one RBM at a time.*'accel_fsdp2'"):
         model().pipeline_layers()
 
 
@@ -308,7 +308,7 @@ def test_too_few_epochs_are_told():
 
 def test_divergence_is_told():
     one = model(stages=[Stage(epochs=3, lr=1e38, lr_decay="none", num_chains=6)])
-    with pytest.raises(ValueError, match="rbm 1 has diverged: its energy_gap is .*Lower its learning rate"):
+    with pytest.raises(ValueError, match=r"rbm 1 has diverged: its energy_gap is .*Lower its learning rate"):
         fit(one)
 
 
