@@ -63,7 +63,8 @@ def sample_truncated_normal(location: Tensor, generator: Generator | None = None
     location = _wide(location)
     place = location.double()
     share = torch.empty_like(place).uniform_(generator=generator).neg_().add_(1)  # of the tail, in (0, 1]
-    drawn = place - torch.special.ndtri(share * torch.special.ndtr(place))
+    mass = 0.5 * torch.special.erfc(place * -math.sqrt(0.5))  # torch's ndtr is 0 below -8.3
+    drawn = place - torch.special.ndtri(share * mass)
     far = share.log() / place
     return torch.where(place < -30, far, drawn).clamp_(min=0).to(location.dtype)
 
