@@ -1,0 +1,308 @@
+"""Partition functions, likelihoods and pseudo-likelihoods against sums over all states."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_accel.nn import RBM
+from lightning_accel.nn.partition import LogZ
+from lightning_accel.nn.rbm_units import enumerate_bits
+
+CATEGORICAL = {"visible": "categorical", "num_categories": 3}
+
+
+def make_rbm(num_visible: int = 9, num_hidden: int = 7, scale: float = 1.0, **options) -> RBM:
+    """With random parameters in float64."""
+    rbm = RBM(num_visible, num_hidden, **options).double()
+    for parameter in rbm.parameters():
+        nn.init.normal_(parameter, std=scale)
+    return rbm
+
+
+def all_states(rbm: RBM) -> Tensor:
+    return rbm.visible_units.enumerate_states(torch.arange(rbm.visible_units.count_states()))
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@torch.no_grad()
+def log_z_by_both_sides(rbm: RBM) -> Tensor:
+    states = enumerate_bits(torch.arange(2**rbm.num_hidden), rbm.num_hidden)
+    return torch.stack(
+        [(-rbm.free_energy(all_states(rbm))).logsumexp(0), (-rbm.hidden_free_energy(states)).logsumexp(0)]
+    )
+
+
+# exact ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, CATEGORICAL, {"num_labels": 3}])
+@pytest.mark.parametrize("num_hidden", [3, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exact_is_the_sum_over_either_side(options, num_hidden, dtype, monkeypatch):
+    monkeypatch.setattr("lightning_accel.nn.partition._CHUNK", 60)  # ragged chunks
+    rbm = make_rbm(num_hidden=num_hidden, **options)
+    expected = log_z_by_both_sides(rbm.to(dtype).double())
+    found = rbm.to(dtype).log_z("exact")
+    assert found.estimate.dtype == torch.float64
+    torch.testing.assert_close(found.estimate.expand(2), expected, rtol=1e-8, atol=1e-8)
+    assert found.lower == found.upper == found.estimate
+    assert found.effective_sample_size == math.inf
+    assert rbm.weight.dtype == dtype
+
+
+def test_exact_enumerates_the_visible_side_of_rectified_hidden_units():
+    rbm = make_rbm(6, 30, hidden="relu", scale=0.3)
+    expected = (-rbm.free_energy(all_states(rbm))).logsumexp(0).detach()
+    torch.testing.assert_close(rbm.log_z("exact").estimate, expected)
+
+
+def test_exact_enumerates_the_hidden_side_of_gaussian_units():
+    rbm = make_rbm(1, 5, visible="gaussian", learn_variance=True)
+    place = torch.linspace(-60, 60, 200_001, dtype=torch.float64)[:, None]
+    expected = (-rbm.free_energy(place)).logsumexp(0) + math.log(120 / 200_000)
+    torch.testing.assert_close(rbm.log_z("exact").estimate, expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ({"num_visible": 30, "num_hidden": 26}, r"30 visible units have 2\*\*30, the 26 hidden ones 2\*\*26"),
+        ({"num_visible": 784, "num_hidden": 1024}, r"784 visible units have 2\*\*784, the 1024 hidden ones 2\*\*1024"),
+        ({"num_visible": 60, "num_hidden": 2, "hidden": "relu"}, r"2\*\*60, the 2 hidden ones real states"),
+        ({"num_visible": 2, "num_hidden": 26, "visible": "gaussian"}, r"real states, the 26 hidden ones 2\*\*26"),
+        ({"num_visible": 2, "num_hidden": 2, "visible": "gaussian", "hidden": "relu"}, "real states, .* real states"),
+    ],
+)
+def test_exact_refuses_what_it_cannot_enumerate(arguments, sizes):
+    with pytest.raises(ValueError, match=rf"at most 2\*\*25; the .*{sizes}.*Take method='ais'"):
+        RBM(**arguments).log_z("exact")
+
+
+# annealing -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "bernoulli": {},
+    "categorical": CATEGORICAL,
+    "labels": {"num_labels": 3},
+    "gaussian": {"visible": "gaussian", "learn_variance": True, "scale": 0.5},
+    "gaussian and labels": {"visible": "gaussian", "num_labels": 3, "scale": 0.5},
+    "rectified": {"hidden": "relu", "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize(("scale", "num_chains", "num_temperatures"), [(0.5, 20, 20), (3.0, 50, 50)])
+def test_annealing_covers_and_brackets_the_exact_value_of_100_models(scale, num_chains, num_temperatures):
+    covered = bracketed = 0
+    too_high = []
+    for seed in range(100):
+        torch.manual_seed(seed)
+        rbm = make_rbm(scale=scale).float()
+        exact = rbm.log_z("exact").estimate
+        options = {"num_chains": num_chains, "num_temperatures": num_temperatures, "generator": generator(seed)}
+        forward, reverse = rbm.log_z(**options), rbm.log_z("reverse_ais", **options)
+        covered += bool(forward.lower <= exact <= forward.upper)
+        bracketed += bool(forward.lower <= exact <= reverse.upper)
+        too_high.append(float(reverse.estimate - forward.estimate))
+        assert 1 <= forward.effective_sample_size <= num_chains
+        assert forward.lower <= forward.estimate <= forward.upper
+    assert covered >= 95
+    assert bracketed >= 95
+    assert sum(too_high) > -1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["ais", "reverse_ais"])
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_annealing_agrees_with_enumeration(kind, method, with_mean):
+    rbm = make_rbm(6, 5, **KINDS[kind])
+    mean = rbm.visible_units.mean(torch.randn(rbm.num_visible, dtype=torch.float64)) if with_mean else None
+    exact = rbm.log_z("exact").estimate
+    found = rbm.log_z(method, num_chains=300, num_temperatures=200, base_mean=mean, generator=generator())
+    assert found.lower <= exact <= found.upper
+    assert found.upper - found.lower < 0.5
+    assert found.effective_sample_size > 100
+
+
+def test_annealing_of_gaussian_and_rectified_units_agrees_with_the_closed_form():
+    """With W of one entry w, Z = sqrt(2 pi) x the integral over h >= 0 of exp(h (c + w b) - h**2 (1 - w**2) / 2)."""
+    rbm = RBM(1, 1, visible="gaussian", hidden="relu").double()
+    with torch.no_grad():
+        rbm.weight.fill_(0.7)
+        rbm.visible_bias.fill_(0.4)
+        rbm.hidden_bias.fill_(-0.2)
+    left, slope = 1 - 0.7**2, torch.tensor(-0.2 + 0.7 * 0.4, dtype=torch.float64)
+    place = slope / left**0.5
+    exact = math.log(2 * math.pi) + place**2 / 2 + torch.special.log_ndtr(place) - 0.5 * math.log(left)
+    for method in ("ais", "reverse_ais"):
+        found = rbm.log_z(method, num_temperatures=300, generator=generator())
+        assert found.lower <= exact <= found.upper
+        assert found.upper - found.lower < 0.3
+
+
+@pytest.mark.parametrize("num_labels", [0, 2])
+def test_gaussian_and_rectified_units_that_drive_each_other_are_refused(num_labels):
+    rbm = RBM(2, 2, visible="gaussian", hidden="relu", learn_variance=True, num_labels=num_labels)
+    with torch.no_grad():
+        rbm.weight.copy_(torch.cat([torch.eye(2) * 2, torch.ones(2, num_labels) * 9], dim=1))
+    gaussian = rbm.visible_units if not num_labels else rbm.visible_units.members()[0]
+    for method in ("ais", "reverse_ais"):
+        with pytest.raises(ValueError, match="spectral norm .* below 1; found 2, with which it may be infinite"):
+            rbm.log_z(method)
+    nn.init.constant_(gaussian.log_variance, 2 * math.log(2.5))  # 2 / 2.5 = 0.8
+    assert rbm.log_z(num_chains=10, num_temperatures=10).estimate.isfinite()
+
+
+def test_a_base_that_resembles_the_data_helps():
+    rbm = make_rbm(scale=0.3)
+    with torch.no_grad():
+        rbm.visible_bias += 3
+        rbm.hidden_bias.fill_(4)
+        rbm.weight.sub_(1)
+    states = all_states(rbm)
+    mean = ((-rbm.free_energy(states)).softmax(0) @ states).detach()
+    options = {"num_chains": 200, "num_temperatures": 10}
+    without = rbm.log_z(**options, generator=generator()).effective_sample_size
+    assert rbm.log_z(**options, base_mean=mean, generator=generator()).effective_sample_size > 1.5 * without
+
+
+def test_annealing_under_autocast_is_that_of_float32():
+    rbm = make_rbm(20, 15).float()
+    options = {"num_chains": 20, "num_temperatures": 30}
+    for method in ("ais", "reverse_ais"):
+        expected = rbm.log_z(method, **options, generator=generator())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = rbm.log_z(method, **options, generator=generator())
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "bridge"}, "'exact', 'ais' or 'reverse_ais'; got 'bridge'"),
+        ({"num_chains": 1}, "at least 2; got num_chains=1, num_temperatures=1000"),
+        ({"num_temperatures": 1}, "num_temperatures=1"),
+        ({"base_mean": torch.full((9,), 1.5)}, r"values in \[0, 1\]"),
+        ({"base_mean": torch.zeros(8)}, r"takes rows \(B, 9\); got \(1, 8\)"),
+    ],
+)
+def test_annealing_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RBM(9, 7).log_z(**arguments)
+
+
+# likelihoods ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, CATEGORICAL, {"hidden": "relu", "scale": 0.4}])
+def test_log_prob_sums_to_one(options):
+    rbm = make_rbm(**options)
+    log_prob = rbm.log_prob(all_states(rbm))
+    assert log_prob.dtype == torch.float64
+    assert log_prob.logsumexp(0).item() == pytest.approx(0, abs=1e-9)
+
+
+def test_log_prob_takes_what_log_z_told():
+    rbm = RBM(30, 40)
+    visible = (torch.rand(4, 30) > 0.5).float()
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    torch.testing.assert_close(
+        rbm.log_prob(visible, LogZ(zero + 7, zero, zero, zero)), -rbm.free_energy(visible).double().detach() - 7
+    )
+    # too large to enumerate, and nearly independent
+    independent = torch.full((4,), -30 * math.log(2), dtype=torch.float64)
+    torch.testing.assert_close(rbm.log_prob(visible), independent, rtol=0.02, atol=0)
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        rbm.log_prob(visible * 255)
+
+
+def brute_pseudo_likelihood(rbm: RBM, visible: Tensor, groups: list[list[Tensor]]) -> Tensor:
+    """By free energies of rows in which one group after the other is replaced by each of its states."""
+    total = torch.zeros(len(visible), dtype=torch.float64)
+    for alternatives in groups:  # each (V,) is NaN outside the group
+        others = [torch.where(one.isnan(), visible, one) for one in alternatives]
+        log_prob = torch.stack([-rbm.free_energy(other) for other in others], 1).log_softmax(1)
+        same = torch.stack([(other == visible).all(1) for other in others], 1)
+        total += (log_prob * same).sum(1)
+    return total.detach()
+
+
+def alternatives_of(num_bernoulli: int, classes: list[int]) -> list[list[Tensor]]:
+    size = num_bernoulli + sum(classes)
+    groups = []
+    for start in range(num_bernoulli):
+        groups.append([torch.full((size,), math.nan).index_fill(0, torch.tensor([start]), value) for value in (0, 1)])
+    start = num_bernoulli
+    for count in classes:
+        group = []
+        for one in range(count):
+            row = torch.full((size,), math.nan)
+            row[start : start + count] = F.one_hot(torch.tensor(one), count).float()
+            group.append(row)
+        groups.append(group)
+        start += count
+    return groups
+
+
+PSEUDO = [
+    ({"num_visible": 5}, alternatives_of(5, [])),
+    ({"num_visible": 5, "hidden": "relu"}, alternatives_of(5, [])),
+    ({"num_visible": 6, "visible": "categorical", "num_categories": 3}, alternatives_of(0, [3, 3])),
+    ({"num_visible": 4, "num_labels": 3}, alternatives_of(4, [3])),
+]
+
+
+@pytest.mark.parametrize(("options", "groups"), PSEUDO)
+@pytest.mark.parametrize("chunk", [1, 2**22])
+def test_pseudo_likelihood_is_the_sum_of_conditional_probabilities(options, groups, chunk, monkeypatch):
+    monkeypatch.setattr("lightning_accel.nn.partition._CHUNK", chunk)
+    rbm = make_rbm(num_hidden=4, **options)
+    visible = all_states(rbm)[::3]
+    expected = brute_pseudo_likelihood(rbm, visible, groups)
+    torch.testing.assert_close(rbm.pseudo_likelihood(visible), expected)
+
+
+@pytest.mark.parametrize(("options", "groups"), PSEUDO)
+def test_one_random_unit_is_right_on_average(options, groups):
+    rbm = make_rbm(num_hidden=4, **options)
+    visible = all_states(rbm)[1:2]
+    exact = rbm.pseudo_likelihood(visible)
+    drawn = rbm.pseudo_likelihood(visible.expand(20_000, -1), exact=False, generator=generator())
+    assert len(drawn.float().unique()) <= len(groups)
+    assert abs(drawn.mean() - exact) < 4 * drawn.std() / math.sqrt(20_000)
+
+
+def test_pseudo_likelihood_of_independent_units_is_their_likelihood():
+    rbm = make_rbm(5, 3)
+    nn.init.zeros_(rbm.weight)
+    states = all_states(rbm)
+    torch.testing.assert_close(rbm.pseudo_likelihood(states), rbm.log_prob(states))
+
+
+def test_pseudo_likelihood_of_grey_levels_is_a_cross_entropy():
+    rbm = make_rbm(1, 3)
+    grey = torch.tensor([[0.3]], dtype=torch.float64)
+    p = (-rbm.free_energy(torch.tensor([[0.0], [1]], dtype=torch.float64))).softmax(0).detach()
+    expected = 0.7 * p[0].log() + 0.3 * p[1].log()
+    torch.testing.assert_close(rbm.pseudo_likelihood(grey), expected[None])
+
+
+def test_pseudo_likelihood_under_autocast_is_that_of_float32():
+    rbm = make_rbm(20, 15).float()
+    visible = (torch.rand(6, 20) > 0.5).float()
+    expected = rbm.pseudo_likelihood(visible)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(rbm.pseudo_likelihood(visible), expected, rtol=0, atol=0)
+    assert expected.dtype == torch.float32
+
+
+def test_pseudo_likelihood_refuses_gaussian_units():
+    with pytest.raises(ValueError, match="needs Bernoulli or categorical visible units.*Take log_prob"):
+        RBM(3, 2, visible="gaussian").pseudo_likelihood(torch.randn(2, 3))
+    with pytest.raises(ValueError, match="found nan"):
+        RBM(1, 2).pseudo_likelihood(torch.tensor([[math.nan]]))
