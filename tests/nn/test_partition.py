@@ -152,7 +152,7 @@ def test_gaussian_and_rectified_units_that_drive_each_other_are_refused(num_labe
         rbm.weight.copy_(torch.cat([torch.eye(2) * 2, torch.ones(2, num_labels) * 9], dim=1))
     gaussian = rbm.visible_units if not num_labels else rbm.visible_units.members()[0]
     for method in ("ais", "reverse_ais"):
-        with pytest.raises(ValueError, match="spectral norm .* below 1; found 2, with which it may be infinite"):
+        with pytest.raises(ValueError, match=r"spectral norm .* below 1; found 2, with which it may be infinite"):
             rbm.log_z(method)
     nn.init.constant_(gaussian.log_variance, 2 * math.log(2.5))  # 2 / 2.5 = 0.8
     assert rbm.log_z(num_chains=10, num_temperatures=10).estimate.isfinite()
@@ -302,7 +302,7 @@ def test_pseudo_likelihood_under_autocast_is_that_of_float32():
 
 
 def test_pseudo_likelihood_refuses_gaussian_units():
-    with pytest.raises(ValueError, match="needs Bernoulli or categorical visible units.*Take log_prob"):
+    with pytest.raises(ValueError, match=r"needs Bernoulli or categorical visible units.*Take log_prob"):
         RBM(3, 2, visible="gaussian").pseudo_likelihood(torch.randn(2, 3))
     with pytest.raises(ValueError, match="found nan"):
         RBM(1, 2).pseudo_likelihood(torch.tensor([[math.nan]]))

@@ -3,7 +3,6 @@
 import copy
 import math
 
-import mpmath
 import pytest
 import torch
 from scipy import stats

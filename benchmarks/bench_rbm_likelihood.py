@@ -1,0 +1,302 @@
+"""How likely does a trained RBM make data that it has not seen, and do others do better?
+
+python benchmarks/bench_rbm_likelihood.py [--quick] [--cases "H16 B100" ...] [--subjects ours ...] [--seeds 0 1 2]
+    [--json FILE]
+
+Held-out negative log-likelihood in nats of binarised digits (scikit-learn's, above 0.5; 1400 rows to train on, the
+other 397 held out, after one permutation), after 30 epochs with each learning rate of a grid; the best is quoted, for
+all subjects alike, by the mean over seeds. The partition function is exact for 16 hidden units, else by annealing; all
+subjects' weights are put into one RBM that computes it. All have the same schedule, a learning rate that falls to 0
+linearly, and 1-step gradients. Peers are set to it between epochs; those that are not installed are skipped.
+
+Bars and stripes: the total log-likelihood, exact, of the 16 pictures of 3 x 3 (at most -41.59) with 4 hidden units
+after the last of 50 000 updates with all of them.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from time import process_time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from sklearn.neural_network import BernoulliRBM
+from torch import Tensor, nn
+
+from lightning_accel.nn import RBM, ContrastiveDivergence
+
+
+class Case(NamedTuple):
+    num_hidden: int
+    batch_size: int
+
+
+CASES = {"H16 B100": Case(16, 100), "H64 B100": Case(64, 100), "H64 B10": Case(64, 10), "H256 B100": Case(256, 100)}
+BARS = "bars and stripes"
+BEST_TOTAL = -41.59  # 12 pictures of probability 1/16, two of 1/8
+
+
+class Weights(NamedTuple):
+    weight: Tensor  # (H, V)
+    visible_bias: Tensor
+    hidden_bias: Tensor
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    pixels = torch.tensor(load_digits().data / 16 > 0.5).float()
+    pixels = pixels[np.random.RandomState(0).permutation(len(pixels))]
+    return pixels[:1400], pixels[1400:]
+
+
+def shuffled(data: Tensor, batch_size: int) -> Iterator[Tensor]:
+    return (data[rows] for rows in torch.randperm(len(data)).split(batch_size))
+
+
+def ours(data: Tensor, case: Case, lr: float, epochs: int, num_chains: int = 100, wide: bool = False) -> Weights:
+    """The visible bias of the data's mean, centering, chains however large the batch."""
+    rbm = RBM(data.shape[1], case.num_hidden)
+    rbm.start_at_(data.mean(dim=0), len(data))
+    if wide:
+        nn.init.xavier_normal_(rbm.weight)
+    training = ContrastiveDivergence("pcd", num_chains=num_chains, seed=torch.initial_seed())
+    optimizer = torch.optim.SGD(rbm.parameters(), lr)
+    num_steps = epochs * math.ceil(len(data) / case.batch_size)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 1 / num_steps, total_iters=num_steps - 1)
+    for _ in range(epochs):
+        for rows in shuffled(data, case.batch_size):
+            optimizer.zero_grad()
+            training(rbm, rows).backward()
+            optimizer.step()
+            schedule.step()
+    return Weights(rbm.weight.detach(), rbm.visible_bias.detach(), rbm.hidden_bias.detach())
+
+
+def ours_500_chains(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
+    return ours(data, case, lr, epochs, num_chains=500, wide=True)
+
+
+def ours_wide(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
+    return ours(data, case, lr, epochs, wide=True)
+
+
+def scikit_learn(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
+    rbm = BernoulliRBM(case.num_hidden, batch_size=case.batch_size, random_state=torch.initial_seed())
+    for epoch in range(epochs):
+        rbm.learning_rate = lr * (1 - epoch / epochs)
+        for rows in shuffled(data, case.batch_size):
+            rbm.partial_fit(rows.numpy())
+    parts = rbm.components_, rbm.intercept_visible_, rbm.intercept_hidden_
+    return Weights(*(torch.tensor(part).float() for part in parts))
+
+
+def learnergy(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
+    from learnergy.models.bernoulli import RBM as Peer
+
+    rbm = Peer(data.shape[1], case.num_hidden, learning_rate=lr)
+    rows = torch.utils.data.TensorDataset(data, torch.zeros(len(data)))
+    for epoch in range(epochs):
+        rbm.optimizer.param_groups[0]["lr"] = lr * (1 - epoch / epochs)
+        rbm.fit(rows, batch_size=case.batch_size, epochs=1)
+    return Weights(rbm.W.detach().T.contiguous(), rbm.a.detach(), rbm.b.detach())
+
+
+def rbms(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
+    """Its gradient and sampler, centred, 100 chains, in the loop of its ``train``, which writes files."""
+    from rbms.bernoulli_bernoulli.classes import BBRBM
+    from rbms.training.pcd import fit_batch_pcd
+
+    rows_of = SimpleNamespace(data=data)
+    rbm = BBRBM.init_parameters(case.num_hidden, rows_of, data.device, data.dtype)
+    chains = rbm.init_chains(100)
+    optimizer = torch.optim.SGD(rbm.parameters(), lr, maximize=True)
+    for parameter in rbm.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.no_grad():
+        for epoch in range(epochs):
+            optimizer.param_groups[0]["lr"] = lr * (1 - epoch / epochs)
+            for rows in shuffled(data, case.batch_size):
+                optimizer.zero_grad(set_to_none=False)
+                chains, _ = fit_batch_pcd((rows, torch.ones(len(rows))), chains, rbm, gibbs_steps=1, beta=1.0)
+                optimizer.step()
+    return Weights(rbm.weight_matrix.T.contiguous(), rbm.vbias, rbm.hbias)
+
+
+class Subject(NamedTuple):
+    train: Callable[[Tensor, Case, float, int], Weights]
+    rates: dict[int, tuple[float, ...]]  # of learning, by batch size
+    module: str = "lightning_accel"
+    cases: tuple[str, ...] = tuple(CASES)
+
+
+SUBJECTS = {
+    "ours": Subject(ours, {100: (1.5, 2, 3), 10: (0.3, 0.5, 0.8)}),
+    "ours, Glorot's weights": Subject(ours_wide, {100: (1.5, 2, 3), 10: (0.3, 0.5, 0.8)}),
+    "ours, Glorot's weights, 500 chains": Subject(ours_500_chains, {10: (0.3, 0.5, 0.8)}, cases=("H64 B10",)),
+    "scikit-learn": Subject(scikit_learn, {100: (0.1, 0.2, 0.4, 0.8), 10: (0.05, 0.1, 0.2, 0.4)}, "sklearn"),
+    "learnergy": Subject(learnergy, {100: (0.5, 1, 2, 4), 10: (0.1, 0.2, 0.5, 1)}, "learnergy"),
+    "rbms": Subject(rbms, {100: (0.05, 0.1, 0.2, 0.4), 10: (0.02, 0.05, 0.1, 0.2)}, "rbms"),
+}
+
+
+@torch.no_grad()
+def as_rbm(weights: Weights) -> RBM:
+    rbm = RBM(len(weights.visible_bias), len(weights.hidden_bias))
+    for name, value in weights._asdict().items():
+        getattr(rbm, name).copy_(value)
+    return rbm
+
+
+def held_out_nll(weights: Weights, data: Tensor, held_out: Tensor) -> float:
+    rbm = as_rbm(weights)
+    if len(weights.hidden_bias) <= 16:
+        return -float(rbm.log_prob(held_out, rbm.log_z("exact")).mean())
+    generator = torch.Generator().manual_seed(0)
+    log_z = rbm.log_z(num_chains=100, num_temperatures=500, base_mean=data.mean(dim=0), generator=generator)
+    return -float(rbm.log_prob(held_out, log_z).mean())
+
+
+def check() -> None:
+    """Peers' free energies are those of the RBM that judges them, and both ways to its partition function agree."""
+    data, held_out = digits()
+    torch.manual_seed(0)
+    weights = ours(data, CASES["H16 B100"], 2.0, epochs=5)
+    rbm = as_rbm(weights)
+    exact = rbm.log_z("exact").estimate
+    for method in ("ais", "reverse_ais"):
+        found = rbm.log_z(method, num_chains=100, num_temperatures=300, base_mean=data.mean(dim=0))
+        assert found.lower <= exact <= found.upper, f"{method}: {found} for {exact}"
+    peer = BernoulliRBM(16, n_iter=1, random_state=0).fit(data.numpy())
+    parts = peer.components_, peer.intercept_visible_, peer.intercept_hidden_
+    same = as_rbm(Weights(*(torch.tensor(part) for part in parts))).free_energy(held_out).detach()
+    assert np.allclose(same, peer._free_energy(held_out.numpy()), atol=1e-3), "another free energy than scikit-learn's"
+
+
+def bars_and_stripes() -> Tensor:
+    lines = torch.tensor(list(itertools.product([0.0, 1.0], repeat=3)))
+    return torch.cat([lines[:, :, None].expand(-1, 3, 3), lines[:, None].expand(-1, 3, 3)]).flatten(1)
+
+
+def total_log_likelihood(sampler: str, seed: int, num_updates: int, lr: float = 0.1) -> tuple[float, float]:
+    """After the last update, and the best of every 500th."""
+    torch.manual_seed(seed)
+    data = bars_and_stripes()
+    rbm = RBM(9, 4)
+    rbm.start_at_(data.mean(dim=0), len(data))
+    training = ContrastiveDivergence(sampler, seed=seed)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(rbm.parameters(), lr)
+    best = -math.inf
+    for update in range(num_updates):
+        optimizer.param_groups[0]["lr"] = lr * (1 - update / num_updates)
+        optimizer.zero_grad()
+        training(rbm, data).backward()
+        optimizer.step()
+        if update % 500 == 499 or update + 1 == num_updates:
+            last = float(rbm.log_prob(data).sum())
+            best = max(best, last)
+    return last, best
+
+
+def row(case: str, subject: str, metric: str, value: float, unit: str) -> dict[str, Any]:
+    return {"case": case, "subject": subject, "metric": metric, "value": value, "unit": unit,
+            "baseline": None, "ratio": None}  # fmt: skip
+
+
+def measure(name: str, case: str, seeds: Iterable[int], rates: Iterable[float], epochs: int) -> list[dict[str, Any]]:
+    data, held_out = digits()
+    rows = []
+    for lr, seed in itertools.product(rates, seeds):
+        torch.manual_seed(seed)
+        begin = process_time()
+        weights = SUBJECTS[name].train(data, CASES[case], lr, epochs)
+        milliseconds = (process_time() - begin) / epochs * 1e3
+        at = f"{case}, lr {lr:g}, seed {seed}"
+        rows.append(row(at, name, "held-out NLL", held_out_nll(weights, data, held_out), "nats"))
+        rows.append(row(at, name, "CPU time of an epoch", milliseconds, "ms"))
+    return rows
+
+
+def summarise(case: str, name: str, rows: list[dict[str, Any]]) -> str:
+    """The learning rate of the lowest mean, and its figures."""
+    by_rate: dict[str, list[float]] = {}
+    for one in rows:
+        if one["metric"] == "held-out NLL":
+            by_rate.setdefault(one["case"].split(", ")[1], []).append(one["value"])
+    means = {rate: statistics.mean(values) for rate, values in by_rate.items()}
+    best = min(means, key=lambda rate: means[rate] if math.isfinite(means[rate]) else math.inf)
+    spread = f"{statistics.stdev(by_rate[best]):.2f}" if len(by_rate[best]) > 1 else ""
+    milliseconds = statistics.median(one["value"] for one in rows if one["unit"] == "ms")
+    each = ", ".join(f"{value:.2f}" for value in by_rate[best])
+    others = ", ".join(f"{rate[3:]}: {mean:.2f}" for rate, mean in means.items())
+    return f"| {case} | {name} | {best[3:]} | {means[best]:.2f} | {spread} | {each} | {others} | {milliseconds:.1f} |"
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """To scikit-learn with the same case."""
+    found: dict[str, list[float]] = {}
+    for one in rows:
+        if one["subject"] == "scikit-learn" and one["metric"] == "held-out NLL":
+            found.setdefault(one["case"].rsplit(", seed", 1)[0], []).append(one["value"])
+    best: dict[str, float] = {}
+    for at, values in found.items():
+        case = at.split(", ")[0]
+        best[case] = min(best.get(case, math.inf), statistics.mean(values))
+    for one in rows:
+        if one["metric"] == "held-out NLL" and (value := best.get(one["case"].split(", ")[0])):
+            one |= {"baseline": value, "ratio": one["value"] / value}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two epochs, one seed and rate, of two cases")
+    parser.add_argument("--cases", nargs="+", default=[*CASES, BARS], choices=[*CASES, BARS])
+    parser.add_argument("--subjects", nargs="+", default=[*SUBJECTS], choices=[*SUBJECTS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    cases, seeds, epochs = arguments.cases, arguments.seeds, 30
+    if arguments.quick:
+        cases, seeds, epochs = ["H16 B100", BARS], [0], 2
+    check()
+    print(f"torch {torch.__version__}, one CPU thread\n")
+    print("| case | subject | lr | NLL | spread | of each seed | mean of each lr | ms per epoch |")
+    print("| --- | --- | ---: | ---: | ---: | --- | --- | ---: |", flush=True)
+    rows: list[dict[str, Any]] = []
+    for case, name in itertools.product((case for case in cases if case != BARS), arguments.subjects):
+        subject = SUBJECTS[name]
+        if case not in subject.cases:
+            continue
+        if importlib.util.find_spec(subject.module) is None:
+            print(f"| {case} | {name} | not installed: skipped | | | | | |")
+            continue
+        rates = subject.rates[CASES[case].batch_size]
+        measured = measure(name, case, seeds, rates[:1] if arguments.quick else rates, epochs)
+        rows += measured
+        print(summarise(case, name, measured), flush=True)
+    compare(rows)
+    if BARS in cases:
+        print("\n| bars and stripes | last log-likelihood of each seed | best |\n| --- | --- | --- |", flush=True)
+        for sampler in ("pcd", "tempering"):
+            figures = [total_log_likelihood(sampler, seed, 500 if arguments.quick else 50_000) for seed in seeds]
+            for seed, (last, best) in zip(seeds, figures, strict=True):
+                for metric, value in (("last log-likelihood", last), ("best log-likelihood", best)):
+                    one = row(f"{BARS}, seed {seed}", sampler, metric, value, "nats")
+                    rows.append(one | {"baseline": BEST_TOTAL, "ratio": value / BEST_TOTAL})
+            last_of_each, best_of_each = (", ".join(f"{value:.1f}" for value in each) for each in zip(*figures))
+            print(f"| {sampler} | {last_of_each} | {best_of_each} |", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
