@@ -138,12 +138,12 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = {
-    "ours": Subject(ours, {100: (1.5, 2, 3), 10: (0.3, 0.5, 0.8)}),
-    "ours, Glorot's weights": Subject(ours_wide, {100: (1.5, 2, 3), 10: (0.3, 0.5, 0.8)}),
+    "ours": Subject(ours, {100: (2, 3, 4), 10: (0.3, 0.5, 0.8)}),
+    "ours, Glorot's weights": Subject(ours_wide, {100: (2, 3, 4), 10: (0.3, 0.5, 0.8)}),
     "ours, Glorot's weights, 500 chains": Subject(ours_500_chains, {10: (0.3, 0.5, 0.8)}, cases=("H64 B10",)),
-    "scikit-learn": Subject(scikit_learn, {100: (0.1, 0.2, 0.4, 0.8), 10: (0.05, 0.1, 0.2, 0.4)}, "sklearn"),
-    "learnergy": Subject(learnergy, {100: (0.5, 1, 2, 4), 10: (0.1, 0.2, 0.5, 1)}, "learnergy"),
-    "rbms": Subject(rbms, {100: (0.05, 0.1, 0.2, 0.4), 10: (0.02, 0.05, 0.1, 0.2)}, "rbms"),
+    "scikit-learn": Subject(scikit_learn, {100: (0.4, 0.8, 1.6, 3.2), 10: (0.05, 0.1, 0.2, 0.4)}, "sklearn"),
+    "learnergy": Subject(learnergy, {100: (0.5, 1, 2, 4), 10: (0.1, 0.2, 0.4, 0.8)}, "learnergy"),
+    "rbms": Subject(rbms, {100: (0.2, 0.4, 0.8, 1.6), 10: (0.05, 0.1, 0.2, 0.4)}, "rbms"),
 }
 
 
@@ -292,7 +292,9 @@ def main() -> None:
                 for metric, value in (("last log-likelihood", last), ("best log-likelihood", best)):
                     one = row(f"{BARS}, seed {seed}", sampler, metric, value, "nats")
                     rows.append(one | {"baseline": BEST_TOTAL, "ratio": value / BEST_TOTAL})
-            last_of_each, best_of_each = (", ".join(f"{value:.1f}" for value in each) for each in zip(*figures))
+            last_of_each, best_of_each = (
+                ", ".join(f"{value:.1f}" for value in each) for each in zip(*figures, strict=True)
+            )
             print(f"| {sampler} | {last_of_each} | {best_of_each} |", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
