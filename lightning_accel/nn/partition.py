@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Method: TypeAlias = Literal["exact", "ais", "reverse_ais"]
 
-_MOST_STATES = 2**25  # that are enumerated if asked for, about a minute of one core
+_MOST_STATES = 2**25  # that are enumerated if asked for
 _FEW_STATES = 2**20  # that are enumerated unasked
 _CHUNK = 2**22  # numbers that are held at a time
 
@@ -128,7 +128,6 @@ class _Path:
                 "num_chains and num_temperatures must be at least 2; got "
                 f"num_chains={num_chains}, num_temperatures={num_temperatures}"
             )
-        _require_finite(rbm)
         bias: Tensor = rbm.visible_bias
         if base_mean is not None:
             rbm.require_support(base_mean[None], all_rows=False)
@@ -182,8 +181,20 @@ class _Path:
 _ROWS_OF_MEAN = 1000  # means of 0 and 1 are taken for those of so many rows
 
 
-def _require_finite(rbm: "RBM") -> None:
-    """Gaussian units are driven by rectified ones, and drive them: beyond a strength, without end."""
+def require_finite(rbm: "RBM") -> None:
+    """Refuse an RBM that has no partition function.
+
+    Gaussian units are driven by rectified ones, and drive them: beyond a strength, without end.
+
+    Raises:
+        ValueError: if parameters are not finite, or that strength is reached.
+    """
+    for name, parameter in rbm.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(
+                f"{name} holds NaN or infinities, so there is no partition function: training has diverged. Train "
+                "with a smaller learning rate"
+            )
     if not isinstance(rbm.hidden_units, RectifiedHidden):
         return
     columns = [

@@ -13,6 +13,7 @@ from lightning_accel.nn.partition import (
     forward_log_z,
     log_probability,
     pseudo_likelihood,
+    require_finite,
     reverse_log_z,
 )
 from lightning_accel.nn.rbm_units import (
@@ -209,17 +210,19 @@ class RBM(nn.Module):
             infinitely many.
 
         Raises:
-            ValueError: if a number or the method is out of range, if neither side can be enumerated, or if Gaussian
-                visible and rectified hidden units have weights so large that the sum may be infinite.
+            ValueError: if a number or the method is out of range, if neither side can be enumerated, if parameters are
+                not finite, or if Gaussian visible and rectified hidden units have weights so large that the sum may be
+                infinite.
 
         Source: Neal 2001, Annealed Importance Sampling; Salakhutdinov and Murray 2008, On the Quantitative Analysis of
         Deep Belief Networks, section 4.1; Burda, Grosse and Salakhutdinov 2015, Accurate and Conservative Estimates of
         MRF Log-likelihood using Reverse Annealing.
         """
+        if method not in ("exact", "ais", "reverse_ais"):
+            raise ValueError(f"method must be 'exact', 'ais' or 'reverse_ais'; got {method!r}")
+        require_finite(self)
         if method == "exact":
             return exact_log_z(self)
-        if method not in ("ais", "reverse_ais"):
-            raise ValueError(f"method must be 'exact', 'ais' or 'reverse_ais'; got {method!r}")
         estimate = forward_log_z if method == "ais" else reverse_log_z
         return estimate(self, num_chains, num_temperatures, base_mean, generator)
 

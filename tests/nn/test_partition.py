@@ -196,6 +196,33 @@ def test_annealing_refuses(arguments, message):
         RBM(9, 7).log_z(**arguments)
 
 
+@pytest.mark.parametrize("method", ["exact", "ais", "reverse_ais"])
+def test_a_diverged_model_is_refused(method):
+    rbm = RBM(4, 3)
+    nn.init.constant_(rbm.hidden_bias, math.nan)
+    with pytest.raises(ValueError, match=r"hidden_bias holds NaN or infinities.*training has diverged"):
+        rbm.log_z(method)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_cuda_likelihoods_are_those_of_the_cpu(kind):
+    rbm = make_rbm(6, 5, **KINDS[kind])
+    exact = rbm.log_z("exact").estimate
+    rows = rbm.sample(9, 3)
+    expected = None if "gaussian" in kind else rbm.pseudo_likelihood(rows)
+    rbm, rows, noise = rbm.cuda(), rows.cuda(), torch.Generator("cuda").manual_seed(0)
+    torch.testing.assert_close(rbm.log_z("exact").estimate.cpu(), exact)
+    for method in ("ais", "reverse_ais"):
+        found = rbm.log_z(method, num_chains=300, num_temperatures=200, generator=noise)
+        assert found.lower.cpu() <= exact <= found.upper.cpu()
+    assert rbm.log_prob(rows).is_cuda
+    assert rbm.sample(4, 3, clamp=rows[0], generator=noise).equal(rows[:1].expand(4, -1))
+    if expected is not None:
+        torch.testing.assert_close(rbm.pseudo_likelihood(rows).cpu(), expected)
+        assert rbm.pseudo_likelihood(rows, exact=False, generator=noise).shape == (9,)
+
+
 # likelihoods ---------------------------------------------------------------------------------------------------------
 
 
