@@ -154,7 +154,9 @@ class ContrastiveDivergence:
         needed += [self.visible_offset, self.hidden_offset] if self.centering else []
         needed += [self.activity] if self.sparsity_target is not None else []
         if any(group["momentum"] for group in sgd.param_groups):
-            needed += [sgd.state[one].get("momentum_buffer") for one in (rbm.weight, rbm.visible_bias, rbm.hidden_bias)]
+            needed += [
+                sgd.state.get(one, {}).get("momentum_buffer") for one in (rbm.weight, rbm.visible_bias, rbm.hidden_bias)
+            ]
         return all(one is not None for one in needed)
 
     def _update_in_place_(self, rbm: RBM, batches: Sequence[Tensor], sgd: SGD) -> list[Tensor]:
@@ -177,6 +179,7 @@ class ContrastiveDivergence:
 
     def _contrast(self, rbm: RBM, visible: Tensor) -> Contrast:
         """Draw samples, and let the running means follow the data."""
+        self._require_target(rbm)
         with torch.no_grad():
             positive = _phase(rbm, visible)
             negative = self.draw(rbm, positive)
@@ -254,6 +257,10 @@ class ContrastiveDivergence:
             self.hidden_offset = _moved(self.hidden_offset, means[size:], self.centering)
         if self.sparsity_target is not None:
             self.activity = _moved(self.activity, means[size:], _ACTIVITY_RATE)
+
+    def _require_target(self, rbm: RBM) -> None:
+        if (self.sparsity_target or 0) >= 1 and isinstance(rbm.hidden_units, BernoulliHidden):
+            raise ValueError(f"Bernoulli hidden units need a sparsity_target below 1; got {self.sparsity_target}")
 
     def _require_finite(self) -> None:
         if self._last_gap is not None and not self._last_gap.isfinite():

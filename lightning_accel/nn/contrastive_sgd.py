@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
 
-_NOISE = 2**18  # random numbers drawn at a time: 1 MiB
+_NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in a cache
 
 
 def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
@@ -49,7 +49,7 @@ class BernoulliSGD:
         self._weight, self._visible_bias, self._hidden_bias = values
         self._by_weight, self._by_visible, self._by_hidden = gradients
         self._weight_t = self._weight.T  # a view costs as much as a small product
-        buffers = [optimizer.state[one].get("momentum_buffer") for one in parameters]
+        buffers = [optimizer.state.get(one, {}).get("momentum_buffer") for one in parameters]
         whole, momentum = _in_one_piece(
             [torch.zeros_like(one) if buffer is None else buffer for one, buffer in zip(values, buffers, strict=True)]
         )
