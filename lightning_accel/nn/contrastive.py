@@ -119,13 +119,12 @@ class ContrastiveDivergence:
             raise ValueError(f"train_ needs rows and a batch_size of at least 1; got {len(visible)} and {batch_size}")
         self._require_finite()
         batches = visible.to(rbm.weight).split(batch_size)
-        gaps = []
         sgd = None if self.sampler == "tempering" or _autocast_to(rbm.weight.device) else in_place_sgd(rbm, optimizer)
-        if sgd is not None and _world_size() == 1 and len(batches) > 2:
-            if not self._has_begun(sgd, rbm):
-                gaps.append(self._update_(rbm, batches[0], optimizer))
-            gaps += self._update_in_place_(rbm, batches[len(gaps) : -1], sgd)
-        gaps += [self._update_(rbm, rows, optimizer) for rows in batches[len(gaps) :]]
+        if sgd is None or _world_size() > 1 or len(batches) < 3:
+            gaps = [self._update_(rbm, rows, optimizer) for rows in batches]
+        else:
+            gaps = [] if self._has_begun(sgd, rbm) else [self._update_(rbm, batches[0], optimizer)]
+            gaps += self._update_in_place_(rbm, batches[len(gaps) :], sgd, optimizer)
         self._last_gap = torch.stack(gaps).mean()
         if not visible.is_cuda:
             self._require_finite()
@@ -159,23 +158,32 @@ class ContrastiveDivergence:
             ]
         return all(one is not None for one in needed)
 
-    def _update_in_place_(self, rbm: RBM, batches: Sequence[Tensor], sgd: SGD) -> list[Tensor]:
-        """An update with each of ``batches``, of equal sizes; returns their gaps."""
+    def _update_in_place_(self, rbm: RBM, batches: Sequence[Tensor], sgd: SGD, optimizer: Optimizer) -> list[Tensor]:
+        """An update with each of ``batches``, the last one by the optimizer, and maybe smaller; returns their gaps."""
         chains = self.chains if self.sampler == "pcd" else None
         work = BernoulliSGD(rbm, sgd, len(batches[0]), chains, self.steps)
+        generator = self.generator(rbm.weight.device)
         gaps = []
-        noises = work.noise(len(batches), self.generator(rbm.weight.device))
-        for rows, noise in zip(batches, noises, strict=True):
-            self._follow(*work.phases(rows, noise))
-            gaps.append(work.differentiate())
-            if (pull := self._pull()) is not None:
-                work.pull(pull)
-            if (offsets := self._offsets()) is not None:
-                work.center(*offsets)
+        for rows, noise in zip(batches[:-1], work.noise(len(batches) - 1, generator), strict=True):
+            gaps.append(self._differentiate(work, rows, noise))
             work.update_()
+        work.make_room(len(batches[-1]))
+        gaps.append(self._differentiate(work, batches[-1], next(work.noise(1, generator))))
+        optimizer.zero_grad()
         work.write_back_()
+        optimizer.step()
         self.chains = None if chains is None else work.chains
         return gaps
+
+    def _differentiate(self, work: BernoulliSGD, rows: Tensor, noise: list[Tensor]) -> Tensor:
+        """Leave the gradient in ``work``; returns the gap."""
+        self._follow(*work.phases(rows, noise))
+        gap = work.differentiate()
+        if (pull := self._pull()) is not None:
+            work.pull(pull)
+        if (offsets := self._offsets()) is not None:
+            work.center(*offsets)
+        return gap
 
     def _contrast(self, rbm: RBM, visible: Tensor) -> Contrast:
         """Draw samples, and let the running means follow the data."""

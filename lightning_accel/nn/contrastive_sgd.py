@@ -42,7 +42,7 @@ class BernoulliSGD:
     """
 
     def __init__(self, rbm: RBM, optimizer: SGD, batch_size: int, chains: Tensor | None, steps: int) -> None:
-        parameters = _parameters_of(rbm)
+        self._parameters = parameters = _parameters_of(rbm)
         groups = [_group_of(optimizer, one) for one in parameters]
         self._values, values = _in_one_piece([one.detach() for one in parameters])
         self._gradient, gradients = _in_one_piece([torch.empty_like(one) for one in values])
@@ -58,10 +58,16 @@ class BernoulliSGD:
             self._rules = [(self._values, self._gradient, whole, groups[0])]
         self._copies = [*zip(parameters, values, strict=True), *zip(buffers, momentum, strict=True)]
         self._persistent, self._steps = chains is not None, steps
-        new = rbm.weight.new_empty
-        self.chains = new(batch_size, rbm.num_hidden) if chains is None else chains.clone()
+        self.chains = rbm.weight.new_empty(0) if chains is None else chains.clone()
+        self.make_room(batch_size)
+
+    def make_room(self, batch_size: int) -> None:
+        """For mini-batches of ``batch_size`` rows."""
+        new, num_hidden, num_visible = self._values.new_empty, *self._weight.shape
+        if not self._persistent:
+            self.chains = new(batch_size, num_hidden)
         rows = batch_size + len(self.chains)
-        self._visible, self._hidden = new(rows, rbm.num_visible), new(rows, rbm.num_hidden)  # of data, then of samples
+        self._visible, self._hidden = new(rows, num_visible), new(rows, num_hidden)  # of data, then of samples
         self._data, self._samples = self._visible[:batch_size], self._visible[batch_size:]
         self._of_data, self._of_samples = self._hidden[:batch_size], self._hidden[batch_size:]
         self._visible_t, self._hidden_t = self._visible.T, self._hidden.T
@@ -130,10 +136,13 @@ class BernoulliSGD:
             value.add_(gradient, alpha=-group["lr"])
 
     def write_back_(self) -> None:
-        """Give weights and momentum to the RBM and the optimizer."""
+        """Give weights and momentum to the RBM and the optimizer, and the RBM the last gradient."""
         for target, source in self._copies:
             if target is not None:
                 target.copy_(source)
+        gradients = self._by_weight, self._by_visible, self._by_hidden
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _parameters_of(rbm: RBM) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
