@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import ExactResume as ExactResume
     from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+    from lightning_accel.callbacks import RBMMonitor as RBMMonitor
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
@@ -82,6 +83,7 @@ _PACKAGE_OF = {
     "PredictionWriter": "callbacks",
     "RBM": "nn",
     "RBMStack": "nn",
+    "RBMMonitor": "callbacks",
     "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
@@ -128,6 +130,7 @@ __all__ = [
     "PipelineStrategy",
     "PredictionWriter",
     "RBMStack",
+    "RBMMonitor",
     "SamplerCheck",
     "SaveOnSignal",
     "SequenceBatch",

@@ -3,6 +3,7 @@
 from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
+from lightning_accel.callbacks.rbm_monitor import RBMMonitor
 from lightning_accel.callbacks.sampler_check import SamplerCheck
 from lightning_accel.callbacks.save_on_signal import SaveOnSignal
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
@@ -11,6 +12,7 @@ __all__ = [
     "ExactResume",
     "ExpertLoadMonitor",
     "PredictionWriter",
+    "RBMMonitor",
     "SamplerCheck",
     "SaveOnSignal",
     "WeightedAccumulation",

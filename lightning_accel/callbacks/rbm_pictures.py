@@ -1,0 +1,207 @@
+"""A picture of a restricted Boltzmann machine. Shapes: B rows, C chains, V visible units, H hidden units, P pixels."""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_accel.nn import RBM
+from lightning_accel.nn.rbm_units import BernoulliHidden
+
+_MOST_TILES = 64  # of a panel
+
+
+class RBMView(NamedTuple):
+    """What a picture shows: a machine, those below it in its stack, the lowest first, and what they saw."""
+
+    rbm: RBM
+    below: list[RBM]
+    rows: Tensor | None  # (B, V) of data, as they reach the machine
+    pixels: Tensor | None  # (B, P) of the same data, as they reach the lowest; labels may follow
+    chains: Tensor | None  # (C, H) hidden states
+
+
+def plain_copy(rbm: RBM) -> RBM:
+    """A copy on the CPU of at least float32, without gradients, whole where parameters are sharded.
+
+    For sharded parameters, every process has to call it.
+    """
+    with torch.device("meta"):  # draws no random numbers
+        plain = RBM(rbm.num_visible - rbm.num_labels, rbm.num_hidden, num_labels=rbm.num_labels)
+    # the memo is what deepcopy takes for copied
+    memo: dict[int, Any] = {id(parameter): _whole(parameter) for parameter in rbm.visible_units.parameters()}
+    plain.visible_units = copy.deepcopy(rbm.visible_units, memo)
+    plain.hidden_units = rbm.hidden_units
+    plain.weight, plain.visible_bias, plain.hidden_bias = map(_whole, (rbm.weight, rbm.visible_bias, rbm.hidden_bias))
+    return plain
+
+
+def _whole(parameter: Tensor) -> nn.Parameter:
+    values = parameter.detach()
+    values = values.full_tensor() if isinstance(values, DTensor) else values
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return nn.Parameter(values.to("cpu", dtype, copy=True), requires_grad=False)
+
+
+def to_pixels(visible: Tensor, rbm: RBM, below: Sequence[RBM]) -> Tensor:
+    """Means of the lowest visible units, (B, P), of states (B, V) of those of ``rbm``; labels are left out."""
+    for lower in reversed(below):
+        visible = lower.visible_units.mean(lower.visible_activation(_without_labels(visible, rbm)))
+        rbm = lower
+    return _without_labels(visible, rbm)
+
+
+def filters(rbm: RBM, below: Sequence[RBM]) -> Tensor:
+    """What each hidden unit adds to the input of the lowest visible units, (H, P).
+
+    Above the first machine, the linear combination of the filters below: Lee, Ekanadham and Ng 2008, Sparse Deep Belief
+    Net Model for Visual Area V2.
+    """
+    weight = _without_labels(rbm.weight, rbm)
+    for lower in reversed(below):
+        weight = weight @ _without_labels(lower.weight, lower)
+    return weight
+
+
+def _without_labels(states: Tensor, rbm: RBM) -> Tensor:
+    return states[..., : rbm.num_visible - rbm.num_labels]
+
+
+def picture_shape(num_pixels: int, shape: Sequence[int] | None = None) -> tuple[int, int]:
+    """Height and width of ``num_pixels``: ``shape`` where it fits, with channels one below another, or a square."""
+    if shape is not None and len(shape) > 1 and math.prod(shape) == num_pixels:
+        return num_pixels // shape[-1], shape[-1]
+    side = math.isqrt(num_pixels)
+    return (side, side) if side * side == num_pixels else (1, num_pixels)
+
+
+def tile(pictures: np.ndarray, num_columns: int) -> np.ndarray:
+    """Pictures (N, height, width) side by side in rows of ``num_columns``, with a pixel of NaN between them."""
+    num, height, width = pictures.shape
+    num_columns = max(1, min(num_columns, num))
+    num_rows = -(-num // num_columns)
+    sheet = np.full((num_rows * (height + 1) - 1, num_columns * (width + 1) - 1), np.nan)
+    for at, picture in enumerate(pictures):
+        row, column = divmod(at, num_columns)
+        top, left = row * (height + 1), column * (width + 1)
+        sheet[top : top + height, left : left + width] = picture
+    return sheet
+
+
+def draw_rbm(
+    view: RBMView, name: str, shape: tuple[int, int], steps: Sequence[int] = (), gaps: Sequence[float] = ()
+) -> Figure:
+    """Filters, samples, reconstructions, activity of the hidden units, and the gap of free energies over training."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{name}: {view.rbm.num_visible} visible, {view.rbm.num_hidden} hidden units", fontsize="medium")
+    axes: dict[str, Any] = figure.subplot_mosaic("AABBCC;DDDEEE", height_ratios=(3, 2))
+    _draw_filters(axes["A"], view, shape)
+    _draw_samples(axes["B"], view, shape)
+    _draw_reconstructions(axes["C"], view, shape)
+    _draw_activity(axes["D"], view)
+    _draw_gaps(axes["E"], steps, gaps)
+    return figure
+
+
+def _draw_filters(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
+    shown = filters(view.rbm, view.below)[:_MOST_TILES]
+    _title(axis, f"filters of {_part(len(shown), view.rbm.num_hidden)} hidden units")
+    limit = float(shown.nan_to_num(0, 0, 0).abs().max()) or 1.0
+    _show(axis, shown, shape, cmap="RdBu_r", limits=(-limit, limit))
+
+
+def _draw_samples(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
+    if view.chains is None:
+        _say(axis, "samples of the chains", "no chains of this machine")
+        return
+    hidden = view.chains[:_MOST_TILES]
+    visible = view.rbm.visible_units.mean(view.rbm.visible_activation(hidden))
+    _title(axis, f"means given {_part(len(hidden), len(view.chains))} chains")
+    _show(axis, to_pixels(visible, view.rbm, view.below), shape)
+
+
+def _draw_reconstructions(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
+    if view.rows is None or view.pixels is None:
+        _say(axis, "reconstructions", "no rows of data that fit")
+        return
+    rows, pixels = view.rows[: _MOST_TILES // 2], view.pixels[: _MOST_TILES // 2, : math.prod(shape)]
+    again = to_pixels(view.rbm.reconstruct(rows), view.rbm, view.below)
+    _title(axis, "rows of data, each over its reconstruction")
+    columns = math.isqrt(2 * len(rows) - 1) + 1
+    pairs = [torch.cat(pair) for pair in zip(pixels.split(columns), again.split(columns), strict=True)]
+    if len(pairs[-1]) < 2 * columns and len(pairs) > 1:  # a last row that is not full would mix the two
+        pairs.pop()
+    _show(axis, torch.cat(pairs), shape, columns=min(columns, len(rows)))
+
+
+def _draw_activity(axis: Any, view: RBMView) -> None:
+    if view.rows is None:
+        _say(axis, "activity of the hidden units", "no rows of data that fit")
+        return
+    activity = view.rbm(view.rows).mean(dim=0)
+    activity = activity[activity.isfinite()]
+    whole = (0.0, 1.0) if isinstance(view.rbm.hidden_units, BernoulliHidden) else None
+    axis.hist(activity.numpy(), bins=25, range=whole)
+    _title(axis, "mean activity of the hidden units")
+    axis.set_xlabel(f"mean over {len(view.rows)} rows")
+    axis.set_ylabel("hidden units")
+
+
+def _draw_gaps(axis: Any, steps: Sequence[int], gaps: Sequence[float]) -> None:
+    if not steps:
+        _say(axis, "free-energy gap", "needs training and validation rows that fit")
+        return
+    axis.plot(steps, gaps, marker="." if len(steps) < 30 else None)
+    axis.axhline(0, color="grey", linewidth=0.8)
+    _title(axis, "free energy of validation less training rows: rising is overfitting")
+    axis.set_xlabel("optimizer step")
+    axis.set_ylabel("nats")
+
+
+def _show(
+    axis: Any,
+    states: Tensor,
+    shape: tuple[int, int],
+    cmap: str = "gray",
+    limits: tuple[float, float] | None = None,
+    columns: int | None = None,
+) -> None:
+    if columns is None:
+        # as wide as high, for pictures of any shape
+        columns = max(1, round(math.sqrt(len(states) * shape[0] / shape[1])))
+    least, greatest = limits or _limits(states)
+    sheet = tile(states.reshape(-1, *shape).numpy(), columns)
+    aspect = "equal" if max(sheet.shape) < 8 * min(sheet.shape) else "auto"  # long rows would be a thread
+    axis.imshow(sheet, cmap=cmap, vmin=least, vmax=greatest, interpolation="nearest", aspect=aspect)
+    axis.set_facecolor("lightsteelblue")  # of what lies between
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+def _limits(states: Tensor) -> tuple[float, float]:
+    """0 to 1, and wider where states are."""
+    known = states[states.isfinite()]
+    return (min(0.0, float(known.min())), max(1.0, float(known.max()))) if known.numel() else (0.0, 1.0)
+
+
+def _say(axis: Any, title: str, text: str) -> None:
+    _title(axis, title)
+    axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes, color="grey")
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+def _title(axis: Any, text: str) -> None:
+    axis.set_title(text, fontsize="small")
+
+
+def _part(some: int, of: int) -> str:
+    return str(of) if some == of else f"{some} of {of}"
