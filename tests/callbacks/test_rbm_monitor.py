@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel import RBM, ContrastiveDivergence, FullyShardedStrategy, RBMMonitor
+from lightning_accel import RBM, ContrastiveDivergence, ExactResume, FullyShardedStrategy, RBMMonitor
 from lightning_accel.callbacks.rbm_pictures import draw_rbm, filters, picture_shape, tile, to_pixels
 from tests.ranks import run_ranks
 
@@ -187,7 +187,7 @@ def test_a_run_that_stops_before_its_rows_are_complete_goes_on_with_them(tmp_pat
     for callback, resumed in ((RBMMonitor(), None), (again, tmp_path / "step=2.ckpt")):
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
         options = {"labelled": False, "enable_checkpointing": True, "ckpt_path": resumed}
-        fit(module, [callback, saving], tmp_path, **options)
+        fit(module, [callback, saving, ExactResume()], tmp_path, **options)
     assert again._training.values.equal(rows(0)[0])  # of which 12 were in the checkpoint
     training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
     assert again.gaps["rbm"][-1] == (8, pytest.approx(gap_by_hand(module.rbm, training, held_out), abs=1e-5))
