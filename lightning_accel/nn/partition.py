@@ -198,7 +198,7 @@ def require_finite(rbm: "RBM") -> None:
     if not isinstance(rbm.hidden_units, RectifiedHidden):
         return
     columns = [
-        rbm.weight[:, place] * (-0.5 * part.log_variance).exp()
+        rbm.weight.detach()[:, place] * (-0.5 * part.log_variance.detach()).exp()
         for part, place in _parts(rbm.visible_units)
         if isinstance(part, GaussianVisible)
     ]

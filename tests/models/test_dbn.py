@@ -183,18 +183,16 @@ def test_processes_agree_on_weights_and_draw_chains_of_their_own(strategy, finet
 
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
 def test_it_learns_digits_in_a_few_epochs(finetune):
-    torch.manual_seed(0)
-    stages = (Stage(epochs=6, lr=2.0), Stage(epochs=6, lr=1.0))
     one = DeepBeliefNetwork(
-        layers=[64, 48], stages=stages, finetune=finetune, finetune_epochs=10,
-        finetune_lr=2.0 if finetune == "classifier" else 0.01, labels=finetune == "updown",
+        layers=[64, 48], stages=[Stage(epochs=8, lr=0.5)], finetune=finetune, finetune_epochs=6,
+        finetune_lr=1.0 if finetune == "classifier" else 0.01, labels=finetune == "updown",
     )  # fmt: skip
     run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
-    digits = DigitsDataModule(batch_size=20)
+    digits = DigitsDataModule(batch_size=20, binarize=True)
     run.fit(one, digits)
     (figures,) = run.test(one, digits, verbose=False)
-    assert figures["test/accuracy"] > 0.8
-    assert figures["test/reconstruction_error"] < 0.06  # 0.073 is that of the mean picture
+    assert figures["test/accuracy"] > 0.7
+    assert figures["test/reconstruction_error"] < 0.1  # 0.13 is that of the mean picture
     predicted = torch.cat([torch.tensor([int(name) for name in part["class"]]) for part in run.predict(one, digits)])
     assert (predicted == digits.test_rows.tensors[1]).float().mean() == pytest.approx(figures["test/accuracy"])
 
