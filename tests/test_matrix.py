@@ -6,6 +6,7 @@ A cell trains as one process does, saves, and resumes, or is refused before trai
 
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 import lightning_accel.strategies  # noqa: F401  # its short names
-from lightning_accel import AmpPrecision, ExactResume, ExpertLoadMonitor, PredictionWriter
+from lightning_accel import AmpPrecision, ExactResume, ExpertLoadMonitor, PredictionWriter, RBMMonitor
 from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, fit
 
@@ -58,6 +59,7 @@ MODULES = {
     "classifier": "MoEClassifier",
     "language_model": "MoELanguageModel",
     "sequence": "SequenceModel",
+    "belief_network": "DeepBeliefNetwork",
 }
 PRECISIONS = {
     "32-true": dict,
@@ -73,7 +75,8 @@ CALLBACKS = {
     "ours": lambda module, folder: [
         ExactResume(),
         PredictionWriter(folder / "predictions.csv"),
-        *([] if module in ("plain", "sequence") else [ExpertLoadMonitor()]),  # which refuses modules without a mixture
+        *([ExpertLoadMonitor()] if module in ("classifier", "language_model") else []),  # which refuses others
+        *([RBMMonitor()] if module == "belief_network" else []),  # likewise
     ],
 }
 REFUSED = {  # patterns of messages, by module, strategy and precision
@@ -81,6 +84,10 @@ REFUSED = {  # patterns of messages, by module, strategy and precision
     ("plain", "tensor parallel", "any"): r"required to override the `configure_model\(\)` hook",
     ("sequence", "accel_expert_parallel", "any"): "SequenceModel has no layer that holds experts.*'accel_fsdp2'",
     ("sequence", "tensor parallel", "any"): "SequenceModel has no plan for tensor parallelism.*'accel_fsdp2'",
+    ("belief_network", "accel_expert_parallel", "any"): "DeepBeliefNetwork has no layer that holds experts",
+    ("belief_network", "tensor parallel", "any"): "DeepBeliefNetwork has no plan for tensor parallelism.*'accel_fsdp2'",
+    ("belief_network", "accel_pipeline", "any"): "DeepBeliefNetwork trains one RBM at a time.*'accel_fsdp2'",
+    ("belief_network", "accel_dp", "any"): "DeepBeliefNetwork has one set of chains in each process.*strategy=ddp",
     ("classifier", "tensor parallel", "any"): "MoEClassifier has no plan for tensor parallelism.*'accel_fsdp2'",
 }
 
@@ -127,6 +134,11 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 def cells() -> list[object]:
+    """Each module, strategy and precision together, with the callbacks in turn; all of it at 32-true."""
+    turns = {
+        key: list(CALLBACKS)[(turn + turn // 2) % 2]
+        for turn, key in enumerate(product(MODULES, ("bf16-mixed", "fp16")))
+    }
     return [
         pytest.param(module, way.name, precision, callbacks, marks=[] if is_short else [pytest.mark.slow])
         for module in MODULES
@@ -134,6 +146,7 @@ def cells() -> list[object]:
         for precision in PRECISIONS
         for callbacks in CALLBACKS
         for is_short in [precision == "32-true" or (precision, callbacks) == ("auto", "ours")]
+        if is_short or turns.get((module, precision)) == callbacks
     ]
 
 

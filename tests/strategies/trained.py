@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from lightning_accel import MoEClassifier, MoELanguageModel, SequenceModel
+from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, SequenceModel, Stage
 from lightning_accel.data.sequence_batch import IGNORED
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
@@ -74,6 +74,12 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         return model, TensorDataset(tokens, lengths, labels)
     x = torch.randn(num_rows, 5, generator=generator)
     target = torch.randint(3, (num_rows,), generator=generator)
+    if name == "belief_network":
+        # processes draw samples of their own, which a rate of almost 0 leaves without effect; what follows has none
+        stages = [Stage(epochs=1, lr=1e-12, num_chains=8)]
+        sizes = {"num_visible": 5, "num_classes": 3, "layers": [9], "stages": stages}
+        model = DeepBeliefNetwork(**sizes, finetune="classifier", finetune_lr=0.02, optimizer=optimizer)
+        return model, TensorDataset(x.sigmoid(), target)
     if name == "classifier":
         return MoEClassifier(5, 3, dim=8, num_experts=4, expert_dim=6, optimizer=optimizer), TensorDataset(x, target)
     return Plain(batch_norm=name == "plain_batch_norm", optimizer=optimizer), TensorDataset(x, target)
