@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 class RBMMonitor(L.Callback):
     """Draw each restricted Boltzmann machine of a module, any that has :class:`~lightning_accel.nn.RBM`.
 
-    After each validation and at the end, a picture of each goes to ``rbm_<name>.png`` in ``folder``, by the name of its
+    After validation and at the end, a picture of each goes to ``rbm_<name>.png`` in ``folder``, by the name of its
     attribute, such as ``rbm_stack.rbms.0.png``, and to every logger that takes images (TensorBoard as ``rbm/<name>``):
 
     - filters, what each hidden unit adds to the visible ones;
@@ -53,25 +53,35 @@ class RBMMonitor(L.Callback):
             else a square if there is one, else a line.
         num_rows: how many training rows, the first of the run, and validation rows are compared; checkpoints hold the
             training rows, so that a run that resumes goes on with the same.
+        every_n_validations: how often pictures are drawn, besides at the end; about half a second for each machine.
 
     Raises:
         TypeError: before training, if the module has no RBM.
-        ValueError: if ``num_rows`` is below 1; before training, if ``image_shape`` fits no RBM, or if the strategy
+        ValueError: if a number is below 1; before training, if ``image_shape`` fits no RBM, or if the strategy
             keeps no whole weights (FSDP1).
     """
 
     def __init__(
-        self, folder: str = "figures", image_shape: tuple[int, ...] | None = None, num_rows: int = 200
+        self,
+        folder: str = "figures",
+        image_shape: tuple[int, ...] | None = None,
+        num_rows: int = 200,
+        every_n_validations: int = 1,
     ) -> None:
-        if num_rows < 1:
-            raise ValueError(f"num_rows must be at least 1; got {num_rows}")
+        if min(num_rows, every_n_validations) < 1:
+            raise ValueError(
+                f"num_rows and every_n_validations must be at least 1; got num_rows={num_rows}, "
+                f"every_n_validations={every_n_validations}"
+            )
         self.folder = folder
         self.image_shape = image_shape
         self.num_rows = num_rows
+        self.every_n_validations = every_n_validations
         self.gaps: dict[str, list[tuple[int, float]]] = {}  # by name; optimizer step, and nats
         self._training: Rows | None = None
         self._gathering = True  # training rows; no longer once they were compared, or an epoch is over
         self._validation: Rows | None = None
+        self._num_validations = 0
         self._drawn_at: int | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -98,7 +108,7 @@ class RBMMonitor(L.Callback):
         """Begin anew, or go on."""
         step = trainer.global_step
         if step == 0 or self._training is None:
-            self._training, self._gathering = None, True
+            self._training, self._gathering, self._num_validations = None, True, 0
         names = _named_rbms(pl_module)
         self.gaps = {name: [point for point in self.gaps.get(name, []) if point[0] <= step] for name in names}
         self._validation, self._drawn_at = None, None
@@ -144,7 +154,9 @@ class RBMMonitor(L.Callback):
         views = self._look(pl_module)
         if trainer.is_global_zero:
             self._measure(trainer, pl_module, views)
-        self._draw(trainer, views)
+        self._num_validations += 1
+        if self._num_validations % self.every_n_validations == 0:
+            self._draw(trainer, views)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._drawn_at != trainer.global_step:
@@ -204,13 +216,18 @@ class RBMMonitor(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         training = None if self._training is None else tuple(self._training)
-        return {"gaps": self.gaps, "training rows": training, "gathering": self._gathering}
+        return {
+            "gaps": self.gaps,
+            "training rows": training,
+            "gathering": self._gathering,
+            "validations": self._num_validations,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.gaps = {name: [(int(at), float(gap)) for at, gap in points] for name, points in state_dict["gaps"].items()}
         training = state_dict["training rows"]
         self._training = None if training is None else Rows(*training)
-        self._gathering = state_dict["gathering"]
+        self._gathering, self._num_validations = state_dict["gathering"], state_dict["validations"]
 
 
 def _validates_a_fit(trainer: L.Trainer) -> bool:

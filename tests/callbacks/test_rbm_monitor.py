@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -195,9 +196,23 @@ def test_a_run_that_stops_before_its_rows_are_complete_goes_on_with_them(tmp_pat
 
 def test_another_fit_starts_anew(tmp_path):
     callback = RBMMonitor()
-    for sampler in ("pcd", "cd"):
-        fit(OneMachine(sampler), callback, tmp_path, labelled=False)
+    for seed in (0, 2):
+        trainer(callback, tmp_path).fit(OneMachine(), DataLoader(rows(seed)[0], 6), loaders(False)[1])
         assert [step for step, _ in callback.gaps["rbm"]] == [4, 8]
+        assert callback._training.values.equal(rows(seed)[0])
+
+
+def test_pictures_may_be_drawn_less_often(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    drawn = []
+    logger.experiment.add_figure = lambda tag, figure, step: drawn.append(step)
+    callback = RBMMonitor(every_n_validations=2)
+    fit(OneMachine(), callback, tmp_path, labelled=False, logger=logger, max_epochs=5)
+    assert drawn == [8, 16, 20]  # the last at the end
+    assert [step for step, _ in callback.gaps["rbm"]] == [4, 8, 12, 16, 20]
+    again = RBMMonitor(every_n_validations=2)
+    again.load_state_dict(callback.state_dict())
+    assert again.state_dict() == callback.state_dict()
 
 
 def test_at_most_num_rows_are_kept_and_none_of_the_batch(tmp_path):
@@ -265,8 +280,9 @@ def test_mixed_precision_compares_in_float32(tmp_path):
     assert callback.gaps["rbm"][-1][1] == pytest.approx(gap_by_hand(module.rbm, training, held_out), abs=1e-5)
 
 
-def test_weights_that_are_not_finite_are_drawn(tmp_path):
-    module = OneMachine("cd")
+@pytest.mark.parametrize("hidden", ["bernoulli", "relu"])
+def test_weights_that_are_not_finite_are_drawn(tmp_path, hidden):
+    module = OneMachine("cd", RBM(12, 5, hidden=hidden))
     nn.init.constant_(module.rbm.weight, torch.nan)
     fit(module, RBMMonitor(), tmp_path, labelled=False, max_epochs=1)
     assert (tmp_path / "figures" / "rbm_rbm.png").exists()
@@ -305,6 +321,7 @@ def test_each_row_stands_over_its_reconstruction(tmp_path, num_rows):
     (image,) = figure.axes[2].images
     sheet = image.get_array().filled(-1)
     columns = (sheet.shape[1] + 1) // 4
+    assert (sheet.shape[0] + 1) % 10 == 0
     again = view.rbm.reconstruct(data).view(-1, 4, 3).numpy()
     for row in range((sheet.shape[0] + 1) // 10):
         for column in range(columns):
@@ -329,17 +346,20 @@ def test_module_without_machines_is_refused(tmp_path):
 def test_shapes_and_numbers_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"as many pixels as an RBM of Foreign has .*, 12, 5; got \(3, 3\), 9 pixels"):
         fit(Foreign(), RBMMonitor(image_shape=(3, 3)), tmp_path)
-    with pytest.raises(ValueError, match="num_rows must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="num_rows and every_n_validations must be at least 1; got num_rows=0, "):
         RBMMonitor(num_rows=0)
 
 
 def check_ranks(rank, folder, sharded):
     torch.manual_seed(0)
     module, callback = OneMachine(), RBMMonitor()
-    strategy = FullyShardedStrategy() if sharded else "ddp"
-    run = trainer(callback, folder, strategy=strategy, devices=2, max_epochs=1)
+    strategy = FullyShardedStrategy if sharded else DDPStrategy
+    run = trainer(callback, folder, strategy=strategy(), devices=2, max_epochs=1)
     run.fit(module, *loaders(False))
-    return callback.gaps, sorted(run.logged_metrics), len(list((folder / "figures").glob("*.png")))
+    at_the_end = RBMMonitor("end")
+    trainer(at_the_end, folder, strategy=strategy(), devices=2, max_epochs=1).fit(module, loaders(False)[0])
+    found = [path.name for path in sorted(folder.glob("*/*.png"))]
+    return callback.gaps, sorted(run.logged_metrics), found
 
 
 @pytest.mark.slow
@@ -349,7 +369,7 @@ def test_the_first_of_two_processes_draws(tmp_path, sharded):
     assert [step for step, _ in gaps["rbm"]] == [2]
     assert (logged, nothing) == (["val/free_energy_gap/rbm"], [])
     assert no_gaps == {"rbm": []}
-    assert pictures == 1
+    assert pictures == ["rbm_rbm.png", "rbm_rbm.png"]
 
 
 @pytest.mark.gpu
