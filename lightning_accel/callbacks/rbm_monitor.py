@@ -43,9 +43,9 @@ class RBMMonitor(L.Callback):
     That last number is logged as ``val/free_energy_gap/<name>``, by the first process alone, so that callbacks should
     monitor it in runs of one process only.
 
-    Rows are the first part of a batch, (B, ...) flattened to (B, V); for a machine with label units the second part is
-    the class. A machine with as many visible units as the one before it has hidden ones is taken to stand above it: it
-    gets that one's means, and its pictures are of what they stand for in the lowest.
+    Rows are the first part of a batch (a tensor, tuple, list or dict), (B, ...) flattened to (B, V); for a machine with
+    label units the second part is the class. A machine with as many visible units as the one before it has hidden ones
+    is taken to stand above it: it gets that one's means, and its pictures are of what they stand for in the lowest.
 
     Args:
         folder: of the pictures, absolute, or relative to the run folder (the Trainer's ``log_dir``).
@@ -239,7 +239,8 @@ def _named_rbms(module: L.LightningModule) -> dict[str, RBM]:
 
 
 def _rows_of(batch: Any, most: int) -> Rows | None:
-    """The first ``most`` rows of ``batch``: the first tensor in it, and the second if it holds a class for each."""
+    """The first ``most`` rows of ``batch``: its first part, and the second if it holds a class for each."""
+    batch = list(batch.values()) if isinstance(batch, Mapping) else batch
     parts = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, Sequence) else []
     values, labels = (*parts, None, None)[:2]
     if not isinstance(values, Tensor) or values.ndim < 2:

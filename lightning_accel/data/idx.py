@@ -36,10 +36,10 @@ class IdxDataModule(L.LightningDataModule):
 
     Args:
         path: the folder.
-        train_images: file in it, or anywhere if absolute, where its name is none of the above; so are the next three.
-        train_labels: see ``train_images``.
-        test_images: see ``train_images``.
-        test_labels: see ``train_images``.
+        train_images: file in the folder, or an absolute path, for a name that is none of those in use.
+        train_labels: like ``train_images``.
+        test_images: like ``train_images``.
+        test_labels: like ``train_images``.
         labelled: False to do without labels; batches are then images alone, as ``(images,)``.
         binarize: make every value exactly 0 or 1, 1 above 0.5.
         val_share: share of the training images that validate.

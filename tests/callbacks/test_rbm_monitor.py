@@ -231,6 +231,17 @@ def test_without_validation_training_rows_are_drawn_at_the_end(tmp_path):
     assert callback._look(module)["rbm"].rows.equal(rows(0)[0].flatten(1))
 
 
+def test_batches_may_be_dicts(tmp_path):
+    class OfDicts(Foreign):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(list(batch.values()), batch_idx)
+
+    data = [[{"image": image, "class": label} for image, label in zip(*rows(seed), strict=True)] for seed in (0, 1)]
+    callback = RBMMonitor()
+    trainer(callback, tmp_path).fit(OfDicts(), *(DataLoader(one, 6) for one in data))
+    assert [len(points) for points in callback.gaps.values()] == [2, 2]
+
+
 def test_validation_outside_of_a_fit_draws_nothing(tmp_path):
     trainer(RBMMonitor(), tmp_path).validate(OneMachine(), loaders(False)[1], verbose=False)
     assert not list(tmp_path.iterdir())
