@@ -351,14 +351,15 @@ class DeepBeliefNetwork(L.LightningModule):
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:
         """Parameters as they are within a step, where FSDP2 has split them."""
-        if not isinstance(self, FSDPModule):
+        root = self.trainer.strategy.model
+        if not isinstance(root, FSDPModule):
             yield
             return
-        self.unshard()
+        root.unshard()
         try:
             yield
         finally:
-            self.reshard()
+            root.reshard()
 
     # --- steps
 
