@@ -1,6 +1,6 @@
 """What does an epoch of training an RBM cost, and how good are its features?
 
-python benchmarks/bench_rbm.py [--quick] [--device cpu|cuda] [--json FILE]
+python benchmarks/bench_rbm.py [--quick] [--only TEXT] [--device cpu|cuda] [--json FILE]
 
 Persistent contrastive divergence with one Gibbs step and as many chains as rows in a mini-batch, without centering or
 momentum, which scikit-learn lacks, in float32: the same work for every subject, on scikit-learn's digits and on random
@@ -418,6 +418,7 @@ def cases(quick: bool, device: torch.device) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three rounds of fewer cases, and no features")
+    parser.add_argument("--only", default="", help="cases whose names hold this text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
@@ -433,13 +434,13 @@ def main() -> None:
         print(f"{name} {versions[name]}" if name in versions else f"{name} is not installed: skipped")
     print("\n| case | subject | ms / epoch | ratio | share of the matmul limit |\n| --- | --- | ---: | ---: | ---: |")
     rows = []
-    for case in cases(arguments.quick, device):
+    for case in [case for case in cases(arguments.quick, device) if arguments.only in case.name]:
         measured = measure(case, rounds=3 if arguments.quick else 7)
         rows += measured
         for timed, share in zip(measured[::2], measured[1::2], strict=True):
             numbers = f"{timed['value']:.2f} | {timed['ratio']:.3f} | {share['value']:.0%}"
             print(f"| {timed['case']} | {timed['subject']} | {numbers} |", flush=True)
-    if not arguments.quick:
+    if not arguments.quick and arguments.only in "features":
         print("\n| features | accuracy | the lowest of three seeds |\n| --- | ---: | ---: |", flush=True)
         measured = measure_features()
         rows += measured

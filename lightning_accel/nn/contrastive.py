@@ -105,8 +105,8 @@ class ContrastiveDivergence:
         What the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()`` does, without autograd.
         With Bernoulli units, ``cd`` or ``pcd``, :class:`torch.optim.SGD` without Nesterov momentum, one process and no
         autocast, most mini-batches do without the optimizer's own code, too: weights and momentum are brought forward
-        in place. The last one always calls ``optimizer.step``, so that schedulers and Lightning see that there was a
-        step. Processes average their gradients, and need the same number of mini-batches.
+        in place. The last one always calls ``optimizer.step``, so that schedulers see that there was a step; for
+        Lightning each call is one step. Processes average their gradients, and need equally many mini-batches.
 
         Returns:
             Mean over the mini-batches of the gap of the mean energies of data and samples, ().
@@ -119,11 +119,13 @@ class ContrastiveDivergence:
             raise ValueError(f"train_ needs rows and a batch_size of at least 1; got {len(visible)} and {batch_size}")
         self._require_finite()
         batches = visible.to(rbm.weight).split(batch_size)
-        sgd = None if self.sampler == "tempering" or _autocast_to(rbm.weight.device) else in_place_sgd(rbm, optimizer)
+        inner = getattr(optimizer, "optimizer", optimizer)  # that which Lightning has wrapped
+        sgd = None if self.sampler == "tempering" or _autocast_to(rbm.weight.device) else in_place_sgd(rbm, inner)
         if sgd is None or _world_size() > 1 or len(batches) < 3:
-            gaps = [self._update_(rbm, rows, optimizer) for rows in batches]
+            gaps = [self._update_(rbm, rows, inner) for rows in batches[:-1]]
+            gaps.append(self._update_(rbm, batches[-1], optimizer))
         else:
-            gaps = [] if self._has_begun(sgd, rbm) else [self._update_(rbm, batches[0], optimizer)]
+            gaps = [] if self._has_begun(sgd, rbm) else [self._update_(rbm, batches[0], inner)]
             gaps += self._update_in_place_(rbm, batches[len(gaps) :], sgd, optimizer)
         self._last_gap = torch.stack(gaps).mean()
         if not visible.is_cuda:

@@ -17,8 +17,7 @@ _NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in a cache
 
 
 def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
-    """The optimizer, or the one that Lightning has wrapped, if :class:`BernoulliSGD` can do its work."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    """The optimizer, if :class:`BernoulliSGD` can do its work."""
     if type(optimizer) is not SGD or rbm.weight.dtype not in (torch.float32, torch.float64):
         return None
     if type(rbm.visible_units) is not BernoulliVisible or type(rbm.hidden_units) is not BernoulliHidden:

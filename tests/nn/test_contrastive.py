@@ -1,5 +1,7 @@
 import copy
+import warnings
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -298,6 +300,39 @@ def test_train_satisfies_schedulers():
     ContrastiveDivergence().train_(rbm, rows_for(rbm, 40), 4, optimizer)
     scheduler.step()  # warns if the optimizer has made no step
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.075)
+
+
+class TrainingByTrain(L.LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        self.automatic_optimization = False
+        self.rbm, self.kind = make_rbm(dtype=torch.float32), kind
+        self.contrast = ContrastiveDivergence(num_chains=5)
+
+    def training_step(self, batch, batch_idx):
+        self.contrast.train_(self.rbm, batch, 3, self.optimizers())
+
+    def configure_optimizers(self):
+        return self.kind(self.rbm.parameters(), lr=0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, GeneralSGD])
+def test_lightning_counts_calls_of_train(kind, tmp_path):
+    module = TrainingByTrain(kind)
+    rows = rows_for(module.rbm, 30)
+    twin = copy.deepcopy(module.rbm)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=15))
+    assert trainer.global_step == 4
+    training, optimizer = ContrastiveDivergence(num_chains=5), kind(twin.parameters(), lr=0.1, momentum=0.5)
+    for _ in range(2):
+        by_hand(training, twin, rows, 3, optimizer)
+    torch.testing.assert_close(module.rbm.state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("sampler", ["cd", "pcd", "tempering"])
