@@ -46,8 +46,6 @@ from lightning_accel.data.in_memory import TensorRows, already_a_batch
 from lightning_accel.nn import RBM, ContrastiveDivergence
 
 LEARNING_RATE = 0.05
-FEATURE_EPOCHS = 30
-FEATURES = {"sampler": "cd", "steps": 1}
 PEERS = "learnergy", "rbms"
 
 
@@ -362,15 +360,16 @@ def accuracy(features: Callable[[np.ndarray], np.ndarray], data: list[np.ndarray
     return float(classifier.score(features(test), test_classes))
 
 
-def features_of_ours(data: list[np.ndarray], seed: int) -> Callable[[np.ndarray], np.ndarray]:
+def features_of_ours(data: list[np.ndarray], seed: int, epochs: int = 30) -> Callable[[np.ndarray], np.ndarray]:
+    """CD-1 without centering, momentum or decay of weights; the learning rate falls from 0.1 to 0 along a line."""
     torch.manual_seed(seed)
     rows, rbm = torch.from_numpy(data[0]), RBM(64, 100)
     rbm.start_at_(rows.mean(dim=0), len(rows))
-    training = ContrastiveDivergence(**FEATURES, centering=0, seed=seed)
-    optimizer = torch.optim.SGD(rbm.parameters(), lr=0.06)
-    for epoch in range(FEATURE_EPOCHS):
-        optimizer.param_groups[0]["lr"] = 0.06 * (1 - epoch / FEATURE_EPOCHS)
-        training.train_(rbm, rows[torch.randperm(len(rows))], 10, optimizer)
+    training = ContrastiveDivergence("cd", steps=1, centering=0, seed=seed)
+    optimizer = torch.optim.SGD(rbm.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - epoch / epochs)
+        training.train_(rbm, rows[torch.randperm(len(rows))], 20, optimizer)
     return lambda x: rbm.transform(torch.from_numpy(x)).detach().numpy()
 
 
