@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
     from lightning_accel.models import SequenceModel as SequenceModel
     from lightning_accel.models import Stage as Stage
+    from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
+    from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
     from lightning_accel.nn import RBM as RBM
     from lightning_accel.nn import ContrastiveDivergence as ContrastiveDivergence
     from lightning_accel.nn import DynamicRNN as DynamicRNN
@@ -62,6 +64,7 @@ _PACKAGE_OF = {
     "BarsAndStripesDataModule": "data",
     "Bfloat16Precision": "precision",
     "ContrastiveDivergence": "nn",
+    "DBNClassifier": "models.estimators",  # not in models, as it imports scikit-learn
     "DataParallelStrategy": "strategies",
     "DeepBeliefNetwork": "models",
     "DigitsDataModule": "data",
@@ -84,6 +87,7 @@ _PACKAGE_OF = {
     "RBM": "nn",
     "RBMStack": "nn",
     "RBMMonitor": "callbacks",
+    "RBMTransformer": "models.estimators",
     "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
@@ -110,6 +114,7 @@ __all__ = [
     "BarsAndStripesDataModule",
     "Bfloat16Precision",
     "ContrastiveDivergence",
+    "DBNClassifier",
     "DataParallelStrategy",
     "DeepBeliefNetwork",
     "DigitsDataModule",
@@ -131,6 +136,7 @@ __all__ = [
     "PredictionWriter",
     "RBMMonitor",
     "RBMStack",
+    "RBMTransformer",
     "SamplerCheck",
     "SaveOnSignal",
     "SequenceBatch",

@@ -404,14 +404,13 @@ def test_updown_improves_a_trained_stack():
     before = judged()
     updown = UpDown(ContrastiveDivergence("pcd", steps=1, num_chains=50, centering=0))
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.05)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 3000)
-    for _ in range(3000):
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 2000)
+    for _ in range(2000):
         optimizer.zero_grad()
         updown(stack, data).backward()
         optimizer.step()
         schedule.step()
     after = judged()
-    print(before, after)
     assert after[0] > before[0] + 5
     assert after[1] > before[1] + 5
 
