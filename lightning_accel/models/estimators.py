@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d
+from sklearn.utils.validation import check_is_fitted
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -249,7 +249,6 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             ValueError: as :meth:`RBMTransformer.fit`, or if there are fewer than two classes.
         """
         rows, classes = _validated(self, X, y, reset=True)
-        classes = column_or_1d(classes, warn=True)
         check_classification_targets(classes)
         self.classes_, labels = np.unique(classes, return_inverse=True)
         if len(self.classes_) < 2:
@@ -340,7 +339,7 @@ class _Scaler:
         if self.mean is None or self.scale is None:
             return states.numpy()
         rows = states.numpy() * self.scale[self.varies] + self.mean[self.varies]
-        return (self.with_constants(rows, self.mean)).astype(states.numpy().dtype)
+        return self.with_constants(rows, self.mean).astype(states.numpy().dtype)
 
     def with_constants(self, values: Array, constant: Array | float) -> Array:
         """Values (..., V) for all columns, of values for those that vary."""

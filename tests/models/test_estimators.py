@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from lightning_accel.models import DeepBeliefNetwork, Stage
 from lightning_accel.models.estimators import DBNClassifier, RBMTransformer
 
 
@@ -95,14 +96,30 @@ def test_fits_repeat_and_leave_no_trace(bits, run_folder, capfd, caplog):
 
 
 def test_gibbs_steps_keep_the_distribution(bits):
-    rbm = RBMTransformer(n_components=3, n_iter=5, random_state=0).fit(bits)
+    rbm = RBMTransformer(n_components=3, n_iter=170, random_state=0).fit(bits)
     every = np.array(list(itertools.product([0.0, 1.0], repeat=4)))
     exact = np.exp(rbm.score_samples(every))
     start = every[np.random.RandomState(0).choice(16, size=20000, p=exact / exact.sum())]
-    for drawn in (rbm.gibbs(start, 2), rbm.sample(20000, 50)):
+    for drawn in (rbm.gibbs(start, 2), rbm.sample(20000, 100)):
         share = np.bincount((drawn @ [8, 4, 2, 1]).astype(int), minlength=16) / 20000
         statistic = (20000 * (share - exact) ** 2 / exact).sum()
         assert statistic < 15 + 4 * 30**0.5
+
+
+def test_presets(bits, monkeypatch):
+    stages = []
+
+    def record(*arguments, **options):
+        stages.extend(arguments[2])
+        return DeepBeliefNetwork(*arguments, **options)
+
+    monkeypatch.setattr("lightning_accel.models.estimators.DeepBeliefNetwork", record)
+    RBMTransformer(n_components=3, n_iter=2).fit(bits)
+    RBMTransformer(n_components=3, n_iter=2, preset="density").fit(bits * 2)
+    DBNClassifier((3, 2), n_iter=2, finetune_n_iter=1, hidden="relu", learning_rate=0.05).fit(bits, bits[:, 0])
+    features = Stage(epochs=2, lr=0.1, lr_decay="none", sampler="cd", centering=0)
+    assert stages[:2] == [features, Stage(epochs=2, lr=0.01)]
+    assert [stage.lr for stage in stages[2:]] == [0.05, 0.05]
 
 
 @pytest.mark.slow
