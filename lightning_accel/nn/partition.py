@@ -181,6 +181,7 @@ class _Path:
 _ROWS_OF_MEAN = 1000  # means of 0 and 1 are taken for those of so many rows
 
 
+@torch.no_grad()
 def require_finite(rbm: "RBM") -> None:
     """Refuse an RBM that has no partition function.
 
