@@ -27,6 +27,7 @@ from lightning_accel.models.hooks import (
     take_from_datamodule,
 )
 from lightning_accel.nn.dbn import RBMStack
+from lightning_accel.nn.partition import LogZ
 from lightning_accel.nn.rbm import RBM, Hidden, Visible
 from lightning_accel.nn.rbm_units import GaussianVisible
 from lightning_accel.nn.wake_sleep import UpDown
@@ -65,7 +66,7 @@ class DeepBeliefNetwork(L.LightningModule):
         stages: how each RBM is trained; a single one is for all.
         finetune: ``none``, ``classifier`` or ``updown``.
         finetune_epochs: epochs of it.
-        finetune_lr: its learning rate at the start.
+        finetune_lr: its learning rate at the start; by default 0.5 of ``classifier``, 0.01 of ``updown``.
         finetune_lr_decay: ``linear``, to 0, or ``none``.
         visible: kind of the lowest units: ``bernoulli``, ``gaussian`` or ``categorical``, see
             :class:`lightning_accel.RBM`.
@@ -79,7 +80,9 @@ class DeepBeliefNetwork(L.LightningModule):
         num_classes: by default the datamodule's attribute of that name; for ``labels`` and ``classifier``.
         class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
         likelihood: whether validation and test tell the log-probability of a row in nats (of a stack: a lower bound),
-            by ``exact`` enumeration for small RBMs, or ``ais``.
+            by ``exact`` enumeration for small RBMs, or ``ais``. Annealing upwards alone finds a diverged model far too
+            likely, so it is done in both directions; ``log_z_gap`` is what they leave open, and a warning says if that
+            is more than a nat.
         minibatch_size: rows of an update, where a batch of the loader holds several: the updates of one
             ``training_step`` then run without autograd, which small RBMs are several times faster for. Neither gradient
             clipping nor accumulation goes with it.
@@ -101,7 +104,7 @@ class DeepBeliefNetwork(L.LightningModule):
         *,
         finetune: FineTuning = "none",
         finetune_epochs: int = 10,
-        finetune_lr: float = 0.1,
+        finetune_lr: float | None = None,
         finetune_lr_decay: Decay = "linear",
         visible: Visible = "bernoulli",
         hidden: Hidden | Sequence[Hidden] = "bernoulli",
@@ -141,6 +144,7 @@ class DeepBeliefNetwork(L.LightningModule):
         self._require_densities()
         plan = [(f"rbm {i + 1}", stage.epochs, stage.lr, stage.lr_decay) for i, stage in enumerate(self.stages)]
         if finetune != "none":
+            finetune_lr = (0.5 if finetune == "classifier" else 0.01) if finetune_lr is None else finetune_lr
             require_schedule(finetune_epochs, finetune_lr, finetune_lr_decay)
             plan.append((finetune, finetune_epochs, finetune_lr, finetune_lr_decay))
         self.schedule = Schedule(plan)
@@ -209,9 +213,11 @@ class DeepBeliefNetwork(L.LightningModule):
         top = len(self.layers) - 1
         rbms = []
         for number, (below, size) in enumerate(pairwise(sizes)):
-            units: Any = self._visible_of(number) | {"hidden": self._hidden[number]}
-            num_labels = self.num_classes if self.labels and number == top else 0
-            rbms.append(RBM(below, size, num_labels=num_labels or 0, **units))
+            visible, hidden = self._visible_of(number), self._hidden[number]
+            num_labels = (self.num_classes or 0) if self.labels and number == top else 0
+            all_bernoulli = (visible.get("visible", "bernoulli"), hidden) == ("bernoulli", "bernoulli")
+            std = self.stages[number].std_for(below + num_labels, size, all_bernoulli)
+            rbms.append(RBM(below, size, num_labels=num_labels, hidden=hidden, initial_std=std, **visible))
         self.stack = RBMStack(rbms, untied=self.finetune == "updown")
         if self.finetune == "classifier":
             assert self.num_classes is not None
@@ -228,7 +234,7 @@ class DeepBeliefNetwork(L.LightningModule):
         if len(self._hidden) != len(self.layers):
             raise ValueError(f"hidden must be one kind, or {len(self.layers)}, one for each RBM; got {self._hidden}")
         for number, hidden in enumerate(self._hidden):
-            below, sampler = self._visible_of(number).get("visible"), self.stages[number].sampler
+            below, sampler = self._visible_of(number).get("visible"), self.stages[number].start_sampling(0).sampler
             if hidden == "relu" and below == "gaussian" and sampler != "cd":
                 raise ValueError(
                     f"RBM {number + 1} has Gaussian visible and relu hidden units, which have no density where weights "
@@ -289,6 +295,11 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def on_fit_start(self) -> None:
         trainer: Any = self.trainer  # connectors set the attributes that are read here
+        if not self.automatic_optimization and trainer.lr_scheduler_configs:
+            raise ValueError(
+                "minibatch_size does without the trainer's optimization, which steps schedulers; leave the scheduler "
+                "out, as stages have their own lr_decay, or leave minibatch_size out"
+            )
         epochs, needed = trainer.max_epochs, self.schedule.num_epochs
         if epochs is not None and 0 <= epochs < needed and not trainer.fast_dev_run:
             last = self.schedule.spans[self.schedule.stage_at(epochs - 1)].name
@@ -485,8 +496,21 @@ class DeepBeliefNetwork(L.LightningModule):
         if num_layers < len(self.layers):
             stack = RBMStack(stack.layers[:num_layers])
         if self._log_z is None:
-            self._log_z = stack.top.log_z("exact" if self.likelihood == "exact" else "ais")
+            self._log_z = self._log_z_of(stack.top)
         return stack.log_prob_bound(rows, self._log_z).estimate
+
+    def _log_z_of(self, top: RBM) -> LogZ:
+        if self.likelihood == "exact":
+            return top.log_z("exact")
+        found = top.log_z("ais")
+        gap = float(top.log_z("reverse_ais").upper - found.lower)
+        self.log("log_z_gap", gap, sync_dist=True)
+        if gap > 1:
+            rank_zero_warn(
+                f"log Z is known to {gap:.3g} nats only: annealing upwards and downwards disagree, as they do where "
+                "training diverges. Lower the learning rate, or take likelihood='exact' for small RBMs"
+            )
+        return found
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """The likeliest class of each row, (B,), and its probability; of a model without classes the top features.
@@ -573,7 +597,5 @@ def _require_options(
         raise ValueError(f"likelihood must be 'none', 'exact' or 'ais'; got {likelihood!r}")
     if labels and finetune == "classifier":
         raise ValueError("labels=True models classes in the top RBM, finetune='classifier' puts a head on it: take one")
-    if labels and likelihood != "none":
-        raise ValueError("likelihood is that of rows alone, without labels; take labels=False or likelihood='none'")
     if minibatch_size is not None and minibatch_size < 1:
         raise ValueError(f"minibatch_size must be at least 1; got {minibatch_size}")

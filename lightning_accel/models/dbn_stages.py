@@ -17,14 +17,25 @@ Decay: TypeAlias = Literal["linear", "none"]
 _SURVEY_ROWS = 512  # of a batch of the pass over the data
 
 
+class _Preset(NamedTuple):
+    sampler: Sampler
+    centering: float
+
+
+_PRESETS = {"density": _Preset("pcd", 0.01), "features": _Preset("cd", 0.0)}
+
+
 @dataclass(frozen=True)
 class Stage:
-    """How one RBM is trained; the defaults are made for densities, :meth:`features` for features.
+    """How one RBM is trained.
 
     Args:
         epochs: of the trainer.
         lr: learning rate at the start.
         lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; or ``none``.
+        preset: what the RBM is for, ``density`` or ``features``, gives ``sampler``, ``centering`` and ``initial_std``
+            where they are left out: ``pcd``, 0.01 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (which Gaussian and rectified
+            units begin with, too). Centring makes hidden units be 1 half of the time, which hurts features.
         sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for what follows.
         steps: Gibbs steps for each gradient.
         num_chains: over all processes, whatever the size of a batch.
@@ -32,37 +43,54 @@ class Stage:
         centering: rate at which the centres of the units follow the data's means; 0 for none.
         sparsity_target: mean of the hidden units to strive for.
         sparsity_weight: what the distance from it counts for.
+        initial_std: of the weights, see :class:`lightning_accel.RBM`.
 
     Raises:
         ValueError: if a number is out of range.
+
+    >>> Stage(preset="features").start_sampling(seed=0).sampler
+    'cd'
     """
 
     epochs: int = 30
     lr: float = 0.1
     lr_decay: Decay = "linear"
-    sampler: Sampler = "pcd"
+    preset: Literal["density", "features"] = "density"
+    sampler: Sampler | None = None
     steps: int = 1
     num_chains: int = 100
     num_temperatures: int = 10
-    centering: float = 0.01
+    centering: float | None = None
     sparsity_target: float | None = None
     sparsity_weight: float = 0.1
+    initial_std: float | None = None
 
     def __post_init__(self) -> None:
         require_schedule(self.epochs, self.lr, self.lr_decay)
+        if self.preset not in _PRESETS:
+            raise ValueError(f"preset must be 'density' or 'features'; got {self.preset!r}")
         self.start_sampling(0)
 
     def start_sampling(self, seed: int) -> ContrastiveDivergence:
+        """What draws the samples, from its beginning."""
+        preset = _PRESETS[self.preset]
         return ContrastiveDivergence(
-            self.sampler,
+            self.sampler or preset.sampler,
             self.steps,
             self.num_chains,
             num_temperatures=self.num_temperatures,
-            centering=self.centering,
+            centering=preset.centering if self.centering is None else self.centering,
             sparsity_target=self.sparsity_target,
             sparsity_weight=self.sparsity_weight,
             seed=seed,
         )
+
+    def std_for(self, num_visible: int, num_hidden: int, all_bernoulli: bool) -> float:
+        """Standard deviation of the first weights of an RBM."""
+        if self.initial_std is not None:
+            return self.initial_std
+        # twice Glorot's, by benchmarks/results
+        return (8 / (num_visible + num_hidden)) ** 0.5 if self.preset == "density" and all_bernoulli else 0.01
 
 
 def require_schedule(epochs: int, lr: float, lr_decay: str) -> None:

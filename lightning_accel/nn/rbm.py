@@ -49,9 +49,11 @@ class RBM(nn.Module):
         num_categories: units in each group of categorical ones.
         num_labels: one-hot units that are appended to the visible ones: the row's class.
         learn_variance: of Gaussian units; else variances are 1.
+        initial_std: standard deviation of the weights at the start. With sqrt(8 / (V + H)) Bernoulli units learn
+            densities better (``benchmarks/results`` has the figures), with small weights features.
 
     Raises:
-        ValueError: if a size is below 1, or an option does not fit the kind of the units.
+        ValueError: if a number is out of range, or an option does not fit the kind of the units.
 
     Source: Hinton 2012, A Practical Guide to Training Restricted Boltzmann Machines
 
@@ -70,8 +72,11 @@ class RBM(nn.Module):
         num_categories: int | None = None,
         num_labels: int = 0,
         learn_variance: bool = False,
+        initial_std: float = 0.01,
     ) -> None:
         super().__init__()
+        if initial_std <= 0:
+            raise ValueError(f"initial_std must be above 0, else all hidden units learn the same; got {initial_std}")
         if min(num_visible, num_hidden) < 1 or num_labels < 0:
             raise ValueError(
                 "num_visible and num_hidden must be at least 1 and num_labels at least 0; got "
@@ -80,6 +85,7 @@ class RBM(nn.Module):
         self.num_visible = num_visible + num_labels
         self.num_hidden = num_hidden
         self.num_labels = num_labels
+        self.initial_std = initial_std
         units = _visible_units(num_visible, visible, num_categories, learn_variance)
         if num_labels:
             units = JoinedVisible([units, CategoricalVisible(num_labels, num_labels)])
@@ -91,8 +97,8 @@ class RBM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small random weights, biases of 0 (Hinton 2012, section 8)."""
-        nn.init.normal_(self.weight, std=0.01)
+        """Random weights, biases of 0 (Hinton 2012, section 8)."""
+        nn.init.normal_(self.weight, std=self.initial_std)
         nn.init.zeros_(self.visible_bias)
         nn.init.zeros_(self.hidden_bias)
 

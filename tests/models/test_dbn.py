@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
 from lightning_accel.nn import RBM
+from lightning_accel.nn.partition import LogZ
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer, whole_weights
 
@@ -197,6 +198,40 @@ def test_it_learns_digits_in_a_few_epochs(finetune):
     assert (predicted == digits.test_rows.tensors[1]).float().mean() == pytest.approx(figures["test/accuracy"])
 
 
+def test_presets_choose_sampler_centres_and_first_weights():
+    sizes = {"num_visible": 400, "layers": [300]}
+    for preset, std, sampler, centering in (("density", 0.1069, "pcd", 0.01), ("features", 0.01, "cd", 0)):
+        one = model(stages=[Stage(preset=preset)], **sizes)
+        assert float(one.stack.top.weight.std().detach()) == pytest.approx(std, rel=0.02)
+        assert (one.sampling[0].sampler, one.sampling[0].centering) == (sampler, centering)
+    one = model(stages=[Stage(centering=0.2, initial_std=0.5, sampler="tempering")], **sizes)
+    assert float(one.stack.top.weight.std().detach()) == pytest.approx(0.5, rel=0.02)
+    assert (one.sampling[0].sampler, one.sampling[0].centering) == ("tempering", 0.2)
+    gaussian = model(visible="gaussian", stages=[Stage()], **sizes)
+    assert float(gaussian.stack.top.weight.std().detach()) == pytest.approx(0.01, rel=0.02)
+
+
+def test_schedulers_that_would_not_be_stepped_are_refused():
+    one = model(minibatch_size=2)
+    optimizer = torch.optim.SGD(one.parameters(), lr=1)
+    one.configure_optimizers = lambda: [[optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]]
+    with pytest.raises(ValueError, match=r"leave the scheduler out.*or leave minibatch_size out"):
+        fit(one)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_annealing_that_disagrees_is_told(monkeypatch):
+    found = {"ais": torch.tensor([5.0, 4.5, 5.5, 90.0]), "reverse_ais": torch.tensor([6.0, 5.7, 6.25, 90.0])}
+    monkeypatch.setattr(RBM, "log_z", lambda self, method: LogZ(*found[method].double()))
+    one = model(likelihood="ais", labels=True, layers=[6], stages=[Stage(epochs=1, lr=0.1)])
+    with pytest.warns(UserWarning, match="log Z is known to 1.75 nats only"):
+        run = fit(one)
+    assert float(run.callback_metrics["log_z_gap"]) == pytest.approx(1.75)
+    x = rows().tensors[0]
+    expected = one.stack.log_prob_bound(x, LogZ(*found["ais"].double())).estimate.mean()
+    assert float(run.callback_metrics["val/log_prob"]) == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_log_prob_of_validation_is_that_of_enumeration():
     one = model(likelihood="exact", stages=[Stage(epochs=3, lr=0.5)], layers=[6])
     data = rows()
@@ -238,7 +273,6 @@ class Data(L.LightningDataModule):
         ({"finetune": "sgd"}, "'none', 'classifier' or 'updown'; got 'sgd'"),
         ({"likelihood": "pl"}, "'none', 'exact' or 'ais'; got 'pl'"),
         ({"labels": True, "finetune": "classifier"}, "take one"),
-        ({"labels": True, "likelihood": "ais"}, "without labels"),
         ({"minibatch_size": 0}, "at least 1; got 0"),
         ({"hidden": ["relu"]}, "or 2, one for each"),
         ({"hidden": "relu"}, "RBM 2 has Gaussian visible and relu hidden units.*sampler='cd'"),
@@ -258,6 +292,7 @@ def test_options_that_contradict_each_other(options, message):
         ({"lr": 0}, "above 0"),
         ({"lr_decay": "cosine"}, "'linear' or 'none'"),
         ({"steps": 0}, "steps"),
+        ({"preset": "both"}, "'density' or 'features'; got 'both'"),
     ],
 )
 def test_stages_check_their_numbers(options, message):
