@@ -1,5 +1,6 @@
 """What the runs of test_recovery.py train: large enough that a good part of each step is the writing of its state."""
 
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -9,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel import LengthBatchSampler, SequenceModel
+from lightning_accel import DeepBeliefNetwork, LengthBatchSampler, SequenceModel, Stage
 from lightning_accel.data import length_batch_loader
 
 WIDTH = 512
@@ -95,12 +96,41 @@ class SequenceJob(SequenceModel):
         Job.on_train_batch_start(self, batch, batch_idx)
 
 
+class BeliefJob(DeepBeliefNetwork):
+    """Two Boltzmann machines and a classifier, in stages of an epoch each; 7 steps an epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        stages = [Stage(epochs=1, num_chains=8), Stage(epochs=1, sampler="tempering", num_chains=4)]
+        super().__init__(WIDTH, [8, 6], stages, num_classes=3, finetune="classifier", finetune_epochs=2)
+        del self.hparams["folder"]  # a path, which a checkpoint could not be loaded with
+        self.folder = folder
+
+    def loader(self, world_size: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.rand(7 * 4 * world_size, WIDTH, generator=generator)
+        return DataLoader(TensorDataset(rows, torch.arange(len(rows)) % 3), batch_size=4, shuffle=True)
+
+    def configure_optimizers(self):
+        self.make_optimizer = partial(torch.optim.SGD, lr=1, momentum=0.5)
+        return super().configure_optimizers()
+
+    def on_train_start(self):
+        super().on_train_start()
+        Job.on_train_start(self)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        Job.on_train_batch_start(self, batch, batch_idx)
+
+
 def local_state(module: L.LightningModule) -> dict[str, Tensor]:
-    """Weights and the optimizer's state, of this rank."""
+    """Weights, chains and the optimizer's state, of this rank."""
     # on meta are the layers that a pipeline keeps elsewhere
     state = {name: _local(value) for name, value in module.state_dict().items() if not value.is_meta}
     for index, each in module.optimizers().state_dict()["state"].items():
         state |= {f"{index}.{name}": _local(value) for name, value in each.items() if not value.is_meta}
+    for index, sampling in enumerate(getattr(module, "sampling", [])):
+        state |= {f"sampling {index}.{name}": value for name, value in sampling.state_dict().items()}
     return state
 
 

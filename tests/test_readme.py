@@ -54,11 +54,11 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (5, 9)
+    assert (len(SCRIPTS), len(COMMANDS)) == (7, 11)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda text: re.search(r"class (\w+)", text)[1])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda text: re.search(r"class (\w+)|$", text)[1] or "estimators")
 def test_script_runs(folder, script):
     if "__main__" in script:  # it starts processes, which run the file again
         (folder / "script.py").write_text(script)

@@ -33,6 +33,7 @@ STRATEGIES = {
     "accel_expert_parallel": ("accel_expert_parallel", {}, 2, "ExpertJob"),
     "accel_pipeline": ("accel_pipeline", {}, 2, "Job"),
     "sequences in chunks": ("ddp", {}, 2, "SequenceJob"),
+    "stages of a belief network": ("ddp", {}, 2, "BeliefJob"),
 }
 
 

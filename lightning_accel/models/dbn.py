@@ -307,11 +307,11 @@ class DeepBeliefNetwork(L.LightningModule):
                 f"the stages of DeepBeliefNetwork take {needed} epochs together, the trainer has {epochs}: training "
                 f"ends in {last!r}. Set max_epochs={needed}, or shorten the stages"
             )
+        self._restore_sampling()
 
     def on_train_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
-        if self._saved:
-            self._restore_sampling()
+        self._restore_sampling()  # of strategies that read checkpoints after on_fit_start
 
     def on_train_epoch_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
@@ -553,6 +553,8 @@ class DeepBeliefNetwork(L.LightningModule):
             self._saved = checkpoint[_KEY]["ranks"]
 
     def _restore_sampling(self) -> None:
+        if not self._saved:
+            return
         world_size, rank = self.trainer.world_size, self.trainer.global_rank
         if len(self._saved) != world_size:
             rank_zero_warn(

@@ -355,7 +355,7 @@ def _stage(estimator: RBMTransformer | DBNClassifier, visible: str) -> Stage:
         raise ValueError(f"preset must be 'features' or 'density'; got {estimator.preset!r}")
     if estimator.preset == "density":
         return Stage(epochs=estimator.n_iter, lr=lr)
-    return Stage(epochs=estimator.n_iter, lr=lr, lr_decay="none", sampler="cd", centering=0)
+    return Stage(epochs=estimator.n_iter, lr=lr, lr_decay="none", preset="features")
 
 
 def _rate_of(name: str, rate: float | str, default: float) -> float:

@@ -60,7 +60,7 @@ class ContrastiveDivergence:
         num_chains: int = 100,
         *,
         num_temperatures: int = 10,
-        centering: float = 0.01,
+        centering: float = 0.05,
         sparsity_target: float | None = None,
         sparsity_weight: float = 0.1,
         seed: int = 0,

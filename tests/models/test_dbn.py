@@ -182,6 +182,53 @@ def test_processes_agree_on_weights_and_draw_chains_of_their_own(strategy, finet
         assert mine["visible_offset"].equal(other["visible_offset"])
 
 
+def check_likelihood(rank, world_size):
+    """Held-out log-probability of digits after 30 epochs, with so many rows and chains over all processes."""
+    one = model(num_visible=64, layers=[16], stages=[Stage(epochs=30, lr=2.0)])
+    digits = DigitsDataModule(batch_size=100 // world_size, binarize=True)
+    options = {"strategy": "ddp", "devices": 2} if world_size > 1 else {}
+    run = trainer(max_epochs=30, max_steps=-1, **options)
+    run.fit(one, digits)
+    rows = digits.test_rows.tensors[0].flatten(1)
+    return float(one.stack.top.log_prob(rows).mean()), snapshot(one)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_a_density_as_well_as_one():
+    alone, _ = check_likelihood(0, 1)
+    (first, weights), (_, others) = run_ranks(check_likelihood, 2, timeout_s=120)
+    assert not changed(weights, others)
+    assert first > alone - 0.25  # seeds differ by 0.1
+    assert alone > -20  # the mean picture has -26
+
+
+def check_large(rank):
+    one = model(num_visible=784, layers=[1024], stages=[Stage(epochs=2, lr=0.5)])
+    data = torch.rand(96, 784, generator=torch.Generator().manual_seed(1)).lt(0.3).float()
+    data[:, :392] = data[:, :1]  # something to learn
+    loader = DataLoader(TensorDataset(data), batch_size=16)
+    errors, local = [], []
+
+    class Errors(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            local.append(sum(parameter.to_local().numel() for parameter in pl_module.parameters()))
+
+        def on_validation_epoch_end(self, trainer, pl_module):
+            errors.append(float(trainer.callback_metrics["val/reconstruction_error"]))
+
+    run = trainer(max_epochs=2, max_steps=-1, strategy="accel_fsdp2", devices=2, callbacks=[Errors()])
+    run.fit(one, loader, loader)
+    return errors, local[0], sum(parameter.numel() for parameter in one.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*DTensor")
+def test_fsdp2_trains_a_large_rbm_of_which_each_process_holds_half():
+    for errors, local, whole in run_ranks(check_large, timeout_s=120):
+        assert errors[-1] < 0.9 * errors[0]
+        assert local <= whole / 2 + 784
+
+
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
 def test_it_learns_digits_in_a_few_epochs(finetune):
     one = DeepBeliefNetwork(
@@ -200,7 +247,7 @@ def test_it_learns_digits_in_a_few_epochs(finetune):
 
 def test_presets_choose_sampler_centres_and_first_weights():
     sizes = {"num_visible": 400, "layers": [300]}
-    for preset, std, sampler, centering in (("density", 0.1069, "pcd", 0.01), ("features", 0.01, "cd", 0)):
+    for preset, std, sampler, centering in (("density", 0.1069, "pcd", 0.05), ("features", 0.01, "cd", 0)):
         one = model(stages=[Stage(preset=preset)], **sizes)
         assert float(one.stack.top.weight.std().detach()) == pytest.approx(std, rel=0.02)
         assert (one.sampling[0].sampler, one.sampling[0].centering) == (sampler, centering)
