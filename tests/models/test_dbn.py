@@ -386,6 +386,20 @@ def test_too_few_epochs_are_told():
         fit(model(), max_epochs=1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("finetune", ["classifier", "updown"])
+def test_it_trains_and_resumes_on_a_gpu(precision, finetune, run_folder):
+    options = {"accelerator": "gpu", "devices": 1, "precision": precision, "default_root_dir": run_folder}
+    run = fit(model(finetune=finetune), max_epochs=2, **options)
+    run.save_checkpoint("half.ckpt")
+    one = model(finetune=finetune)
+    go_on = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1, **options)
+    go_on.fit(one, DataLoader(rows(), batch_size=5), ckpt_path="half.ckpt")
+    assert one.sampling[0].chains.is_cuda
+    assert all(value.isfinite().all() for value in one.state_dict().values())
+
+
 def test_divergence_is_told():
     one = model(stages=[Stage(epochs=3, lr=1e38, lr_decay="none", num_chains=6)])
     with pytest.raises(ValueError, match=r"rbm 1 has diverged: its energy_gap is .*Lower its learning rate"):
