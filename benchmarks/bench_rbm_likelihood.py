@@ -140,8 +140,8 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = {
-    "ours": Subject(ours, {100: (2, 3, 4), 10: (0.3, 0.5, 0.8)}),
-    "ours, first weights of 0.01": Subject(ours_small_weights, {100: (2, 3, 4), 10: (0.3, 0.5, 0.8)}),
+    "ours": Subject(ours, {100: (2, 3, 4, 6), 10: (0.3, 0.5, 0.8)}),
+    "ours, first weights of 0.01": Subject(ours_small_weights, {100: (2, 3, 4, 6), 10: (0.3, 0.5, 0.8)}),
     "ours, 500 chains": Subject(ours_500_chains, {10: (0.3, 0.5, 0.8)}, cases=("H64 B10",)),
     "scikit-learn": Subject(scikit_learn, {100: (0.4, 0.8, 1.6), 10: (0.1, 0.2, 0.4)}, "sklearn"),
     "learnergy": Subject(learnergy, {100: (0.5, 1, 2), 10: (0.1, 0.2, 0.4)}, "learnergy"),

@@ -22,7 +22,7 @@ class _Preset(NamedTuple):
     centering: float
 
 
-_PRESETS = {"density": _Preset("pcd", 0.05), "features": _Preset("cd", 0.0)}
+_PRESETS = {"density": _Preset("pcd", 100), "features": _Preset("cd", 0)}
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Stage:
         lr: learning rate at the start.
         lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; or ``none``.
         preset: what the RBM is for, ``density`` or ``features``, gives ``sampler``, ``centering`` and ``initial_std``
-            where they are left out: ``pcd``, 0.05 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (with which Gaussian
+            where they are left out: ``pcd``, 100 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (with which Gaussian
             and rectified units begin, too). Centring makes hidden units be 1 half of the time, which hurts features.
         sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for what follows.
         steps: Gibbs steps for each gradient.
         num_chains: over all processes, whatever the size of a batch.
         num_temperatures: of ``tempering``.
-        centering: rate at which the centres of the units follow the data's means; 0 for none.
+        centering: rows of data that the centres of the units are means of; 0 for none.
         sparsity_target: mean of the hidden units to strive for.
         sparsity_weight: what the distance from it counts for.
         initial_std: of the weights, see :class:`lightning_accel.RBM`.

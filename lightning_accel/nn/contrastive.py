@@ -38,8 +38,9 @@ class ContrastiveDivergence:
         steps: Gibbs steps for each gradient.
         num_chains: of ``pcd`` and ``tempering``, over all processes; whatever the size of a batch.
         num_temperatures: of ``tempering``.
-        centering: rate in (0, 1] at which the means that are subtracted from the units follow the data's; 0 for none.
-            Centering learns densities faster and features worse.
+        centering: rows of data, of all processes, over which the means are taken that are subtracted from the units:
+            running means, or those of a larger batch alone. 0 for none. Centring learns densities faster and features
+            worse; means of few rows do harm.
         sparsity_target: mean of the hidden units to strive for; None for none.
         sparsity_weight: what the distance from it counts for: the gradient by a hidden unit's activation, in each row
             of data, is this times (running mean of the unit - target).
@@ -60,7 +61,7 @@ class ContrastiveDivergence:
         num_chains: int = 100,
         *,
         num_temperatures: int = 10,
-        centering: float = 0.05,
+        centering: float = 100,
         sparsity_target: float | None = None,
         sparsity_weight: float = 0.1,
         seed: int = 0,
@@ -72,8 +73,8 @@ class ContrastiveDivergence:
                 "steps and num_chains must be at least 1, num_temperatures at least 2; got "
                 f"steps={steps}, num_chains={num_chains}, num_temperatures={num_temperatures}"
             )
-        if not 0 <= centering <= 1:
-            raise ValueError(f"centering must lie in [0, 1]; got {centering}")
+        if centering != 0 and not centering >= 1:
+            raise ValueError(f"centering must be at least 1 row of data, or 0 for none; got {centering}")
         if (sparsity_target is not None and not sparsity_target > 0) or not sparsity_weight >= 0:
             raise ValueError(
                 "sparsity_target must be above 0 and sparsity_weight at least 0; got "
@@ -263,8 +264,9 @@ class ContrastiveDivergence:
             dist.all_reduce(means)
             means /= _world_size()
         if self.centering:
-            self.visible_offset = _moved(self.visible_offset, means[:size], self.centering)
-            self.hidden_offset = _moved(self.hidden_offset, means[size:], self.centering)
+            rate = min(1, len(inputs) * _world_size() / self.centering)
+            self.visible_offset = _moved(self.visible_offset, means[:size], rate)
+            self.hidden_offset = _moved(self.hidden_offset, means[size:], rate)
         if self.sparsity_target is not None:
             self.activity = _moved(self.activity, means[size:], _ACTIVITY_RATE)
 

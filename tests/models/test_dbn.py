@@ -1,4 +1,5 @@
 import re
+from itertools import pairwise
 
 import lightning as L
 import pytest
@@ -66,12 +67,52 @@ def test_each_stage_trains_its_layer_alone():
     one.__class__ = Watched
     one.make_optimizer = lambda groups: torch.optim.SGD(groups, lr=1, momentum=0.9, weight_decay=0.1)
     fit(one, max_epochs=5)
-    steps = list(zip(one.history, one.history[1:], strict=False))
-    assert [changed(*step) for step in steps] == [
+    assert [changed(*step) for step in pairwise(one.history)] == [
         {"stack.rbms.0"}, {"stack.rbms.0"}, {"stack.rbms.1"},
         {"stack.rbms.0", "stack.rbms.1", "head"}, {"stack.rbms.0", "stack.rbms.1", "head"},
     ]  # fmt: skip
     assert one.states[:4] == [0, 3, 3, 0]  # in the first epoch, of RBM 1; kept; RBM 2 begins; all begin anew
+
+
+def check_idle_layers(rank):
+    one = model(finetune="classifier")
+    one.__class__ = Watched
+    one.make_optimizer = lambda groups: torch.optim.SGD(groups, lr=1, momentum=0.9, weight_decay=0.1)
+    fit(one, max_epochs=3, strategy="ddp", devices=2)
+    return [changed(*step) for step in pairwise(one.history)]
+
+
+def test_momentum_and_decay_leave_idle_layers_alone_under_ddp():
+    for found in run_ranks(check_idle_layers):
+        assert found == [{"stack.rbms.0"}, {"stack.rbms.0"}, {"stack.rbms.1"}]
+
+
+def test_it_stops_when_all_stages_are_over():
+    run = fit(model(), max_epochs=7)
+    assert run.current_epoch == 3
+
+
+def test_recognition_follows_the_layers_until_it_is_trained():
+    one = model(finetune="updown", finetune_lr=1e-9)
+    fit(one)
+    x = rows().tensors[0]
+    torch.testing.assert_close(one.stack.transform(x, 1), one.stack.layers[0](x))
+
+
+def test_reconstructions_are_of_the_layers_trained_so_far():
+    errors = []
+
+    class Errors(L.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            x = rows().tensors[0]
+            number = 1 if trainer.current_epoch < 2 else 2
+            expected = (pl_module.stack.reconstruct(x, number) - x).square().mean().item()
+            errors.append((float(trainer.callback_metrics["val/reconstruction_error"]), expected))
+
+    fit(model(stages=(Stage(epochs=2, num_chains=6), Stage(epochs=1, num_chains=6))), callbacks=[Errors()])
+    assert len(errors) == 4  # with that before the training
+    for found, expected in errors:
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_visible_biases_start_at_the_means_of_what_is_below():
@@ -247,13 +288,13 @@ def test_it_learns_digits_in_a_few_epochs(finetune):
 
 def test_presets_choose_sampler_centres_and_first_weights():
     sizes = {"num_visible": 400, "layers": [300]}
-    for preset, std, sampler, centering in (("density", 0.1069, "pcd", 0.05), ("features", 0.01, "cd", 0)):
+    for preset, std, sampler, centering in (("density", 0.1069, "pcd", 100), ("features", 0.01, "cd", 0)):
         one = model(stages=[Stage(preset=preset)], **sizes)
         assert float(one.stack.top.weight.std().detach()) == pytest.approx(std, rel=0.02)
         assert (one.sampling[0].sampler, one.sampling[0].centering) == (sampler, centering)
-    one = model(stages=[Stage(centering=0.2, initial_std=0.5, sampler="tempering")], **sizes)
+    one = model(stages=[Stage(centering=20, initial_std=0.5, sampler="tempering")], **sizes)
     assert float(one.stack.top.weight.std().detach()) == pytest.approx(0.5, rel=0.02)
-    assert (one.sampling[0].sampler, one.sampling[0].centering) == ("tempering", 0.2)
+    assert (one.sampling[0].sampler, one.sampling[0].centering) == ("tempering", 20)
     gaussian = model(visible="gaussian", stages=[Stage()], **sizes)
     assert float(gaussian.stack.top.weight.std().detach()) == pytest.approx(0.01, rel=0.02)
 

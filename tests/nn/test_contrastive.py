@@ -83,7 +83,7 @@ def test_centred_gradient_is_that_by_the_centred_parameters(units, hidden, spars
     """With units less their offsets, biases are others; what descends there, told in the RBM's own parameters."""
     rbm = make_rbm(units, hidden)
     rows = rows_for(rbm)
-    training = ContrastiveDivergence(num_chains=5, centering=0.1, sparsity_target=sparsity_target, sparsity_weight=0.7)
+    training = ContrastiveDivergence(num_chains=5, centering=50, sparsity_target=sparsity_target, sparsity_weight=0.7)
     training(rbm, rows_for(rbm))
     samples = samples_of(training, rbm, rows)
     training(rbm, rows).backward()
@@ -132,7 +132,7 @@ def prefixed(values):
 
 def test_offsets_and_activity_follow_the_data():
     rbm = make_rbm()
-    training = ContrastiveDivergence(centering=0.3, sparsity_target=0.2)
+    training = ContrastiveDivergence(centering=50 / 3, sparsity_target=0.2)
     first, second = rows_for(rbm), rows_for(rbm, 5)
     training(rbm, first)
     torch.testing.assert_close(training.visible_offset, first.mean(dim=0))
@@ -141,6 +141,9 @@ def test_offsets_and_activity_follow_the_data():
     hidden = [rbm(rows).mean(dim=0).detach() for rows in (first, second)]
     torch.testing.assert_close(training.hidden_offset, 0.7 * hidden[0] + 0.3 * hidden[1])
     torch.testing.assert_close(training.activity, 0.9 * hidden[0] + 0.1 * hidden[1])
+    third = rows_for(rbm, 17)
+    training(rbm, third)
+    torch.testing.assert_close(training.visible_offset, third.mean(dim=0))
 
 
 def test_sparsity_target_is_met():
@@ -157,7 +160,7 @@ def test_sparsity_target_is_met():
 def test_serves_what_is_done_to_losses(kind):
     rbm = make_rbm()
     rows = rows_for(rbm)
-    training = ContrastiveDivergence(num_chains=5, centering=0.3)
+    training = ContrastiveDivergence(num_chains=5, centering=30)
     single = copy.deepcopy(training)
     single(rbm, rows).backward()
     once = [gradient.clone() for gradient in gradients_of(rbm)]
@@ -222,9 +225,9 @@ def by_hand(training, rbm, rows, batch_size, optimizer):
 
 SETTINGS = [
     {"sampler": "cd"},
-    {"sampler": "cd", "steps": 3, "centering": 0.2},
+    {"sampler": "cd", "steps": 3, "centering": 20},
     {"sampler": "pcd", "steps": 2},
-    {"sampler": "pcd", "centering": 0.2, "sparsity_target": 0.2},
+    {"sampler": "pcd", "centering": 20, "sparsity_target": 0.2},
     {"sampler": "cd", "sparsity_target": 0.2},
     {"sampler": "tempering", "num_temperatures": 3},
 ]
@@ -363,7 +366,7 @@ def check_ranks(rank, general):
     rows = rows_for(rbm, 48)
     kind = GeneralSGD if general else torch.optim.SGD
     optimizer = kind(rbm.parameters(), lr=0.1, momentum=0.5)
-    training = ContrastiveDivergence(num_chains=5, centering=0.1, sparsity_target=0.2)
+    training = ContrastiveDivergence(num_chains=5, centering=50, sparsity_target=0.2)
     training.train_(rbm, rows[rank::2], 4, optimizer)
     own = [None, None]
     samples = samples_of(training, rbm, rows[rank::2])
@@ -450,8 +453,8 @@ def test_autocast_of_train_uses_the_weights_of_each_step():
         ({"steps": 0}, "steps=0"),
         ({"num_chains": 0}, "num_chains=0"),
         ({"num_temperatures": 1}, "num_temperatures=1"),
-        ({"centering": 1.5}, "centering must lie"),
-        ({"centering": float("nan")}, "centering must lie"),
+        ({"centering": 0.5}, "centering must be at least 1 row"),
+        ({"centering": float("nan")}, "centering must be"),
         ({"sparsity_target": 0.0}, "sparsity_target=0"),
         ({"sparsity_target": 0.1, "sparsity_weight": -1.0}, "sparsity_weight=-1"),
     ],
