@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
+from lightning_accel.models.dbn_stages import hand_out
 from lightning_accel.nn import RBM
 from lightning_accel.nn.partition import LogZ
 from tests.ranks import run_ranks
@@ -72,6 +73,45 @@ def test_each_stage_trains_its_layer_alone():
         {"stack.rbms.0", "stack.rbms.1", "head"}, {"stack.rbms.0", "stack.rbms.1", "head"},
     ]  # fmt: skip
     assert one.states[:4] == [0, 3, 3, 0]  # in the first epoch, of RBM 1; kept; RBM 2 begins; all begin anew
+
+
+def check_alternating_column(rank):
+    data = rows(kind="real")
+    data.tensors[0][:, 4] = torch.arange(len(data)) % 2
+    fit(model(visible="gaussian", layers=[4], stages=[Stage(epochs=1, lr=0.01)]), data=data, strategy="ddp", devices=2)
+
+
+def test_a_column_that_varies_between_processes_alone_is_no_constant():
+    run_ranks(check_alternating_column)
+
+
+def check_save(rank, path):
+    run = fit(model(), batch_size=3, strategy="ddp", devices=2, max_epochs=1)
+    run.save_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_chains_go_on_in_another_number_of_processes(run_folder):
+    run_ranks(check_save, run_folder / "two.ckpt")
+    saved = torch.load("two.ckpt", weights_only=True)["deep_belief_network"]
+    one, seen = model(), []
+
+    class Seen(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            seen.append(pl_module.sampling[0].chains.clone())
+
+    run = trainer(max_epochs=3, max_steps=-1, callbacks=[Seen()])
+    with pytest.warns(UserWarning, match="chains of 2 processes, this run has 1: chains are dealt anew"):
+        run.fit(one, DataLoader(rows(), batch_size=5), ckpt_path="two.ckpt")
+    assert seen[0].equal(torch.cat([state["sampling"][0]["chains"] for state in saved["ranks"]]))
+
+
+def test_chains_are_dealt_to_any_number_of_processes():
+    states = [{"chains": torch.arange(3 * 2).view(3, 2) + 10 * rank, "generator": rank} for rank in range(2)]
+    dealt = [hand_out(states, 4, rank) for rank in range(4)]
+    assert torch.cat([one["chains"] for one in dealt])[:, 0].sort().values.tolist() == [0, 2, 4, 10, 12, 14]
+    assert [one.get("generator") for one in dealt] == [0, 1, None, None]
+    assert hand_out(states, 2, 1) == states[1]
 
 
 def check_idle_layers(rank):
