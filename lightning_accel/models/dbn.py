@@ -1,11 +1,10 @@
 """Deep belief network. Shapes: B rows, V visible units, H hidden units, C classes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from operator import index
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import torch
@@ -15,10 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
-from torchmetrics.aggregation import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel.models.dbn_figures import BeliefFigures, Likelihood
+from lightning_accel.models.dbn_layers import Units, require_options
 from lightning_accel.models.dbn_stages import Decay, Schedule, Stage, hand_out, require_schedule, survey, write_
 from lightning_accel.models.hooks import (
     is_logging_step,
@@ -27,15 +25,13 @@ from lightning_accel.models.hooks import (
     take_from_datamodule,
 )
 from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.partition import LogZ
-from lightning_accel.nn.rbm import RBM, Hidden, Visible
+from lightning_accel.nn.rbm import Hidden, Visible
 from lightning_accel.nn.rbm_units import GaussianVisible
 from lightning_accel.nn.wake_sleep import UpDown
 from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.rank_states import RankStates
 
 FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
-Likelihood: TypeAlias = Literal["none", "exact", "ais"]
 Batch: TypeAlias = Tensor | Sequence[Tensor]
 _KEY = "deep_belief_network"  # in a checkpoint
 
@@ -127,7 +123,7 @@ class DeepBeliefNetwork(L.LightningModule):
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]
-        _require_options(layers, stages, finetune, labels, likelihood, minibatch_size)
+        require_options(layers, stages, finetune, labels, likelihood, minibatch_size)
         self.num_visible = num_visible
         self.num_classes = num_classes
         self.class_names = class_names
@@ -139,9 +135,9 @@ class DeepBeliefNetwork(L.LightningModule):
         self.minibatch_size = minibatch_size
         self.automatic_optimization = minibatch_size is None
         self.make_optimizer = optimizer
-        self._hidden = [hidden] * len(layers) if isinstance(hidden, str) else list(hidden)
-        self._units = {"visible": visible, "num_categories": num_categories, "learn_variance": learn_variance}
-        self._require_densities()
+        kinds: list[Hidden] = [hidden] * len(layers) if isinstance(hidden, str) else list(hidden)
+        self._units = Units(visible, num_categories, learn_variance, kinds)
+        self._units.require_densities(self.stages)
         plan = [(f"rbm {i + 1}", stage.epochs, stage.lr, stage.lr_decay) for i, stage in enumerate(self.stages)]
         if finetune != "none":
             finetune_lr = (0.5 if finetune == "classifier" else 0.01) if finetune_lr is None else finetune_lr
@@ -156,7 +152,6 @@ class DeepBeliefNetwork(L.LightningModule):
         self._begun = -1  # the stage that began last, in this run or the one it resumes
         self._saved: list[dict[str, Any]] = []  # by rank
         self._ranks = RankStates()
-        self._log_z: Any = None
         if num_visible is not None and (num_classes is not None or not self._needs_classes):
             self.configure_model()
 
@@ -209,58 +204,18 @@ class DeepBeliefNetwork(L.LightningModule):
                 f"num_visible={self.num_visible}, num_classes={self.num_classes}. Pass them, or train with a "
                 "datamodule that has attributes num_features and num_classes"
             )
-        sizes = [self.num_visible, *self.layers]
-        top = len(self.layers) - 1
-        rbms = []
-        for number, (below, size) in enumerate(pairwise(sizes)):
-            visible, hidden = self._visible_of(number), self._hidden[number]
-            num_labels = (self.num_classes or 0) if self.labels and number == top else 0
-            all_bernoulli = (visible.get("visible", "bernoulli"), hidden) == ("bernoulli", "bernoulli")
-            std = self.stages[number].std_for(below + num_labels, size, all_bernoulli)
-            rbms.append(RBM(below, size, num_labels=num_labels, hidden=hidden, initial_std=std, **visible))
-        self.stack = RBMStack(rbms, untied=self.finetune == "updown")
+        self.stack = self._units.make_stack(
+            self.num_visible,
+            self.layers,
+            (self.num_classes or 0) if self.labels else 0,
+            self.stages,
+            untied=self.finetune == "updown",
+        )
         if self.finetune == "classifier":
             assert self.num_classes is not None
             self.head = nn.Linear(self.layers[-1], self.num_classes)
-        self.val_figures, self.test_figures = self._make_figures(), self._make_figures()
-
-    def _visible_of(self, number: int) -> dict[str, Any]:
-        """Options of the visible units of RBM ``number``."""
-        if number == 0:
-            return self._units
-        return {"visible": "gaussian", "learn_variance": True} if self._hidden[number - 1] == "relu" else {}
-
-    def _require_densities(self) -> None:
-        if len(self._hidden) != len(self.layers):
-            raise ValueError(f"hidden must be one kind, or {len(self.layers)}, one for each RBM; got {self._hidden}")
-        for number, hidden in enumerate(self._hidden):
-            below, sampler = self._visible_of(number).get("visible"), self.stages[number].start_sampling(0).sampler
-            if hidden == "relu" and below == "gaussian" and sampler != "cd":
-                raise ValueError(
-                    f"RBM {number + 1} has Gaussian visible and relu hidden units, which have no density where weights "
-                    f"are large, so that chains of sampler={sampler!r} run away; take sampler='cd' for its stage, or "
-                    "hidden='bernoulli' for it"
-                )
-
-    def _make_figures(self) -> nn.ModuleDict:
-        figures: dict[str, nn.Module] = {"loss": MeanMetric(), "reconstruction_error": MeanMetric()}
-        if self._needs_classes:
-            figures["accuracy"] = MulticlassAccuracy(self.num_classes, average="micro")
-        if self.likelihood != "none":
-            figures["log_prob"] = MeanMetric()
-        return nn.ModuleDict(figures)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load, taking sizes that were not given from the shapes in ``state_dict``."""
-        if self.stack is None and "stack.rbms.0.weight" in state_dict:
-            in_top = state_dict[f"stack.rbms.{len(self.layers) - 1}.weight"].shape[1]
-            if self.labels and len(self.layers) > 1:
-                self.num_classes = in_top - self.layers[-2]
-            elif self.finetune == "classifier":
-                self.num_classes = len(state_dict["head.bias"])
-            self.num_visible = state_dict["stack.rbms.0.weight"].shape[1]
-            self.configure_model()
-        return super().load_state_dict(state_dict, strict, assign)
+        num_classes = self.num_classes if self._needs_classes else None
+        self.val_figures, self.test_figures = (BeliefFigures(num_classes, self.likelihood) for _ in range(2))
 
     def repeated_blocks(self) -> list[nn.Module]:
         """None: the layers are called in other ways than by ``forward``, and are gathered with the whole."""
@@ -461,56 +416,23 @@ class DeepBeliefNetwork(L.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, "test", self.test_figures)
 
-    def _begin_evaluation(self, figures: nn.ModuleDict) -> None:
-        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
-        for figure in figures.values():
-            cast("Metric", figure).reset()
-        self._log_z = None
+    def _begin_evaluation(self, figures: BeliefFigures) -> None:
+        figures.begin()
         self._renew_recognition()
 
-    def _evaluate(self, batch: Batch, stage: str, figures: nn.ModuleDict) -> None:
-        rows, trained = _first(batch).flatten(1), self._num_trained()
-        stack = self._known(self.stack)
-        error = (stack.reconstruct(rows, trained) - rows).square().mean()
-        values = {"loss": error, "reconstruction_error": error}
-        if self.likelihood != "none":
-            values["log_prob"] = self._log_prob(rows, trained).mean()
-            values["loss"] = -values["log_prob"]
-        if self._needs_classes:
-            classes = _classes_of(batch)
-            scores = self(_first(batch)) if self.head is not None else stack.class_log_prob(rows)
-            cast("Metric", figures["accuracy"]).update(scores, classes)
-            values["loss"] = F.cross_entropy(scores, classes) if self.head is not None else values["loss"]
-        for name, value in values.items():
-            cast("Metric", figures[name]).update(value, weight=len(rows))
+    def _evaluate(self, batch: Batch, stage: str, figures: BeliefFigures) -> None:
+        x = _first(batch)
+        scores = None if self.head is None else self(x)
+        classes = _classes_of(batch) if self._needs_classes else None
+        figures.update(self._known(self.stack), self._num_trained(), x.flatten(1), scores, classes)
+        if figures.log_z_gap is not None:
+            self.log("log_z_gap", figures.log_z_gap, sync_dist=True)
         for name, figure in figures.items():
-            self.log(f"{stage}/{name}", cast("Metric", figure), prog_bar=name in ("loss", "accuracy"))
+            self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
 
     def _num_trained(self) -> int:
         """How many layers are trained, or being trained; all outside of ``fit``."""
         return min(self._stage + 1, len(self.layers)) if self.trainer.state.fn == "fit" else len(self.layers)
-
-    def _log_prob(self, rows: Tensor, num_layers: int) -> Tensor:
-        """Log-probability of rows (B, V) under the lowest layers, (B,): for several a lower bound."""
-        stack = self._known(self.stack)
-        if num_layers < len(self.layers):
-            stack = RBMStack(stack.layers[:num_layers])
-        if self._log_z is None:
-            self._log_z = self._log_z_of(stack.top)
-        return stack.log_prob_bound(rows, self._log_z).estimate
-
-    def _log_z_of(self, top: RBM) -> LogZ:
-        if self.likelihood == "exact":
-            return top.log_z("exact")
-        found = top.log_z("ais")
-        gap = float(top.log_z("reverse_ais").upper - found.lower)
-        self.log("log_z_gap", gap, sync_dist=True)
-        if gap > 1:
-            rank_zero_warn(
-                f"log Z is known to {gap:.3g} nats only: annealing upwards and downwards disagree, as they do where "
-                "training diverges. Lower the learning rate, or take likelihood='exact' for small RBMs"
-            )
-        return found
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """The likeliest class of each row, (B,), and its probability; of a model without classes the top features.
@@ -578,26 +500,3 @@ def _classes_of(batch: Batch) -> Tensor:
             "module give both, or train without classes"
         )
     return batch[1]
-
-
-def _require_options(
-    layers: Sequence[int],
-    stages: Sequence[Stage],
-    finetune: str,
-    labels: bool,
-    likelihood: str,
-    minibatch_size: int | None,
-) -> None:
-    if not layers or len(stages) not in (1, len(layers)):
-        raise ValueError(
-            "layers must name the hidden units of at least one RBM, and stages one for each of them or one for all; "
-            f"got {len(layers)} layers and {len(stages)} stages"
-        )
-    if finetune not in ("none", "classifier", "updown"):
-        raise ValueError(f"finetune must be 'none', 'classifier' or 'updown'; got {finetune!r}")
-    if likelihood not in ("none", "exact", "ais"):
-        raise ValueError(f"likelihood must be 'none', 'exact' or 'ais'; got {likelihood!r}")
-    if labels and finetune == "classifier":
-        raise ValueError("labels=True models classes in the top RBM, finetune='classifier' puts a head on it: take one")
-    if minibatch_size is not None and minibatch_size < 1:
-        raise ValueError(f"minibatch_size must be at least 1; got {minibatch_size}")

@@ -13,7 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader
 from lightning_accel.data.in_memory import TensorRows, already_a_batch
 from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_stages import Stage
+from lightning_accel.models.row_scaler import Array, RowScaler
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import RBM, Hidden
 
-Array = NDArray[Any]
 _MINIBATCHES = 50  # that one call of Lightning's loop updates by: its own cost is that of several small ones
 _STARTS = 2**31 - 1
 
@@ -98,7 +98,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """
         rows = _validated(self, X, reset=True)
         self.random_state_ = check_random_state(self.random_state)
-        self._scaler = _Scaler(rows, self.visible)
+        self._scaler = RowScaler(rows, self.visible)
         scaled = self._scaler.scaled(rows)
         self._base = scaled.mean(dim=0)  # of the independent units that annealing begins with
         make_network = partial(
@@ -253,7 +253,7 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         self.classes_, labels = np.unique(classes, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"DBNClassifier needs at least 2 classes; y has 1 class, {self.classes_.tolist()}")
-        self._scaler = _Scaler(rows, self.visible)
+        self._scaler = RowScaler(rows, self.visible)
         upper = "gaussian" if self.hidden == "relu" else "bernoulli"
         sizes = list(self.hidden_layer_sizes)
         kinds = [self._scaler.visible, *[upper] * (len(sizes) - 1)]
@@ -294,59 +294,6 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         """The likeliest class of each row, (N,), of rows (N, V)."""
         best = self.predict_log_proba(X).argmax(axis=1)  # which refuses to go on where classes are not known
         return self.classes_[best]
-
-
-class _Scaler:
-    """What brings rows to the units: nothing for Bernoulli ones, standardising for Gaussian ones."""
-
-    mean: Array | None = None
-    scale: Array | None = None
-
-    def __init__(self, rows: Array, visible: str) -> None:
-        if visible not in ("auto", "bernoulli", "gaussian"):
-            raise ValueError(f"visible must be 'auto', 'bernoulli' or 'gaussian'; got {visible!r}")
-        if visible == "auto":
-            visible = "bernoulli" if rows.min() >= 0 and rows.max() <= 1 else "gaussian"
-        self.visible: Any = visible
-        self.varies = np.ones(rows.shape[1], dtype=bool)
-        if visible == "gaussian":
-            if len(rows) < 2:
-                raise ValueError("standardising needs at least 2 rows; got n_samples = 1")
-            self.mean, scale = rows.mean(axis=0, dtype=np.float64), rows.std(axis=0, dtype=np.float64)
-            self.varies = (rows != rows[0]).any(axis=0) & (scale > 0)
-            self.scale = np.where(self.varies, scale, 0)
-        if not self.varies.any():
-            raise ValueError(f"all {len(self.varies)} columns are constant: there is nothing to learn from")
-
-    @property
-    def num_varying(self) -> int:
-        return int(self.varies.sum())
-
-    @property
-    def log_volume(self) -> float:
-        """What standardising adds to the logarithm of a density."""
-        return 0.0 if self.scale is None else float(np.log(self.scale[self.varies]).sum())
-
-    def scaled(self, rows: Array) -> Tensor:
-        """Rows (N, V) as units hold them, of the same dtype."""
-        if self.mean is None or self.scale is None:
-            return torch.from_numpy(np.ascontiguousarray(rows))
-        kept = (rows[:, self.varies] - self.mean[self.varies]) / self.scale[self.varies]
-        return torch.from_numpy(kept.astype(rows.dtype))
-
-    def unscaled(self, states: Tensor) -> Array:
-        """Rows (N, V) of what units hold."""
-        if self.mean is None or self.scale is None:
-            return states.numpy()
-        rows = states.numpy() * self.scale[self.varies] + self.mean[self.varies]
-        return self.with_constants(rows, self.mean).astype(states.numpy().dtype)
-
-    def with_constants(self, values: Array, constant: Array | float) -> Array:
-        """Values (..., V) for all columns, of values for those that vary."""
-        whole = np.empty((*values.shape[:-1], len(self.varies)), dtype=values.dtype)
-        whole[...] = constant
-        whole[..., self.varies] = values
-        return whole
 
 
 def _stage(estimator: RBMTransformer | DBNClassifier, visible: str) -> Stage:

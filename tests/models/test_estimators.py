@@ -117,7 +117,7 @@ def test_presets(bits, monkeypatch):
     RBMTransformer(n_components=3, n_iter=2).fit(bits)
     RBMTransformer(n_components=3, n_iter=2, preset="density").fit(bits * 2)
     DBNClassifier((3, 2), n_iter=2, finetune_n_iter=1, hidden="relu", learning_rate=0.001).fit(bits, bits[:, 0])
-    features = Stage(epochs=2, lr=0.1, lr_decay="none", sampler="cd", centering=0)
+    features = Stage(epochs=2, lr=0.1, lr_decay="none", preset="features")
     assert stages[:2] == [features, Stage(epochs=2, lr=0.01)]
     assert [stage.lr for stage in stages[2:]] == [0.001, 0.001]
 
