@@ -46,8 +46,9 @@ def test_moe_lm_reaches_what_it_promises(command, run_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "figure", "least", "most"), [
     ("rnn_digits", "test/accuracy", 0.975, 1), ("rnn_adding", "test/mse", 0, 1e-3),
+    ("dbn_digits", "test/accuracy", 0.94, 1), ("rbm_bars", "test/log_prob", -3.375, -2.6),
 ])  # fmt: skip
-def test_rnn_reaches_what_it_promises(command, name, figure, least, most):
+def test_run_reaches_what_it_promises(command, name, figure, least, most):
     path = next(path for path in CONFIGS if path.stem == name)
     assert command("fit", "--config", path).status == 0
     result = command("test", "--config", path, "--ckpt_path=best")

@@ -43,7 +43,7 @@ class Stage:
         centering: rows of data that the centres of the units are means of; 0 for none.
         sparsity_target: mean of the hidden units to strive for.
         sparsity_weight: what the distance from it counts for.
-        initial_std: of the weights, see :class:`lightning_accel.RBM`.
+        initial_std: of the weights, see :class:`lightning_accel.RBM`. Of a few hidden units small ones are better.
 
     Raises:
         ValueError: if a number is out of range.
