@@ -15,6 +15,7 @@ from lightning_accel.callbacks.epoch_order import EpochOrder, can_be_entered_any
 from lightning_accel.callbacks.random_state import derived_seed, random_state, seed_random_state, set_random_state
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.nn import ContrastiveDivergence
 from lightning_accel.strategies.batch_samplers import require_dealable_batches
 from lightning_accel.strategies.rank_states import RankStates
 
@@ -22,8 +23,9 @@ from lightning_accel.strategies.rank_states import RankStates
 class ExactResume(L.Callback):
     """Make a resumed run go on as if it had not been stopped, for any module, strategy and map-style DataLoader.
 
-    A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), so dropout goes
-    on bit for bit. A resumed epoch begins with the first batch that was not trained on; earlier ones are left out
+    A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), and of the
+    :class:`~lightning_accel.nn.ContrastiveDivergence` that are attributes of the module, so dropout and sampling go on
+    bit for bit. A resumed epoch begins with the first batch that was not trained on; earlier ones are left out
     without being loaded. For that the order of batches becomes a function of the seed and the epoch, and validation
     leaves the generators as it found them. Processes that train on different rows draw different numbers, for dropout
     say, where Lightning has all of them draw the same once a seed is set. With this callback a run draws other numbers
@@ -66,6 +68,8 @@ class ExactResume(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         generators = self._before_validation or random_state()
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
+        if samplings := self._samplings():
+            mine["samplings"] = [one.state_dict() for one in samplings]
         return {"ranks": self._ranks.gather(mine, self._trainer) or [mine]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -122,7 +126,11 @@ class ExactResume(L.Callback):
             self._spread_over_other_processes()
         self._start_loaders_again()
         if len(self._saved) > self._trainer.global_rank:
-            set_random_state(self._saved[self._trainer.global_rank]["generators"])
+            mine = self._saved[self._trainer.global_rank]
+            set_random_state(mine["generators"])
+            if len(self._saved) == self._trainer.world_size:  # else chains begin anew
+                for sampling, state in zip(self._samplings(), mine.get("samplings", []), strict=False):
+                    sampling.load_state_dict(state, self._trainer.lightning_module.device)
         self._saved = []
 
     def _part_noise(self) -> None:
@@ -163,6 +171,12 @@ class ExactResume(L.Callback):
             iter(loop._data_fetcher)
             self._entered_at = None  # from here on the loop's own count is right
             warnings.filterwarnings("ignore", message=".*dataloader is not resumable", category=UserWarning)
+
+    def _samplings(self) -> list[ContrastiveDivergence]:
+        """Attributes of the module and its parts, whose chains and generators nothing else would keep."""
+        parts = self._trainer.lightning_module.modules()
+        values = [value for part in parts for value in vars(part).values()]
+        return [value for value in values if isinstance(value, ContrastiveDivergence)]
 
     def _shares_one_order(self) -> bool:
         """Whether all processes take their rows from one order, the same for any number of them."""

@@ -34,6 +34,7 @@ from lightning_accel.strategies.rank_states import RankStates
 FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
 Batch: TypeAlias = Tensor | Sequence[Tensor]
 _KEY = "deep_belief_network"  # in a checkpoint
+_LARGE = 1e6  # more than the loss of any row
 
 
 class DeepBeliefNetwork(L.LightningModule):
@@ -48,13 +49,16 @@ class DeepBeliefNetwork(L.LightningModule):
 
     Give the trainer as many epochs as all stages have together. Learning rates are those of the stages, unless the
     config's ``optimizer`` takes the place of the model's. Chains and generators of every process are in checkpoints:
-    a resumed run draws the samples that it would have drawn.
+    a resumed run draws the samples that it would have drawn, and with :class:`lightning_accel.ExactResume`, which does
+    as much for the order of rows, ends with the same bits.
 
     Logged: ``train/energy_gap`` (mean energy of data less that of samples: it tells of divergence, not of progress) or
     ``train/loss``; under ``val/`` and ``test/`` ``reconstruction_error`` (mean square over visible units, up through
     the layers trained so far and down again), ``loss``, ``accuracy`` and ``log_prob``. ``loss`` is what the run is for:
     the classifier's cross entropy, else minus the log-probability where ``likelihood`` asks for it, else the error of
-    the reconstruction.
+    the reconstruction. Before the last stage nothing tells that, and ``val/loss`` is a large number that falls, kept
+    from loggers: so ``ModelCheckpoint`` and ``EarlyStopping`` choose within the last stage. A warning says if a
+    checkpoint of another is used.
 
     Args:
         num_visible: values in a row once flattened; by default the datamodule's ``num_features``.
@@ -67,8 +71,8 @@ class DeepBeliefNetwork(L.LightningModule):
         visible: kind of the lowest units: ``bernoulli``, ``gaussian`` or ``categorical``, see
             :class:`lightning_accel.RBM`.
         hidden: kind of the hidden units: ``bernoulli`` or ``relu``; a list has one for each RBM. Above ``relu`` units
-            the visible ones are Gaussian with learned variances. Gaussian units below ``relu`` ones have no density
-            where weights are large: they are trained by ``cd`` alone.
+            the visible ones are Gaussian, of variance 1. Gaussian units below ``relu`` ones have no density where
+            weights are large: they are trained by ``cd`` alone.
         num_categories: of categorical units.
         learn_variance: of Gaussian units.
         labels: whether the top RBM models the class beside what is below it: to classify without a head, and to draw
@@ -118,6 +122,7 @@ class DeepBeliefNetwork(L.LightningModule):
         num_visible = None if num_visible is None else index(num_visible)
         num_classes = None if num_classes is None else index(num_classes)
         layers = [index(size) for size in layers]
+        minibatch_size = None if minibatch_size is None else index(minibatch_size)
         class_names = None if class_names is None else list_of_str(class_names)
         stages = [Stage(**stage) if isinstance(stage, dict) else stage for stage in stages]
         self.save_hyperparameters(ignore=["optimizer"])
@@ -146,6 +151,7 @@ class DeepBeliefNetwork(L.LightningModule):
         self.schedule = Schedule(plan)
         self.sampling = [stage.start_sampling(seed=0) for stage in self.stages]
         self._groups_are_ours = False
+        self._surveyed = True
         self.stack: RBMStack | None = None
         self.head: nn.Linear | None = None
         self._stage = 0
@@ -243,13 +249,15 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the classes (B, C) of a classifier, else means of the top hidden units (B, H), of rows (B, ...)."""
-        features = self._known(self.stack).transform(x.flatten(1))
+        features = self._known(self.stack).transform(_flat(x))
         return features if self.head is None else self.head(features.to(self.head.weight.dtype))
 
     # --- stages
 
     def on_fit_start(self) -> None:
         trainer: Any = self.trainer  # connectors set the attributes that are read here
+        if trainer.ckpt_path is None:
+            self._begun = -1
         if not self.automatic_optimization and trainer.lr_scheduler_configs:
             raise ValueError(
                 "minibatch_size does without the trainer's optimization, which steps schedulers; leave the scheduler "
@@ -267,6 +275,7 @@ class DeepBeliefNetwork(L.LightningModule):
     def on_train_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
         self._restore_sampling()  # of strategies that read checkpoints after on_fit_start
+        self._stop_at_the_end(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
@@ -275,7 +284,10 @@ class DeepBeliefNetwork(L.LightningModule):
             self._begun = self._stage
 
     def on_train_epoch_end(self) -> None:
-        if self.current_epoch + 1 >= self.schedule.num_epochs:
+        self._stop_at_the_end(self.current_epoch + 1)
+
+    def _stop_at_the_end(self, epochs: int) -> None:
+        if epochs >= self.schedule.num_epochs:
             self.trainer.should_stop = True
 
     def _begin_stage(self) -> None:
@@ -292,16 +304,34 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def _begin_rbm(self, number: int) -> None:
         rbm = self._known(self.stack).layers[number]
-        self.sampling[number] = self.stages[number].start_sampling(torch.initial_seed() % 2**62 + number)
-        check = partial(rbm.require_support, all_rows=False)
+        self.sampling[number] = self.stages[number].start_sampling(self._seed_of(number))
         with self._whole_parameters():
-            found = survey(self, partial(self._rows, number=number), self.trainer.train_dataloader, check)
+            found = survey(self, partial(self._checked_rows, number=number), self.trainer.train_dataloader)
+        self._surveyed = found is not None
         if found is None:
             return
         write_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
         for part in rbm.visible_units.modules():
             if isinstance(part, GaussianVisible) and (fault := part.find_fault(found.extremes[:, : part.num_visible])):
                 raise ValueError(fault)  # the extremes of a column are equal where it is constant
+
+    def _seed_of(self, number: int) -> int:
+        return torch.initial_seed() % 2**62 + number
+
+    def _checked_rows(self, batch: Batch, number: int) -> Tensor:
+        rows = self._rows(batch, number)
+        self._known(self.stack).layers[number].require_support(rows, all_rows=False)
+        if self._needs_classes:
+            self._require_classes(_classes_of(batch), len(rows))
+        return rows
+
+    def _require_classes(self, classes: Tensor, num_rows: int) -> None:
+        integers = not classes.is_floating_point() and classes.shape == (num_rows,)
+        if not integers or not 0 <= int(classes.min()) <= int(classes.max()) < (self.num_classes or 0):
+            raise ValueError(
+                f"classes must be ({num_rows},) integers in [0, {self.num_classes}), one for each row; got "
+                f"{tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
+            )
 
     def _renew_recognition(self) -> None:
         """Let recognition weights of their own, which are learned last, follow the RBMs' until then."""
@@ -330,7 +360,8 @@ class DeepBeliefNetwork(L.LightningModule):
     # --- steps
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if not self._groups_are_ours:
+        trainer: Any = self.trainer
+        if not self._groups_are_ours or trainer.lr_scheduler_configs:
             return
         lr = self.schedule.spans[self._stage].lr_at(self.current_epoch + batch_idx / self.trainer.num_training_batches)
         for optimizer in self._torch_optimizers():
@@ -347,13 +378,13 @@ class DeepBeliefNetwork(L.LightningModule):
         """What the stage minimises, ()."""
         stack = self._known(self.stack)
         if self._stage < len(self.layers):
-            rows = self._rows(batch, self._stage)
+            rows = self._training_rows(batch)
             gap = self.sampling[self._stage](stack.layers[self._stage], rows)
             self._log_training("energy_gap", gap)
             return gap
         if self.finetune == "updown":
             classes = _classes_of(batch) if self.labels else None
-            loss = UpDown(self.sampling[-1])(stack, _first(batch).flatten(1), classes)
+            loss = UpDown(self.sampling[-1])(stack, _flat(_first(batch)), classes)
         else:
             loss = F.cross_entropy(self(_first(batch)), _classes_of(batch))
         self._log_training("loss", loss)
@@ -364,7 +395,7 @@ class DeepBeliefNetwork(L.LightningModule):
         assert self.minibatch_size is not None
         if self._stage < len(self.layers):
             rbm, learn = self._known(self.stack).layers[self._stage], self.sampling[self._stage]
-            rows = self._rows(batch, self._stage)
+            rows = self._training_rows(batch)
             self._log_training("energy_gap", learn.train_(rbm, rows, self.minibatch_size, optimizer))
             return
         parts = [one.split(self.minibatch_size) for one in ([batch] if isinstance(batch, Tensor) else batch)]
@@ -372,6 +403,13 @@ class DeepBeliefNetwork(L.LightningModule):
             optimizer.zero_grad()
             self.manual_backward(self._reach_all(self._objective(part)))
             optimizer.step()
+
+    def _training_rows(self, batch: Batch) -> Tensor:
+        """What the RBM of this stage sees of a batch, (B, V)."""
+        if self._surveyed:
+            return self._rows(batch, self._stage)
+        self._surveyed = True  # the first batch has to stand for all
+        return self._checked_rows(batch, self._stage)
 
     def _log_training(self, figure: str, value: Tensor) -> None:
         if is_logging_step(self):
@@ -424,11 +462,21 @@ class DeepBeliefNetwork(L.LightningModule):
         x = _first(batch)
         scores = None if self.head is None else self(x)
         classes = _classes_of(batch) if self._needs_classes else None
-        figures.update(self._known(self.stack), self._num_trained(), x.flatten(1), scores, classes)
+        figures.update(self._known(self.stack), self._num_trained(), _flat(x), scores, classes)
         if figures.log_z_gap is not None:
-            self.log("log_z_gap", figures.log_z_gap, sync_dist=True)
+            self.log(f"{stage}/log_z_gap", figures.log_z_gap, sync_dist=True)
         for name, figure in figures.items():
-            self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
+            if name != "loss" or not self._epochs_to_last_stage():
+                self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
+
+    def on_validation_epoch_end(self) -> None:
+        if epochs := self._epochs_to_last_stage():
+            self.log("val/loss", _LARGE * epochs, logger=False, sync_dist=True)
+
+    def _epochs_to_last_stage(self) -> int:
+        if self.trainer.state.fn != "fit":
+            return 0
+        return max(0, self.schedule.spans[-1].first_epoch - self.current_epoch)
 
     def _num_trained(self) -> int:
         """How many layers are trained, or being trained; all outside of ``fit``."""
@@ -443,7 +491,7 @@ class DeepBeliefNetwork(L.LightningModule):
         if not self._needs_classes:
             return {"feature": self(x)}
         stack = self._known(self.stack)
-        log_prob = self(x).log_softmax(dim=-1) if self.head is not None else stack.class_log_prob(x.flatten(1))
+        log_prob = self(x).log_softmax(dim=-1) if self.head is not None else stack.class_log_prob(_flat(x))
         probability, label = log_prob.exp().max(dim=-1)
         names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
         return {"class": label if names is None else names, "probability": probability}
@@ -452,7 +500,7 @@ class DeepBeliefNetwork(L.LightningModule):
         """What RBM ``number`` sees of a batch, (B, V)."""
         with torch.no_grad():
             stack = self._known(self.stack)
-            rows = stack.transform(_first(batch).flatten(1), number)
+            rows = stack.transform(_flat(_first(batch)), number)
             return stack.join_labels(rows, _classes_of(batch)) if stack.layers[number].num_labels else rows
 
     def _known(self, stack: RBMStack | None) -> RBMStack:
@@ -473,6 +521,12 @@ class DeepBeliefNetwork(L.LightningModule):
         if _KEY in checkpoint:
             self._begun = checkpoint[_KEY]["begun"]
             self._saved = checkpoint[_KEY]["ranks"]
+            last, saved = self.schedule.spans[-1].name, checkpoint[_KEY]["name"]
+            if saved != last and (self._trainer is None or self.trainer.state.fn != "fit"):
+                rank_zero_warn(
+                    f"the checkpoint was saved in the stage {saved!r} of DeepBeliefNetwork, whose last is {last!r}: "
+                    "what is trained later has its first weights"
+                )
 
     def _restore_sampling(self) -> None:
         if not self._saved:
@@ -484,6 +538,7 @@ class DeepBeliefNetwork(L.LightningModule):
                 "are dealt anew, and processes that were not there draw from new generators"
             )
         for number, learn in enumerate(self.sampling):
+            learn.seed = self._seed_of(number)  # of processes that were not there
             states = [saved["sampling"][number] for saved in self._saved]
             learn.load_state_dict(hand_out(states, world_size, rank), self.device)
         self._saved = []
@@ -491,6 +546,11 @@ class DeepBeliefNetwork(L.LightningModule):
 
 def _first(batch: Batch) -> Tensor:
     return batch if isinstance(batch, Tensor) else batch[0]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Rows (B, V) of ``x`` (B, ...), floating."""
+    return x.flatten(1) if x.is_floating_point() else x.flatten(1).float()
 
 
 def _classes_of(batch: Batch) -> Tensor:

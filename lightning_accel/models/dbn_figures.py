@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, cast
 
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -81,8 +81,9 @@ class BeliefFigures(nn.Module):
         return stack.log_prob_bound(rows, self._log_z).estimate
 
     def _annealed(self, top: RBM) -> LogZ:
-        found = top.log_z("ais")
-        self.log_z_gap = float(top.log_z("reverse_ais").upper - found.lower)
+        generator = Generator(top.weight.device).manual_seed(0)  # of its own: evaluation must not change the training
+        found = top.log_z("ais", generator=generator)
+        self.log_z_gap = float(top.log_z("reverse_ais", generator=generator).upper - found.lower)
         if self.log_z_gap > 1:
             rank_zero_warn(
                 f"log Z is known to {self.log_z_gap:.3g} nats only: annealing upwards and downwards disagree, as they "

@@ -45,8 +45,6 @@ class Units(NamedTuple):
             options: dict[str, Any] = {"visible": self._below(number), "hidden": self.hidden[number]}
             if number == 0:
                 options |= {"num_categories": self.num_categories, "learn_variance": self.learn_variance}
-            elif self._below(number) == "gaussian":
-                options["learn_variance"] = True  # means of hidden units are not standardised
             std = stages[number].std_for(below + labels, size, all_bernoulli)
             rbms.append(RBM(below, size, num_labels=labels, initial_std=std, **options))
         return RBMStack(rbms, untied=untied)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import lightning as L
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_accel.nn.contrastive import ContrastiveDivergence, Sampler
 
@@ -95,7 +96,7 @@ class Stage:
 
 def require_schedule(epochs: int, lr: float, lr_decay: str) -> None:
     """Raise a ValueError for a number out of range."""
-    if epochs < 1 or lr <= 0:
+    if index(epochs) < 1 or not lr > 0:
         raise ValueError(f"a stage needs at least 1 epoch and a learning rate above 0; got {epochs=}, {lr=}")
     if lr_decay not in ("linear", "none"):
         raise ValueError(f"lr_decay must be 'linear' or 'none'; got {lr_decay!r}")
@@ -145,31 +146,34 @@ class Survey(NamedTuple):
 
 
 @torch.no_grad()
-def survey(
-    module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object, check: Callable[[Tensor], None]
-) -> Survey | None:
+def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object) -> Survey | None:
     """Pass once over the data of ``loader``, each process over its share; None where that cannot be entered twice.
 
     Args:
         module: in a Trainer.
-        rows_of: makes rows (B, V) of a batch.
-        loader: of the training.
-        check: called with the rows of each batch.
+        rows_of: makes rows (B, V) of a batch; it may refuse them with a ValueError.
+        loader: of the training. A sampler of its own is heeded if it is a ``SubsetRandomSampler``.
     """
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
         return None
     world_size, rank = module.trainer.world_size, module.trainer.global_rank
+    subset = loader.sampler.indices if isinstance(loader.sampler, SubsetRandomSampler) else range(len(loader.dataset))
+    numbers = sorted(subset)[rank::world_size]
+    has_whole_batches = loader.batch_sampler is None
     share = DataLoader(
         loader.dataset,
-        batch_size=_SURVEY_ROWS,
-        sampler=range(rank, len(loader.dataset), world_size),
+        batch_size=None if has_whole_batches else _SURVEY_ROWS,
+        sampler=numbers,
         collate_fn=loader.collate_fn,
         generator=Generator(),  # an iterator draws a seed for workers, here not from the run's own numbers
     )
     sums, extremes = [], []
-    for batch in share:
-        rows = rows_of(module.trainer.strategy.batch_to_device(batch)).double()
-        check(rows)
+    for number, batch in enumerate(share):
+        try:
+            rows = rows_of(module.trainer.strategy.batch_to_device(batch)).double()
+        except ValueError as error:
+            first = number if has_whole_batches else number * _SURVEY_ROWS
+            raise ValueError(f"training data, rows counted from item {numbers[first]}: {error}") from None
         sums.append(torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(dim=0)]))
         extremes.append(torch.stack([-rows.amin(dim=0), rows.amax(dim=0)]))
     assert sums, "fewer rows than processes"
@@ -200,5 +204,5 @@ def hand_out(states: Sequence[dict[str, Any]], world_size: int, rank: int) -> di
     if rank >= len(states):
         mine.pop("generator", None)
     chains = torch.cat([state["chains"] for state in states], dim=-2)
-    mine["chains"] = chains[..., rank::world_size, :].clone()
+    mine["chains"] = chains[..., rank % chains.shape[-2] :: world_size, :].clone()  # at least one
     return mine

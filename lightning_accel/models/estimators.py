@@ -28,7 +28,7 @@ from lightning_accel.models.row_scaler import Array, RowScaler
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import RBM, Hidden
 
-_MINIBATCHES = 50  # that one call of Lightning's loop updates by: its own cost is that of several small ones
+_MINIBATCHES = 500  # that one call of Lightning's loop updates by: its own cost is that of several small ones
 _STARTS = 2**31 - 1
 
 
@@ -38,7 +38,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     Takes the place of :class:`sklearn.neural_network.BernoulliRBM` and has its names; it also takes real values, and
     shuffles. Rows within [0, 1] are taken for probabilities or bits of Bernoulli units, as they are. Others are
     standardised and given to Gaussian units, without the columns that are constant; all results are in the units of
-    the data again. Scale grey levels to [0, 1], with ``MinMaxScaler``, where that is what they are.
+    the data again. Scale grey levels to [0, 1], with ``MinMaxScaler(clip=True)``, where that is what they are.
 
     Args:
         n_components: H, hidden units.

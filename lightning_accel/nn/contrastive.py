@@ -190,6 +190,7 @@ class ContrastiveDivergence:
 
     def _contrast(self, rbm: RBM, visible: Tensor) -> Contrast:
         """Draw samples, and let the running means follow the data."""
+        visible = visible.to(torch.promote_types(rbm.weight.dtype, torch.float32))
         self._require_target(rbm)
         with torch.no_grad():
             positive = _phase(rbm, visible)

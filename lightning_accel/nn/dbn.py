@@ -33,7 +33,7 @@ class RBMStack(nn.Module):
     """A deep belief network: RBMs of which each models the hidden units of the one below.
 
     Hidden units that are ``bernoulli`` go below ``bernoulli`` visible units; ``relu`` ones below ``gaussian`` visible
-    units, preferably with ``learn_variance``: hidden means of trained units are far from standardised. That is a
+    units. That is a
     density over all reals, of which the layer below meets the non-negative ones only; likelihood bounds hold all the
     same, and what is generated may pass through negative states. Other pairs are refused.
 
@@ -145,7 +145,8 @@ class RBMStack(nn.Module):
         Labels that the top RBM has are unknown here, and each counts for 1 / C.
         """
         if self.recognition is not None and layer < len(self.recognition):
-            activation = self.recognition[layer](states)
+            linear = cast("nn.Linear", self.recognition[layer])
+            activation = linear(states.to(linear.weight.dtype))
             return activation if activation.dtype == torch.float64 else activation.float()
         rbm = self.layers[layer]
         if rbm.num_labels:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_accel.callbacks import ExactResume
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
+from lightning_accel.nn import RBM, ContrastiveDivergence
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 
@@ -325,3 +326,46 @@ def test_processes_on_different_rows_draw_different_numbers(tmp_path, strategy, 
     assert first == first_again
     assert second == second_again
     assert (first[0] == second[0]) is is_shared  # later ones follow the dropout of the layers that are there
+
+
+class Density(L.LightningModule):
+    """Holds chains, and does not know that they should be kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.rbm = RBM(3, 2)
+        self.sampling = ContrastiveDivergence(num_chains=4)
+
+    def training_step(self, batch, batch_idx):
+        return self.sampling(self.rbm, batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def check_chains(rank, folder):
+    def run(max_steps, ckpt_path=None):
+        torch.manual_seed(3)
+        module = Density()
+        trainer = L.Trainer(
+            accelerator="cpu", strategy="ddp", devices=2, max_steps=max_steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[ExactResume()],
+        )  # fmt: skip
+        rows = TensorDataset(torch.arange(36).view(12, 3).remainder(5).float() / 4)
+        trainer.fit(module, DataLoader(rows, batch_size=2, shuffle=True), ckpt_path=ckpt_path)
+        return trainer, module
+
+    _, whole = run(5)
+    half, _ = run(2)
+    half.save_checkpoint(folder / "half.ckpt")
+    _, resumed = run(5, folder / "half.ckpt")
+    for name, value in whole.sampling.state_dict().items():
+        assert value.equal(resumed.sampling.state_dict()[name]), name
+    assert whole.rbm.weight.equal(resumed.rbm.weight)
+    return whole.sampling.chains
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_chains_of_every_process_go_on(run_folder):
+    first, second = run_ranks(check_chains, run_folder)
+    assert not first.equal(second)

@@ -4,9 +4,8 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
 from lightning_accel.models.dbn_stages import hand_out
@@ -112,6 +111,95 @@ def test_chains_are_dealt_to_any_number_of_processes():
     assert torch.cat([one["chains"] for one in dealt])[:, 0].sort().values.tolist() == [0, 2, 4, 10, 12, 14]
     assert [one.get("generator") for one in dealt] == [0, 1, None, None]
     assert hand_out(states, 2, 1) == states[1]
+    assert [len(hand_out(states, 9, rank)["chains"]) for rank in range(9)] == [1] * 9
+
+
+@pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])
+def test_the_best_checkpoint_and_early_stopping_are_of_the_last_stage(finetune, run_folder):
+    one = model(finetune=finetune, stages=[Stage(epochs=3, lr=0.5, num_chains=6)], finetune_lr=1e-3, finetune_epochs=4)
+    keeper = ModelCheckpoint(run_folder, monitor="val/loss")
+    stopping = EarlyStopping("val/loss", patience=2)
+    files = {"enable_checkpointing": True, "default_root_dir": run_folder}
+    run = fit(one, callbacks=[keeper, stopping], **files)
+    last = one.schedule.spans[-1]
+    saved = torch.load(keeper.best_model_path, weights_only=True)
+    assert saved["deep_belief_network"]["name"] == last.name
+    assert run.current_epoch > last.first_epoch
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:the stages of")
+def test_a_checkpoint_of_an_earlier_stage_is_told(run_folder):
+    run = fit(model(finetune="classifier"), max_epochs=1)
+    run.save_checkpoint("early.ckpt")
+    with pytest.warns(UserWarning, match="saved in the stage 'rbm 1'.* last is 'classifier'"):
+        DeepBeliefNetwork.load_from_checkpoint("early.ckpt")
+
+
+def test_another_fit_begins_anew_and_a_finished_one_trains_no_more(run_folder):
+    one = model(layers=[4], stages=[Stage(epochs=1, lr=0.5, lr_decay="none", num_chains=6)])
+    run = fit(one)
+    chains = one.sampling[0].chains
+    bad = rows()
+    bad.tensors[0][3, 2] = float("nan")
+    with pytest.raises(ValueError, match="found nan"):
+        trainer(max_epochs=1, max_steps=-1).fit(one, DataLoader(bad, batch_size=5))
+    assert one.sampling[0].chains is not chains
+    run.save_checkpoint("end.ckpt")
+    before = snapshot(one)
+    trainer(max_epochs=5, max_steps=-1).fit(one, DataLoader(rows(), batch_size=5), ckpt_path="end.ckpt")
+    assert not changed(before, snapshot(one))
+
+
+def test_annealing_leaves_the_training_as_it_is():
+    ends = [model(likelihood=likelihood) for likelihood in ("exact", "ais")]
+    for one in ends:
+        fit(one)
+    assert not changed(snapshot(ends[0].stack), snapshot(ends[1].stack))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float64])
+@pytest.mark.parametrize("minibatch_size", [None, 2])
+def test_rows_of_any_dtype(dtype, minibatch_size):
+    data = TensorDataset(rows().tensors[0].to(dtype))
+    ends = [model(minibatch_size=minibatch_size) for _ in range(2)]
+    fit(ends[0], data=data)
+    fit(ends[1], data=TensorDataset(rows().tensors[0]))
+    assert not changed(snapshot(ends[0].stack), snapshot(ends[1].stack))
+
+
+@pytest.mark.filterwarnings("ignore:the stages of")
+@pytest.mark.parametrize(
+    "classes",
+    [torch.arange(22) % 3 + 1, torch.zeros(22), torch.zeros(22, 1, dtype=torch.int64)],
+    ids=["range", "real", "column"],
+)
+def test_classes_are_checked_before_training(classes):
+    one = model(finetune="classifier")
+    with pytest.raises(ValueError, match=r"classes must be \(22,\) integers in \[0, 3\), one for each row"):
+        trainer(max_epochs=1, max_steps=-1).fit(
+            one, DataLoader(TensorDataset(rows().tensors[0], classes), batch_size=5)
+        )
+
+
+def test_rows_that_a_subset_leaves_out_do_not_count():
+    data = rows()
+    data.tensors[0][13, 2] = float("nan")
+    one = model(layers=[4], stages=[Stage(epochs=1, lr=1e-9)])
+    chosen = [*range(13), *range(15, 22)]
+    loader = DataLoader(data, batch_size=5, sampler=SubsetRandomSampler(chosen))
+    trainer(max_epochs=1, max_steps=-1).fit(one, loader)
+    torch.testing.assert_close(one.stack.top.visible_bias.sigmoid(), data.tensors[0][chosen].mean(dim=0))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows().tensors[0] * 9)
+
+
+@pytest.mark.filterwarnings("ignore:the stages of")
+def test_a_stream_is_checked_by_its_first_batch():
+    with pytest.raises(ValueError, match=r"values in \[0, 1\], found 0 to 9"):
+        trainer(max_epochs=1, max_steps=-1).fit(model(), DataLoader(Stream(), batch_size=5))
 
 
 def check_idle_layers(rank):
@@ -350,11 +438,11 @@ def test_schedulers_that_would_not_be_stepped_are_refused():
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_annealing_that_disagrees_is_told(monkeypatch):
     found = {"ais": torch.tensor([5.0, 4.5, 5.5, 90.0]), "reverse_ais": torch.tensor([6.0, 5.7, 6.25, 90.0])}
-    monkeypatch.setattr(RBM, "log_z", lambda self, method: LogZ(*found[method].double()))
+    monkeypatch.setattr(RBM, "log_z", lambda self, method, **options: LogZ(*found[method].double()))
     one = model(likelihood="ais", labels=True, layers=[6], stages=[Stage(epochs=1, lr=0.1)])
     with pytest.warns(UserWarning, match="log Z is known to 1.75 nats only"):
         run = fit(one)
-    assert float(run.callback_metrics["log_z_gap"]) == pytest.approx(1.75)
+    assert float(run.callback_metrics["val/log_z_gap"]) == pytest.approx(1.75)
     x = rows().tensors[0]
     expected = one.stack.log_prob_bound(x, LogZ(*found["ais"].double())).estimate.mean()
     assert float(run.callback_metrics["val/log_prob"]) == pytest.approx(float(expected), abs=1e-4)
@@ -436,7 +524,11 @@ def without(one, value, position):
 @pytest.mark.parametrize(
     ("data", "units", "message"),
     [
-        (lambda: without(rows(), float("nan"), (3, 2)), "bernoulli", "found nan in row 3, column 2"),
+        (
+            lambda: without(rows(), float("nan"), (3, 2)),
+            "bernoulli",
+            r"training data, rows counted from item 0: .*found nan in row 3, column 2",
+        ),
         (lambda: without(rows(), 1.5, (3, 2)), "bernoulli", r"\[0, 1\].*1\.5"),
         (lambda: without(rows(kind="real"), 2.0, (slice(None), 4)), "gaussian", "constant.* 4"),
     ],
@@ -508,10 +600,10 @@ def test_the_optimizer_of_a_config_keeps_its_own_rate():
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("finetune", ["classifier", "updown"])
 @pytest.mark.parametrize("hidden", ["bernoulli", "relu"])
-def test_precisions(precision, hidden):
+def test_precisions(precision, hidden, finetune):
     stages = [Stage(epochs=1, lr=0.02, sampler="cd")]
-    one = model(hidden=hidden, finetune="classifier", stages=stages)
+    one = model(hidden=hidden, finetune=finetune, stages=stages)
     fit(one, precision=precision, batch_size=11)
     assert all(value.isfinite().all() for value in one.state_dict().values())
-    assert isinstance(one.head, nn.Linear)
