@@ -48,10 +48,10 @@ class ExactResume(L.Callback):
         self._before_validation: dict[str, Any] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer = trainer  # in other stages, too, which read checkpoints
         if stage != "fit":
             return
         require_dealable_batches(trainer)
-        self._trainer = trainer
         self._seed, self._saved = initial_seed(), []
         # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
         # first iteration, and after every other on_train_start.

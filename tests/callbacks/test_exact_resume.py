@@ -369,3 +369,14 @@ def check_chains(rank, folder):
 def test_chains_of_every_process_go_on(run_folder):
     first, second = run_ranks(check_chains, run_folder)
     assert not first.equal(second)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec:FutureWarning")
+def test_a_checkpoint_can_be_validated(run_folder):
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    rows = DataLoader(Rows(), batch_size=4)
+    first = L.Trainer(max_steps=2, enable_checkpointing=False, callbacks=[ExactResume()], **options)
+    first.fit(Noisy(), rows)
+    first.save_checkpoint("two.ckpt")
+    (figures,) = L.Trainer(callbacks=[ExactResume()], **options).validate(Noisy(), rows, ckpt_path="two.ckpt")
+    assert "val/loss" in figures
