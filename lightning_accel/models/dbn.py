@@ -252,8 +252,6 @@ class DeepBeliefNetwork(L.LightningModule):
         features = self._known(self.stack).transform(_flat(x))
         return features if self.head is None else self.head(features.to(self.head.weight.dtype))
 
-    # --- stages
-
     def on_fit_start(self) -> None:
         trainer: Any = self.trainer  # connectors set the attributes that are read here
         if trainer.ckpt_path is None:
@@ -294,7 +292,7 @@ class DeepBeliefNetwork(L.LightningModule):
         span = self.schedule.spans[self._stage]
         rank_zero_info(f"{span.name}: epochs {span.first_epoch} to {span.first_epoch + span.epochs - 1}")
         trained = {id(parameter) for parameter in self._trained().parameters()}
-        for optimizer in self._torch_optimizers():
+        for optimizer in self.trainer.optimizers:
             for parameter in [one for one in optimizer.state if id(one) in trained]:
                 del optimizer.state[parameter]
         if self.finetune == "updown":
@@ -338,9 +336,6 @@ class DeepBeliefNetwork(L.LightningModule):
         if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
             self._known(self.stack).untie_()
 
-    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return self.trainer.optimizers
-
     def _trained(self) -> nn.Module:
         return self._known(self.stack).layers[self._stage] if self._stage < len(self.layers) else self
 
@@ -357,14 +352,12 @@ class DeepBeliefNetwork(L.LightningModule):
         finally:
             root.reshard()
 
-    # --- steps
-
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         trainer: Any = self.trainer
         if not self._groups_are_ours or trainer.lr_scheduler_configs:
             return
         lr = self.schedule.spans[self._stage].lr_at(self.current_epoch + batch_idx / self.trainer.num_training_batches)
-        for optimizer in self._torch_optimizers():
+        for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
@@ -440,8 +433,6 @@ class DeepBeliefNetwork(L.LightningModule):
             for parameter in self._idle():
                 parameter.grad = None
 
-    # --- evaluation
-
     def on_validation_epoch_start(self) -> None:
         self._begin_evaluation(self.val_figures)
 
@@ -509,8 +500,6 @@ class DeepBeliefNetwork(L.LightningModule):
                 "the sizes of this DeepBeliefNetwork are not known yet; pass num_visible and num_classes"
             )
         return stack
-
-    # --- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         mine = {"sampling": [one.state_dict() for one in self.sampling]}

@@ -21,6 +21,7 @@ from lightning_accel.nn.rbm_units import (
     VisibleUnits,
     enumerate_bits,
 )
+from lightning_accel.ops.float32 import without_autocast
 
 if TYPE_CHECKING:
     from lightning_accel.nn.rbm import RBM
@@ -144,7 +145,7 @@ class _Path:
         """Logarithms of the chains' weights (C,), without the first partition function's, and their states (C, V)."""
         visible = self.rbm.visible_units.sample(self.start, self.generator)
         log_weight = visible.new_zeros(len(visible), dtype=torch.float64)
-        with _float32(visible):
+        with without_autocast(visible):
             for low in range(len(self.betas) - 1):
                 activation = self.rbm.hidden_activation(visible)
                 log_weight += self._gain(visible, activation, low)
@@ -155,7 +156,7 @@ class _Path:
         """Logarithms of the weights (C,) of chains that begin at samples (C, V) of the model."""
         log_weight = visible.new_zeros(len(visible), dtype=torch.float64)
         last = len(self.betas) - 1
-        with _float32(visible):
+        with without_autocast(visible):
             for _ in range(last):
                 visible = self._step(self.rbm.hidden_activation(visible), last)
             for low in range(last - 1, -1, -1):
@@ -249,7 +250,7 @@ class _Groups(NamedTuple):
 def pseudo_likelihood(rbm: "RBM", visible: Tensor, exact: bool, generator: Generator | None) -> Tensor:
     """See :meth:`RBM.pseudo_likelihood`."""
     rbm.require_support(visible, all_rows=False)
-    with _float32(visible):
+    with without_autocast(visible):
         visible = visible if visible.dtype == torch.float64 else visible.float()
         parts = [_groups_of(rbm, part, place, visible[:, place]) for part, place in _parts(rbm.visible_units)]
         activation = rbm.hidden_activation(visible)
@@ -317,7 +318,3 @@ def _parts(units: VisibleUnits) -> Iterator[tuple[VisibleUnits, slice]]:
     for part in units.members() if isinstance(units, JoinedVisible) else [units]:
         yield part, slice(start, start + part.num_visible)
         start += part.num_visible
-
-
-def _float32(tensor: Tensor) -> torch.autocast:
-    return torch.autocast(tensor.device.type, enabled=False)

@@ -26,6 +26,7 @@ from lightning_accel.nn.rbm_units import (
     RectifiedHidden,
     VisibleUnits,
 )
+from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
 Visible: TypeAlias = Literal["bernoulli", "gaussian", "categorical"]
 Hidden: TypeAlias = Literal["bernoulli", "relu"]
@@ -140,11 +141,14 @@ class RBM(nn.Module):
 
     def hidden_activation(self, visible: Tensor) -> Tensor:
         """The hidden units' W x + c of ``visible`` (B, V), (B, H), at least float32."""
-        return _wide(F.linear(self.visible_units.input(visible).to(self.weight.dtype), self.weight)) + self.hidden_bias
+        return (
+            at_least_float32(F.linear(self.visible_units.input(visible).to(self.weight.dtype), self.weight))
+            + self.hidden_bias
+        )
 
     def visible_activation(self, hidden: Tensor) -> Tensor:
         """The visible units' h W + b of ``hidden`` (B, H), (B, V), at least float32."""
-        return _wide(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
+        return at_least_float32(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
 
     def forward(self, visible: Tensor) -> Tensor:
         """Mean of the hidden units given ``visible`` (B, V), (B, H)."""
@@ -166,22 +170,22 @@ class RBM(nn.Module):
 
     def energy(self, visible: Tensor, hidden: Tensor) -> Tensor:
         """Energy of ``visible`` (B, V) with ``hidden`` (B, H), (B,) in nats."""
-        with _float32(visible):
-            hidden = _wide(hidden)
-            interaction = (hidden * self.hidden_activation(_wide(visible))).sum(dim=-1)
-            return self._energy_of(_wide(visible)) - interaction + self.hidden_units.base(hidden)
+        with without_autocast(visible):
+            hidden = at_least_float32(hidden)
+            interaction = (hidden * self.hidden_activation(at_least_float32(visible))).sum(dim=-1)
+            return self._energy_of(at_least_float32(visible)) - interaction + self.hidden_units.base(hidden)
 
     def free_energy(self, visible: Tensor) -> Tensor:
         """Minus the log of the unnormalised probability of ``visible`` (B, V), (B,) in nats; lower is likelier."""
-        with _float32(visible):
-            visible = _wide(visible)
+        with without_autocast(visible):
+            visible = at_least_float32(visible)
             log_partition = self.hidden_units.log_partition(self.hidden_activation(visible))
             return self._energy_of(visible) - log_partition.sum(dim=-1)
 
     def hidden_free_energy(self, hidden: Tensor) -> Tensor:
         """Minus the log of the unnormalised probability of ``hidden`` (B, H), (B,) in nats."""
-        with _float32(hidden):
-            hidden = _wide(hidden)
+        with without_autocast(hidden):
+            hidden = at_least_float32(hidden)
             log_partition = self.visible_units.log_partition(self.visible_activation(hidden), self.visible_bias)
             return self.hidden_units.base(hidden) - hidden @ self.hidden_bias - log_partition
 
@@ -285,22 +289,25 @@ class RBM(nn.Module):
         if min(num_samples, steps) < 1:
             raise ValueError(f"num_samples and steps must be at least 1; got {num_samples} and {steps}")
         visible = self.visible_units.sample(self.visible_bias.expand(num_samples, -1), generator)
-        held = self._held(clamp, num_samples)
+        held = None if clamp is None else self.held(clamp, num_samples)
         for _ in range(steps):
             visible = visible if held is None else torch.where(held.isnan(), visible, held)
             visible = self.sample_visible(self.sample_hidden(visible, generator), generator)
         return visible if held is None else torch.where(held.isnan(), visible, held)
 
-    def _held(self, clamp: Tensor | None, num_samples: int) -> Tensor | None:
-        if clamp is None:
-            return None
+    def held(self, clamp: Tensor, num_samples: int) -> Tensor:
+        """``clamp``, (n, V) or (V,) with NaN where units are free, for each of ``num_samples``, (n, V).
+
+        Raises:
+            ValueError: if its shape is another, or it holds what the units cannot.
+        """
         if clamp.shape not in ((self.num_visible,), (num_samples, self.num_visible)):
             raise ValueError(
                 f"clamp must be ({self.num_visible},) or ({num_samples}, {self.num_visible}), NaN where free; got "
                 f"{tuple(clamp.shape)}"
             )
-        clamp = _wide(clamp).to(self.visible_bias.device).expand(num_samples, -1)
-        filled = torch.where(clamp.isnan(), self.visible_units.mean(_wide(self.visible_bias)), clamp)
+        clamp = at_least_float32(clamp).to(self.visible_bias.device).expand(num_samples, -1)
+        filled = torch.where(clamp.isnan(), self.visible_units.mean(at_least_float32(self.visible_bias)), clamp)
         try:
             self.require_support(filled, all_rows=False)
         except ValueError as fault:
@@ -335,11 +342,3 @@ def _hidden_units(kind: Hidden) -> HiddenUnits:
     if kind not in ("bernoulli", "relu"):
         raise ValueError(f"hidden must be 'bernoulli' or 'relu'; got {kind!r}")
     return BernoulliHidden() if kind == "bernoulli" else RectifiedHidden()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _float32(tensor: Tensor) -> torch.autocast:
-    return torch.autocast(tensor.device.type, enabled=False)

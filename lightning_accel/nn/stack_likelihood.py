@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, HiddenUnits
+from lightning_accel.ops.float32 import at_least_float32
 
 if TYPE_CHECKING:
     from lightning_accel.nn.dbn import RBMStack
@@ -46,15 +47,15 @@ def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:
     """Conditional log p(visible | hidden) in nats, (B,), of (B, V) and (B, H)."""
     with torch.autocast(visible.device.type, enabled=False):
         units, bias = rbm.visible_units, rbm.visible_bias
-        visible = _wide(visible)
-        activation = rbm.visible_activation(_wide(hidden))
+        visible = at_least_float32(visible)
+        activation = rbm.visible_activation(at_least_float32(hidden))
         interaction = (units.input(visible) * (activation - bias)).sum(dim=-1)
         return interaction - units.energy(visible, bias) - units.log_partition(activation, bias)
 
 
 def log_prob_of_hidden(units: HiddenUnits, hidden: Tensor, activation: Tensor) -> Tensor:
     """Factorial log q(hidden) in nats, (B,), of units with ``activation`` (B, H)."""
-    hidden, activation = _wide(hidden), _wide(activation)
+    hidden, activation = at_least_float32(hidden), at_least_float32(activation)
     return (hidden * activation - units.log_partition(activation)).sum(dim=-1) - units.base(hidden)
 
 
@@ -147,7 +148,3 @@ def _require_few_states(stack: RBMStack) -> None:
             f"exact log-probabilities list all states of up to {_MOST_UNITS} units in a layer and {_MOST_PAIRS} in "
             f"neighbours; the stack has layers of {listed} to list. Take log_prob_bound"
         )
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

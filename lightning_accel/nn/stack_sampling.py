@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Generator, Tensor
 
-from lightning_accel.nn.rbm_units import BernoulliVisible, CategoricalVisible
-from lightning_accel.nn.stack_fit import own_units
-
 if TYPE_CHECKING:
     from lightning_accel.nn.dbn import RBMStack
 
@@ -28,7 +25,7 @@ def sample_stack(
     states = _independent(stack, -1, num_samples, generator)  # (B, H_{L-1} + C)
     known = None if labels is None else stack.one_hot(labels, states)
     if clamp is not None:
-        clamp = _require_clamp(stack, clamp, num_samples)
+        clamp = _held(stack, clamp, num_samples)
         visible = _put_back(stack.without_labels(0, _independent(stack, 0, num_samples, generator)), clamp)
     for _ in range(steps):
         below = states[:, :size]
@@ -51,18 +48,7 @@ def _put_back(visible: Tensor, clamp: Tensor) -> Tensor:
     return torch.where(clamp.isnan(), visible, clamp)
 
 
-def _require_clamp(stack: RBMStack, clamp: Tensor, num_samples: int) -> Tensor:
-    units, size = own_units(stack.layers[0]), stack.num_visible
-    if clamp.shape not in ((size,), (num_samples, size)):
-        raise ValueError(
-            f"clamp must be ({size},) or ({num_samples}, {size}), NaN where units are free; got {tuple(clamp.shape)}"
-        )
-    if isinstance(units, BernoulliVisible) and (fault := units.find_fault(clamp.nan_to_num(nan=0.0))):
-        raise ValueError(f"clamp: {fault}")
-    if isinstance(units, CategoricalVisible):
-        free = clamp.isnan().unflatten(-1, (-1, units.num_classes))
-        if not (free.all(dim=-1) == free.any(dim=-1)).all():
-            raise ValueError(
-                f"clamp: of the {units.num_classes} units of a group all must be free or none; found some of them NaN"
-            )
-    return clamp.to(stack.top.weight).expand(num_samples, -1)
+def _held(stack: RBMStack, clamp: Tensor, num_samples: int) -> Tensor:
+    bottom = stack.layers[0]
+    free_labels = clamp.new_full((*clamp.shape[:-1], bottom.num_labels), torch.nan)
+    return stack.without_labels(0, bottom.held(torch.cat([clamp, free_labels], dim=-1), num_samples))

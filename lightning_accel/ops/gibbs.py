@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from lightning_accel.ops.float32 import at_least_float32
+
 
 @torch.no_grad()
 def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tensor:
@@ -21,7 +23,7 @@ def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tens
     Returns:
         Of the shape of ``logits``, float32 (float64 of float64).
     """
-    return draw_bernoulli(_wide(logits).sigmoid(), generator)
+    return draw_bernoulli(at_least_float32(logits).sigmoid(), generator)
 
 
 @torch.no_grad()
@@ -38,7 +40,7 @@ def sample_categorical(logits: Tensor, generator: Generator | None = None) -> Te
     Returns:
         (..., C) one-hot, float32 (float64 of float64).
     """
-    logits = _wide(logits)
+    logits = at_least_float32(logits)
     noise = torch.empty_like(logits).exponential_(generator=generator).log()
     return F.one_hot((logits - noise).argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
 
@@ -46,7 +48,7 @@ def sample_categorical(logits: Tensor, generator: Generator | None = None) -> Te
 @torch.no_grad()
 def sample_normal(mean: Tensor, deviation: Tensor, generator: Generator | None = None) -> Tensor:
     """Draw from normal distributions; float32 (float64 of float64)."""
-    mean = _wide(mean)
+    mean = at_least_float32(mean)
     return torch.empty_like(mean).normal_(generator=generator).mul_(deviation).add_(mean)
 
 
@@ -60,7 +62,7 @@ def sample_truncated_normal(location: Tensor, generator: Generator | None = None
     Returns:
         Of the shape of ``location``, float32 (float64 of float64).
     """
-    location = _wide(location)
+    location = at_least_float32(location)
     place = location.double()
     share = torch.empty_like(place).uniform_(generator=generator).neg_().add_(1)  # of the tail, in (0, 1]
     mass = 0.5 * torch.special.erfc(place * -math.sqrt(0.5))  # torch's ndtr is 0 below -8.3
@@ -71,7 +73,7 @@ def sample_truncated_normal(location: Tensor, generator: Generator | None = None
 
 def log_truncated_normal_integral(location: Tensor) -> Tensor:
     """Logarithm of the integral of ``exp(location * h - h**2 / 2)`` over h >= 0, of the shape of ``location``."""
-    location = _wide(location)
+    location = at_least_float32(location)
     inner = location.clamp(min=_TAIL)  # what torch.where drops must be finite, or gradients are NaN
     near = inner.square() / 2 + torch.special.log_ndtr(inner) + 0.5 * math.log(2 * math.pi)
     outer = location.clamp(max=_TAIL)
@@ -80,7 +82,7 @@ def log_truncated_normal_integral(location: Tensor) -> Tensor:
 
 def truncated_normal_mean(location: Tensor) -> Tensor:
     """Mean of the normal distribution of variance 1 around ``location``, given that it is not negative."""
-    location = _wide(location)
+    location = at_least_float32(location)
     inner = location.clamp(min=_TAIL)
     near = inner + (-0.5 * (inner.square() + math.log(2 * math.pi)) - torch.special.log_ndtr(inner)).exp()
     return torch.where(location < _TAIL, _tail_mean(location.clamp(max=_TAIL)), near)
@@ -100,7 +102,3 @@ def _tail_mean(location: Tensor) -> Tensor:
     for term in range(20 if location.dtype == torch.float64 else 8, 0, -1):
         mean = term / (mean - location)
     return mean
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

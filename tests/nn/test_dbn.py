@@ -486,12 +486,12 @@ ROWS = torch.ones(2, 6)
             r"labels must be \(2,\), one for each sample; got \(1,\)",
         ),
         (lambda: STACK.sample(2, 1, clamp=torch.ones(3, 6)), r"clamp must be \(6,\) or \(2, 6\), NaN where"),
-        (lambda: STACK.sample(2, 1, clamp=torch.tensor([NAN, 7, 1, 1, 1, 1])), "clamp: Bernoulli visible units"),
+        (lambda: STACK.sample(2, 1, clamp=torch.tensor([NAN, 7, 1, 1, 1, 1])), "clamp does not fit.*Bernoulli visible units"),
         (
             lambda: RBMStack([RBM(4, 3, visible="categorical", num_categories=2)]).sample(
                 1, 1, clamp=torch.tensor([1, 0, NAN, 0])
             ),
-            "clamp: of the 2 units of a group all must be free or none",
+            "clamp does not fit.*groups of 2 values of which one is 1",
         ),
         (lambda: PLAIN.start_from_below_(0), "an RBM above another, from 1 to 1; got 0"),
         (lambda: PLAIN.start_from_below_(1), "num_hidden=3 above 6 visible units"),
