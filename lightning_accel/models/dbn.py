@@ -210,6 +210,8 @@ class DeepBeliefNetwork(L.LightningModule):
                 f"num_visible={self.num_visible}, num_classes={self.num_classes}. Pass them, or train with a "
                 "datamodule that has attributes num_features and num_classes"
             )
+        if self._needs_classes and self.class_names is not None and len(self.class_names) != self.num_classes:
+            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(self.class_names)} class_names")
         self.stack = self._units.make_stack(
             self.num_visible,
             self.layers,

@@ -490,6 +490,7 @@ class Data(L.LightningDataModule):
         ({"likelihood": "pl"}, "'none', 'exact' or 'ais'; got 'pl'"),
         ({"labels": True, "finetune": "classifier"}, "take one"),
         ({"minibatch_size": 0}, "at least 1; got 0"),
+        ({"finetune": "classifier", "class_names": ["a", "b"]}, "num_classes is 3, but there are 2 class_names"),
         ({"hidden": ["relu"]}, "or 2, one for each"),
         ({"hidden": "relu"}, "RBM 2 has Gaussian visible and relu hidden units.*sampler='cd'"),
         ({"hidden": "relu", "visible": "gaussian"}, "RBM 1 has Gaussian"),

@@ -486,7 +486,7 @@ ROWS = torch.ones(2, 6)
             r"labels must be \(2,\), one for each sample; got \(1,\)",
         ),
         (lambda: STACK.sample(2, 1, clamp=torch.ones(3, 6)), r"clamp must be \(6,\) or \(2, 6\), NaN where"),
-        (lambda: STACK.sample(2, 1, clamp=torch.tensor([NAN, 7, 1, 1, 1, 1])), "clamp does not fit.*Bernoulli visible units"),
+        (lambda: STACK.sample(2, 1, clamp=torch.tensor([NAN, 7, 1, 1, 1, 1])), "clamp does not fit.*Bernoulli visible"),
         (
             lambda: RBMStack([RBM(4, 3, visible="categorical", num_categories=2)]).sample(
                 1, 1, clamp=torch.tensor([1, 0, NAN, 0])
