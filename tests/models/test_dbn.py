@@ -599,6 +599,33 @@ def test_the_optimizer_of_a_config_keeps_its_own_rate():
     assert rates == {0.07}
 
 
+def test_a_scheduler_of_a_subclass_rules_the_rates():
+    rates = []
+
+    class Falling(DeepBeliefNetwork):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+        def on_train_batch_start(self, batch, batch_idx):
+            super().on_train_batch_start(batch, batch_idx)
+            rates.append(self.trainer.optimizers[0].param_groups[1]["lr"])
+
+    one = model()
+    one.__class__ = Falling
+    fit(one, batch_size=11)
+    assert rates == pytest.approx([0.5, 0.5, 0.25, 0.25, 0.125, 0.125])
+
+
+def test_biases_are_not_decayed():
+    one = model(optimizer=lambda groups: torch.optim.SGD(groups, weight_decay=0.1))
+    groups = one.configure_optimizers().param_groups
+    assert [(group["weight_decay"], {one.ndim for one in group["params"]}) for group in groups] == [
+        (0.1, {2}),
+        (0, {1}),
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
