@@ -63,7 +63,15 @@ def shuffled(data: Tensor, batch_size: int) -> Iterator[Tensor]:
     return (data[rows] for rows in torch.randperm(len(data)).split(batch_size))
 
 
-def ours(data: Tensor, case: Case, lr: float, epochs: int, num_chains: int = 100, std: float | None = None) -> Weights:
+def ours(
+    data: Tensor,
+    case: Case,
+    lr: float,
+    epochs: int,
+    num_chains: int = 100,
+    std: float | None = None,
+    low: bool = False,
+) -> Weights:
     """The preset for densities: the visible bias of the data's mean, centering, chains however large the batch."""
     stage = Stage(preset="density", num_chains=num_chains, initial_std=std)
     sizes = data.shape[1], case.num_hidden
@@ -76,7 +84,9 @@ def ours(data: Tensor, case: Case, lr: float, epochs: int, num_chains: int = 100
     for _ in range(epochs):
         for rows in shuffled(data, case.batch_size):
             optimizer.zero_grad()
-            training(rbm, rows).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                gap = training(rbm, rows)
+            gap.backward()
             optimizer.step()
             schedule.step()
     return Weights(rbm.weight.detach(), rbm.visible_bias.detach(), rbm.hidden_bias.detach())
@@ -84,6 +94,10 @@ def ours(data: Tensor, case: Case, lr: float, epochs: int, num_chains: int = 100
 
 def ours_500_chains(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
     return ours(data, case, lr, epochs, num_chains=500)
+
+
+def ours_bf16(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
+    return ours(data, case, lr, epochs, low=True)
 
 
 def ours_small_weights(data: Tensor, case: Case, lr: float, epochs: int) -> Weights:
@@ -142,6 +156,7 @@ class Subject(NamedTuple):
 SUBJECTS = {
     "ours": Subject(ours, {100: (2, 3, 4, 6), 10: (0.3, 0.5, 0.8)}),
     "ours, first weights of 0.01": Subject(ours_small_weights, {100: (2, 3, 4, 6), 10: (0.3, 0.5, 0.8)}),
+    "ours, bf16 autocast": Subject(ours_bf16, {100: (2, 3, 4, 6), 10: (0.3, 0.5, 0.8)}),
     "ours, 500 chains": Subject(ours_500_chains, {10: (0.3, 0.5, 0.8)}, cases=("H64 B10",)),
     "scikit-learn": Subject(scikit_learn, {100: (0.4, 0.8, 1.6), 10: (0.1, 0.2, 0.4)}, "sklearn"),
     "learnergy": Subject(learnergy, {100: (0.5, 1, 2), 10: (0.1, 0.2, 0.4)}, "learnergy"),
@@ -238,7 +253,9 @@ def summarise(case: str, name: str, rows: list[dict[str, Any]]) -> str:
             by_rate.setdefault(one["case"].split(", ")[1], []).append(one["value"])
     means = {rate: statistics.mean(values) for rate, values in by_rate.items()}
     best = min(means, key=lambda rate: means[rate] if math.isfinite(means[rate]) else math.inf)
-    spread = f"{statistics.stdev(by_rate[best]):.2f}" if len(by_rate[best]) > 1 else ""
+    spread = (
+        f"{statistics.stdev(by_rate[best]):.2f}" if len(by_rate[best]) > 1 and math.isfinite(sum(by_rate[best])) else ""
+    )
     milliseconds = statistics.median(one["value"] for one in rows if one["unit"] == "ms")
     each = ", ".join(f"{value:.2f}" for value in by_rate[best])
     others = ", ".join(f"{rate[3:]}: {mean:.2f}" for rate, mean in means.items())
