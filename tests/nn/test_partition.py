@@ -333,3 +333,14 @@ def test_pseudo_likelihood_refuses_gaussian_units():
         RBM(3, 2, visible="gaussian").pseudo_likelihood(torch.randn(2, 3))
     with pytest.raises(ValueError, match="found nan"):
         RBM(1, 2).pseudo_likelihood(torch.tensor([[math.nan]]))
+
+
+def test_gaussian_units_below_rectified_ones_are_annealed_where_they_have_a_density():
+    rbm = RBM(1, 1, visible="gaussian", hidden="relu", learn_variance=True).double()
+    values = {"weight": 0.3, "visible_bias": -0.2, "hidden_bias": 0.4, "visible_units.log_variance": math.log(0.16)}
+    for name, parameter in rbm.named_parameters():  # over the deviation, 0.4, the weight is below 1
+        nn.init.constant_(parameter, values[name])
+    visible = torch.linspace(-30, 30, 60001, dtype=torch.float64)[:, None]
+    expected = torch.logsumexp(-rbm.free_energy(visible), dim=0).detach() + math.log(60 / 60000)
+    found = rbm.log_z("ais", generator=torch.Generator().manual_seed(0))
+    assert found.lower <= expected <= found.upper
