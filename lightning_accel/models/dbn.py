@@ -192,7 +192,7 @@ class DeepBeliefNetwork(L.LightningModule):
             take_from_datamodule(self, num_classes=int, class_names=list_of_str)
 
     def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
+        """Build the layers whose sizes may come from the datamodule, once they are known."""
         if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
             raise ValueError(
                 "DeepBeliefNetwork has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits "
@@ -203,8 +203,6 @@ class DeepBeliefNetwork(L.LightningModule):
         if self._trainer is not None:  # callbacks that copy the model call this before setup
             self._ask_datamodule()
         if self.num_visible is None or (self._needs_classes and self.num_classes is None):
-            if self._trainer is None:  # load_from_checkpoint, which goes on to load_state_dict
-                return
             raise ValueError(
                 "DeepBeliefNetwork needs num_visible, and num_classes where it knows classes; got "
                 f"num_visible={self.num_visible}, num_classes={self.num_classes}. Pass them, or train with a "
@@ -310,10 +308,10 @@ class DeepBeliefNetwork(L.LightningModule):
         self._surveyed = found is not None
         if found is None:
             return
-        write_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
         for part in rbm.visible_units.modules():
             if isinstance(part, GaussianVisible) and (fault := part.find_fault(found.extremes[:, : part.num_visible])):
                 raise ValueError(fault)  # the extremes of a column are equal where it is constant
+        write_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
 
     def _seed_of(self, number: int) -> int:
         return torch.initial_seed() % 2**62 + number

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from lightning_accel.nn.rbm import RBM
+from lightning_accel.ops.float32 import without_autocast
 
 
 class Phase(NamedTuple):
@@ -42,7 +43,7 @@ class Contrast(NamedTuple):
 
         One product of data and samples together: bfloat16 would round each, and leave little of their difference.
         """
-        with torch.autocast(self.positive.hidden.device.type, enabled=False):
+        with without_autocast(self.positive.hidden):
             return self._gradients(scale)
 
     def _gradients(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible, Rect
 from lightning_accel.nn.stack_fit import kind_of, own_units, require_fit
 from lightning_accel.nn.stack_likelihood import LogProbBound, LogZLike, log_prob, log_prob_bound
 from lightning_accel.nn.stack_sampling import sample_stack
+from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_categorical
 
 
@@ -33,9 +34,8 @@ class RBMStack(nn.Module):
     """A deep belief network: RBMs of which each models the hidden units of the one below.
 
     Hidden units that are ``bernoulli`` go below ``bernoulli`` visible units; ``relu`` ones below ``gaussian`` visible
-    units. That is a
-    density over all reals, of which the layer below meets the non-negative ones only; likelihood bounds hold all the
-    same, and what is generated may pass through negative states. Other pairs are refused.
+    units. That is a density over all reals, of which the layer below meets the non-negative ones only; likelihood
+    bounds hold all the same, and what is generated may pass through negative states. Other pairs are refused.
 
     A stack is trained layer by layer: RBM l by :class:`~lightning_accel.nn.ContrastiveDivergence` on
     ``transform(data, l)`` or ``sample_hidden(data, l)``, the top one with :meth:`join_labels`, if it has labels; then,
@@ -147,7 +147,7 @@ class RBMStack(nn.Module):
         if self.recognition is not None and layer < len(self.recognition):
             linear = cast("nn.Linear", self.recognition[layer])
             activation = linear(states.to(linear.weight.dtype))
-            return activation if activation.dtype == torch.float64 else activation.float()
+            return at_least_float32(activation)
         rbm = self.layers[layer]
         if rbm.num_labels:
             unknown = states.new_full((len(states), rbm.num_labels), 1 / rbm.num_labels)
@@ -210,8 +210,8 @@ class RBMStack(nn.Module):
     def label_scores(self, states: Tensor) -> Tensor:
         """Minus the top RBM's free energy of ``states`` (B, H_{L-1}) beside each label, (B, C) in nats."""
         top, labels = self.top, self.num_labels
-        with torch.autocast(states.device.type, enabled=False):
-            states = states if states.dtype == torch.float64 else states.float()
+        with without_autocast(states):
+            states = at_least_float32(states)
             without = torch.cat([states, states.new_zeros(len(states), labels)], dim=1)
             activation = top.hidden_activation(without)  # one product for all labels
             own = top.visible_bias[-labels:] - top.visible_units.energy(without, top.visible_bias)[:, None]

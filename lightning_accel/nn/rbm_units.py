@@ -228,16 +228,6 @@ class JoinedVisible(VisibleUnits):
     def _each(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # a unit, then a part of each
         return list(zip(self.parts, *(state.split(self._sizes, dim=-1) for state in states), strict=True))
 
-    @property
-    def log_variance(self) -> Tensor:
-        """(V,) of the Gaussian units, 0 of others; what has none of the first has no such attribute."""
-        known = [part.log_variance for part in self.members() if isinstance(part, GaussianVisible)]
-        if not known:
-            raise AttributeError("log_variance")
-        with torch.enable_grad():  # who asks whether it is learned may be a backward pass
-            parts = [getattr(part, "log_variance", known[0].new_zeros(part.num_visible)) for part in self.members()]
-            return torch.cat(parts)
-
     def input(self, state: Tensor) -> Tensor:
         return torch.cat([part.input(one) for part, one in self._each(state)], dim=-1)
 

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, HiddenUnits
-from lightning_accel.ops.float32 import at_least_float32
+from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     from lightning_accel.nn.dbn import RBMStack
@@ -45,7 +45,7 @@ class LogProbBound(NamedTuple):
 
 def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:
     """Conditional log p(visible | hidden) in nats, (B,), of (B, V) and (B, H)."""
-    with torch.autocast(visible.device.type, enabled=False):
+    with without_autocast(visible):
         units, bias = rbm.visible_units, rbm.visible_bias
         visible = at_least_float32(visible)
         activation = rbm.visible_activation(at_least_float32(hidden))

@@ -113,13 +113,6 @@ def test_joined_units_are_their_parts():
     torch.testing.assert_close(units.energy(state, bias), expected)
     torch.testing.assert_close(units.input(state), torch.cat([first.input(state[:, :2]), state[:, 2:]], dim=1))
     assert units.count_states() is None
-    torch.testing.assert_close(units.log_variance[:2], first.log_variance)
-    assert units.log_variance[2:].tolist() == [0, 0, 0]
-
-
-def test_only_gaussian_units_have_variances():
-    assert not hasattr(RBM(4, 2, num_labels=3).visible_units, "log_variance")
-    assert not hasattr(RBM(4, 2).visible_units, "log_variance")
 
 
 REFUSED = [
