@@ -20,9 +20,10 @@ from lightning_accel.models.hooks import (
     list_of_str,
     take_from_datamodule,
 )
+from lightning_accel.models.measured import Measured, is_valid, measure
 from lightning_accel.models.sequence_export import export_step, export_whole
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
-from lightning_accel.models.sequence_targets import Measured, is_valid, measure, target_of, within
+from lightning_accel.models.sequence_targets import target_of, within
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy

@@ -53,7 +53,7 @@ def split_batch(batch: Any, num_parts: int) -> list[Part]:
 def _row_counts(batch: Any) -> list[int]:
     if isinstance(batch, Tensor):
         return [len(batch)] if batch.ndim else []
-    if _is_graphs(batch):
+    if is_graphs(batch):
         return [batch.num_graphs]
     return [count for item in _items(batch) for count in _row_counts(item)]
 
@@ -81,8 +81,8 @@ def _items(batch: Any) -> list[Any]:
 def _take(batch: Any, first: int, last: int, rows: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[first:last] if batch.ndim else batch
-    if _is_graphs(batch):
-        return _take_graphs(batch, first, last)
+    if is_graphs(batch):
+        return take_graphs(batch, first, last)
     if isinstance(batch, _PLAIN):
         return batch
     if isinstance(batch, (list, tuple)) and len(batch) == rows and not _row_counts(batch):
@@ -105,12 +105,14 @@ def _rebuild(like: Any, items: Sequence[Any]) -> Any:
     return rebuilt
 
 
-def _is_graphs(batch: Any) -> bool:
+def is_graphs(batch: Any) -> bool:
+    """Whether ``batch`` is one of PyTorch Geometric's, of several graphs."""
     geometric: Any = sys.modules.get("torch_geometric.data")  # where nobody imported it, nothing is of it
     return geometric is not None and isinstance(batch, geometric.Batch)
 
 
-def _take_graphs(batch: Any, first: int, last: int) -> Any:
+def take_graphs(batch: Any, first: int, last: int) -> Any:
+    """The graphs from ``first`` up to ``last``, as a batch of their own."""
     follow = [key.removesuffix("_batch") for key in batch.keys() if key.endswith("_batch")]  # noqa: SIM118
     geometric: Any = sys.modules["torch_geometric.data"]
     return geometric.Batch.from_data_list(batch.index_select(list(range(first, last))), follow_batch=follow)

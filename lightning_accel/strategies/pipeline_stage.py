@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_accel.strategies.batch_parts import is_graphs, take_graphs
 from lightning_accel.strategies.pipeline_chain import Chain
 from lightning_accel.strategies.pipeline_message import Part, pack, tie, unpack
 
@@ -295,13 +296,20 @@ class StageRun:
 
 
 def batch_size(batch: Any) -> int | None:
-    """Rows of the tensors in ``batch``; None if they differ, or there are none."""
+    """Rows of the tensors in ``batch``, or its graphs; None if they differ, or there are none."""
+    if is_graphs(batch):
+        return int(batch.num_graphs)
     sizes = {len(leaf) if leaf.ndim else -1 for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
     return next(iter(sizes)) if len(sizes) == 1 and min(sizes) > 0 else None
 
 
 def split_batch(batch: Any, num: int, rows: int) -> list[Any]:
-    """``num`` micro-batches of ``rows`` rows each: of tensors, and of lists with an item a row, in any nesting."""
+    """``num`` micro-batches of ``rows`` rows each: of tensors, and of lists with an item a row, in any nesting.
+
+    Batches of PyTorch Geometric are split by graphs.
+    """
+    if is_graphs(batch):
+        return [take_graphs(batch, number * rows, (number + 1) * rows) for number in range(num)]
 
     def part(value: Any, number: int) -> Any:
         at = slice(number * rows, (number + 1) * rows)

@@ -9,6 +9,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch_geometric.data import Batch, Data
 
 from lightning_accel.strategies.batch_parts import merge_outputs, split_batch
+from lightning_accel.strategies.pipeline_stage import batch_size
+from lightning_accel.strategies.pipeline_stage import split_batch as micro_batches
 
 X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 CPU = torch.device("cpu")
@@ -87,3 +89,13 @@ def test_merged_outputs_are_those_of_the_whole_batch():
     weighted = [{"loss": torch.tensor(1.0), "weight": 30}, {"loss": torch.tensor(2.0), "weight": torch.tensor(10.0)}]
     merged = merge_outputs(weighted, [1, 1], CPU)
     assert merged == {"loss": 1.25, "weight": 40}
+
+
+def test_micro_batches_of_graphs_are_whole_graphs():
+    edges = torch.tensor([[0, 1], [1, 0]])
+    graphs = Batch.from_data_list([Data(x=torch.randn(n, 3), edge_index=edges) for n in (2, 3, 4, 5)])
+    assert batch_size(graphs) == 4
+    first, second = micro_batches(graphs, 2, 2)
+    assert first.num_graphs == second.num_graphs == 2
+    torch.testing.assert_close(torch.cat([first.x, second.x]), graphs.x)
+    torch.testing.assert_close(second.edge_index, torch.tensor([[0, 1, 4, 5], [1, 0, 5, 4]]))
