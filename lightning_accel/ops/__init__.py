@@ -3,5 +3,19 @@
 from lightning_accel.ops.expert_mlp import expert_mlp
 from lightning_accel.ops.grouped_linear import grouped_linear
 from lightning_accel.ops.scan import linear_scan
+from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
+from lightning_accel.ops.two_paths import TwoPaths, num_two_paths, sample_two_paths, two_paths
 
-__all__ = ["expert_mlp", "grouped_linear", "linear_scan"]
+__all__ = [
+    "Triples",
+    "TwoPaths",
+    "expert_mlp",
+    "find_triples",
+    "grouped_linear",
+    "linear_scan",
+    "neighbour_sum",
+    "num_two_paths",
+    "sample_two_paths",
+    "triangle_sum",
+    "two_paths",
+]

@@ -1,0 +1,100 @@
+"""Paths of two edges in a graph, in bounded memory. Shapes: N nodes, E edges, P paths, S samples, G graphs."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_accel.ops.triples import Triples
+
+
+class TwoPaths(NamedTuple):
+    """Paths leaf - centre - other with leaf < other."""
+
+    leaf: Tensor  # (P,)
+    centre: Tensor  # (P,)
+    other: Tensor  # (P,)
+    closed: Tensor  # (P,) bool, whether leaf and other are neighbours: the path lies in a triangle
+
+
+def num_two_paths(triples: Triples) -> int:
+    """Number of paths of two edges: d (d - 1) / 2 at a centre of degree d."""
+    return int(_num_paths(triples).sum())
+
+
+def two_paths(triples: Triples, max_paths: int) -> Iterator[TwoPaths]:
+    """Every path of two edges once, ordered by centre, leaf and other, ``max_paths`` at a time; the last may be fewer.
+
+    A chunk may end among the paths of a centre, so that memory does not depend on degrees.
+
+    >>> from lightning_accel.ops import find_triples
+    >>> triples = find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4)
+    >>> [paths.centre.tolist() for paths in two_paths(triples, max_paths=3)]
+    [[0, 1, 2], [2, 2]]
+    """
+    if max_paths < 1:
+        raise ValueError(f"max_paths must be at least 1; got {max_paths}")
+    ends = _path_ends(triples)
+    num_paths = int(ends[-1]) if len(ends) else 0
+    keys = _edge_keys(triples)
+    for start in range(0, num_paths, max_paths):
+        index = torch.arange(start, min(start + max_paths, num_paths), device=ends.device)
+        yield _paths(index, ends, keys, triples)
+
+
+def sample_two_paths(
+    triples: Triples, num_samples: int, generator: torch.Generator | None = None, batch: Tensor | None = None
+) -> TwoPaths:
+    """Draw paths of two edges uniformly and independently, with replacement.
+
+    Args:
+        triples: of the graph.
+        num_samples: S.
+        generator: on the device of ``triples``.
+        batch: (N,) the graph of each node, ascending: S paths are drawn from each graph that has any.
+
+    Returns:
+        S paths, or G * S in the order of the graphs, G of them with paths; none where there are none.
+    """
+    ends = _path_ends(triples)
+    if batch is None:
+        batch = triples.rowptr.new_zeros(triples.num_nodes)
+    count = _num_paths(triples)
+    sizes = count.new_zeros(int(batch[-1]) + 1 if len(batch) else 0).index_add_(0, batch, count)
+    starts = sizes.cumsum(0) - sizes
+    some = sizes > 0
+    starts, sizes = starts[some, None], sizes[some, None]
+    draws = torch.rand(len(sizes), num_samples, dtype=torch.float64, device=ends.device, generator=generator)
+    index = starts + torch.minimum((draws * sizes).long(), sizes - 1)
+    return _paths(index.flatten(), ends, _edge_keys(triples), triples)
+
+
+def _num_paths(triples: Triples) -> Tensor:
+    degree = triples.rowptr.diff()
+    return degree * (degree - 1) // 2
+
+
+def _path_ends(triples: Triples) -> Tensor:
+    """(2 E,) how many paths have their leaf at this entry of col or at one before: with each later one of its row."""
+    row_ends = torch.repeat_interleave(triples.rowptr[1:], triples.rowptr.diff(), output_size=len(triples.col))
+    return (row_ends - torch.arange(1, len(row_ends) + 1, device=row_ends.device)).cumsum(0)
+
+
+def _edge_keys(triples: Triples) -> Tensor:
+    u, v = triples.edge
+    return u * triples.num_nodes + v
+
+
+def _paths(index: Tensor, ends: Tensor, keys: Tensor, triples: Triples) -> TwoPaths:
+    """The paths with these places in the order of :func:`two_paths`."""
+    if not len(index):
+        return TwoPaths(index, index, index, index.bool())
+    first = torch.searchsorted(ends, index, right=True)
+    # ends - index: that many paths with this leaf are left, this one among them; the last ends with the row
+    row = torch.searchsorted(triples.rowptr, first, right=True) - 1
+    second = triples.rowptr[row + 1] - (ends[first] - index)
+    leaf, other = triples.col[first], triples.col[second]
+    closing = leaf * triples.num_nodes + other
+    closed = keys[torch.searchsorted(keys, closing).clamp(max=len(keys) - 1)] == closing
+    return TwoPaths(leaf, row, other, closed)
