@@ -10,6 +10,7 @@ from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
 from lightning_accel.nn.moe_weights import read_transformers, write_transformers
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentOutput
+from lightning_accel.nn.relational import RelationalOrder3Pooling, RO3Conv, RO3Pooling
 from lightning_accel.nn.stack_likelihood import LogProbBound
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
 from lightning_accel.nn.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
@@ -35,7 +36,10 @@ __all__ = [
     "MixtureOfExperts",
     "MixtureOutput",
     "RBMStack",
+    "RO3Conv",
+    "RO3Pooling",
     "RecurrentOutput",
+    "RelationalOrder3Pooling",
     "Routing",
     "TopKGate",
     "TransformerBlock",

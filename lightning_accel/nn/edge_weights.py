@@ -1,0 +1,61 @@
+"""Weights of edges in products over triples. Shapes: M entries of edge_index, D edge features, R channels."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.nn.triple_sums import average_of_copies
+from lightning_accel.ops.float32 import at_least_float32
+from lightning_accel.ops.triples import Triples
+
+
+class EdgeWeights(nn.Module):
+    """One weight a channel for each undirected edge: 1 + a linear map of its features, or 1 + the vector of its type.
+
+    The entries of ``edge_index`` that stand for one undirected edge, in either direction or repeated, are averaged
+    after they are mapped. Loops have no weight.
+    """
+
+    def __init__(self, channels: int, edge_dim: int | None, num_relations: int | None) -> None:
+        super().__init__()
+        if (edge_dim is None) == (num_relations is None):
+            raise ValueError(f"give edge_dim or num_relations; got {edge_dim=} and {num_relations=}")
+        self.edge_dim = edge_dim
+        self.num_relations = num_relations
+        self.map: nn.Module
+        if edge_dim is not None:
+            self.map = nn.Linear(edge_dim, channels)
+        else:
+            assert num_relations is not None
+            self.map = nn.Embedding(num_relations, channels)
+
+    def reset_parameters(self) -> None:
+        self.map.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
+        """Weights (E, R) of the undirected edges, float32 at least."""
+        edge_attr = self._checked(edge_attr, edge_index.shape[1])
+        return 1 + average_of_copies(at_least_float32(self.map(edge_attr)), edge_index, triples)
+
+    def _checked(self, edge_attr: Tensor | None, num_entries: int) -> Tensor:
+        if self.edge_dim is not None:
+            needed = f"floating edge_attr of shape ({num_entries}, {self.edge_dim}), as edge_dim={self.edge_dim}"
+            shape = (num_entries, self.edge_dim)
+            if edge_attr is not None and edge_attr.is_floating_point() and edge_attr.shape == shape:
+                return edge_attr.to(next(self.parameters()).dtype)
+        else:
+            needed = f"int64 edge_attr of shape ({num_entries},), as num_relations={self.num_relations}"
+            if edge_attr is not None and edge_attr.dtype == torch.int64 and edge_attr.shape == (num_entries,):
+                return self._in_range(edge_attr)
+        found = "none" if edge_attr is None else f"{edge_attr.dtype} of shape {tuple(edge_attr.shape)}"
+        raise ValueError(f"this layer needs {needed}; got {found}")
+
+    def _in_range(self, types: Tensor) -> Tensor:
+        assert self.num_relations is not None
+        if types.is_cpu and types.numel() and not torch.compiler.is_compiling():
+            low, high = types.min().item(), types.max().item()
+            if low < 0 or high >= self.num_relations:
+                raise ValueError(
+                    f"edge types must lie in [0, {self.num_relations}), as num_relations={self.num_relations}; "
+                    f"got types from {low} to {high}"
+                )
+        return types
