@@ -11,6 +11,8 @@ from lightning_accel.nn.moe_weights import read_transformers, write_transformers
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentOutput
 from lightning_accel.nn.relational import RelationalOrder3Pooling, RO3Conv, RO3Pooling
+from lightning_accel.nn.relational_pooling import RelationalPooling
+from lightning_accel.nn.running_moments import Estimate
 from lightning_accel.nn.stack_likelihood import LogProbBound
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
 from lightning_accel.nn.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
@@ -24,6 +26,7 @@ __all__ = [
     "CausalSelfAttention",
     "ContrastiveDivergence",
     "DynamicRNN",
+    "Estimate",
     "ExpertChoiceGate",
     "ExpertLoad",
     "Experts",
@@ -40,6 +43,7 @@ __all__ = [
     "RO3Pooling",
     "RecurrentOutput",
     "RelationalOrder3Pooling",
+    "RelationalPooling",
     "Routing",
     "TopKGate",
     "TransformerBlock",

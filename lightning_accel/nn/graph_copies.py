@@ -1,0 +1,91 @@
+"""Copies of the graphs of a batch, one for each tuple of marked nodes.
+
+Shapes: N nodes, M arcs, B graphs, T copies, R nodes of all copies, k marks, F features.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GraphLayout(NamedTuple):
+    """Nodes and arcs of a batch by graph, in their given order within each."""
+
+    node: Tensor
+    """(N,): nodes, those of the first graph first. A place is a position herein."""
+    graph: Tensor
+    """(N,): the graph of each place."""
+    place: Tensor
+    """(N,): the place of each node."""
+    ptr: Tensor
+    """(B + 1,): the first place of each graph."""
+    arc: Tensor
+    """(M,): columns of ``edge_index``, those of the first graph first."""
+    arc_ptr: Tensor
+    """(B + 1,)."""
+    ends: Tensor
+    """(2, M): places of the nodes of ``arc``."""
+
+
+class Copies(NamedTuple):
+    """A batch of T graphs made of others."""
+
+    node: Tensor
+    """(R,): the node that each one copies."""
+    edge_index: Tensor
+    arc: Tensor
+    """The arc that each one copies."""
+    copy: Tensor
+    """(R,): from 0 to T - 1."""
+    marked: Tensor
+    """(T, k): which node of the copies each mark is on, -1 for none."""
+
+
+def lay_out(edge_index: Tensor, batch: Tensor, num_graphs: int) -> GraphLayout:
+    """Order nodes and arcs by graph.
+
+    Raises:
+        ValueError: if an arc joins two graphs, or ``batch`` has numbers outside 0 to ``num_graphs - 1``.
+    """
+    if batch.numel() and not 0 <= int(batch.min()) <= int(batch.max()) < num_graphs:
+        raise ValueError(f"batch must number {num_graphs} graphs from 0, got {int(batch.min())} to {int(batch.max())}")
+    if not torch.equal(batch[edge_index[0]], batch[edge_index[1]]):
+        raise ValueError("every edge must join nodes of one graph: edge_index and batch do not belong together")
+    graph, node = batch.sort(stable=True)
+    arc_graph, arc = batch[edge_index[0]].sort(stable=True)
+    place = torch.empty_like(node)
+    place[node] = torch.arange(len(node), device=node.device)
+    bounds = torch.arange(num_graphs + 1, device=node.device)
+    return GraphLayout(
+        node, graph, place, torch.searchsorted(graph, bounds), arc, torch.searchsorted(arc_graph, bounds),
+        place[edge_index[:, arc]],
+    )  # fmt: skip
+
+
+def copy_graphs(layout: GraphLayout, graph: Tensor, tuples: Tensor) -> Copies:
+    """Copy ``graph`` (T,) once for each of ``tuples`` (T, k) of its places."""
+    copy, place, first = _expand(layout.ptr, graph)
+    arc_copy, arc, _ = _expand(layout.arc_ptr, graph)
+    shift = first - layout.ptr[graph]
+    return Copies(
+        layout.node[place], layout.ends[:, arc] + shift[arc_copy], layout.arc[arc], copy,
+        torch.where(tuples < 0, -1, tuples + shift[:, None]),
+    )  # fmt: skip
+
+
+def mark_nodes(x: Tensor, copies: Copies) -> Tensor:
+    """Features (R, F + k) of all copies: those of ``x`` (N, F), then which mark each node bears, one-hot."""
+    rows, marks = len(copies.node), copies.marked.shape[1]
+    which = torch.where(copies.marked < 0, rows, copies.marked)  # what marks nothing falls into a row of its own
+    one_hot = x.new_zeros(rows + 1, marks).scatter(0, which, 1.0)
+    return torch.cat([x[copies.node], one_hot[:rows]], dim=1)
+
+
+def _expand(ptr: Tensor, graph: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each element of each copy: the copy, the element that it copies; and each copy's first (T,)."""
+    count = ptr.diff()[graph]
+    copy = torch.repeat_interleave(count)
+    first = count.cumsum(0) - count
+    within = torch.arange(len(copy), device=graph.device) - first[copy]
+    return copy, ptr[graph][copy] + within, first

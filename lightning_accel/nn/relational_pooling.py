@@ -1,0 +1,309 @@
+"""Relational pooling: a GNN on graphs with marked nodes, averaged over what is marked.
+
+Shapes: N nodes, F features, M arcs, B graphs, k marks, T copies, R nodes of all copies, H numbers of the base, D out.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_accel.nn.graph_copies import Copies, GraphLayout, copy_graphs, lay_out, mark_nodes
+from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
+from lightning_accel.nn.running_moments import Estimate, RunningMoments
+from lightning_accel.ops.float32 import at_least_float32, without_autocast
+
+_MOST_COPIES = 2**23
+
+
+class RelationalPooling(nn.Module):
+    """Mean over ordered tuples of nodes of what ``base_gnn`` and ``head`` make of the graph with that tuple marked.
+
+    f(G) = mean over t of head([sum_v h_v, h_t1 .. h_tk]), with h = base_gnn([x, one-hot marks of t], edge_index)
+
+    With ``tuples="edges"`` it tells graphs apart that message passing, and order-3 subsets, cannot (Rook 4x4 and
+    Shrikhande); with ``"nodes"`` and enough layers, circulant graphs; with ``marks="full"`` all graphs, if the base is
+    strong enough. The head stands before the mean, since a mean of what is linear in h says less.
+
+    In training, each graph is seen with ``train_samples`` tuples drawn uniformly, by default one (pi-SGD): the loss of
+    a mean is then bounded by the mean loss. In evaluation all tuples are, or ``samples`` of each graph, drawn without
+    replacement, all of them where there are no more; of more than 2**52, with replacement. Random numbers are those
+    of ``generator``, or else of torch's global one; each graph has its own.
+
+    Tuples are those of the undirected simple graph: an arc either way joins two nodes, loops and duplicates are no
+    tuples (the base sees all arcs as they are given). A graph without a tuple is seen once, unmarked, its marked
+    embeddings 0; of fewer nodes than marks, with ``"all"``, all its nodes are marked, in every order.
+
+    Args:
+        base_gnn: called as ``base_gnn(x, edge_index)``, and with ``edge_attr`` and ``batch`` by name if its ``forward``
+            has them; takes F + k features, gives (R, H). ``batch`` numbers copies. Should not mix the graphs of a
+            batch, as batch normalisation does in training.
+        marks: k; by default that of ``tuples``, or 1. ``"full"``: every node bears a mark, its place in an order.
+        tuples: ``"nodes"`` (k = 1), ``"edges"`` (k = 2, both directions), ``"two_paths"`` (k = 3, end, centre, end) or
+            ``"all"``, k different nodes whether connected or not; by default the connected ones of k nodes.
+        max_nodes: width of the marks for ``marks="full"``; larger graphs are refused.
+        level: ``"graph"`` gives (B, D), ``"node"`` the mean of head(h_v) over tuples, (N, D).
+        head: takes (T, (1 + k) H) for graphs, (R, H) for nodes; by default nothing is changed.
+        samples: how many tuples stand for all in evaluation, at least 2; by default all.
+        train_samples: likewise in training; None: all.
+        chunk_size: nodes plus arcs of the copies that are in memory at a time, at least one copy; with gradients,
+            chunks are computed again in the backward pass.
+
+    Sources: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1
+    and section 2.2, there with all permutations or k-subsets, here also with connected tuples alone.
+
+    >>> from torch_geometric.nn import GIN
+    >>> pooling = RelationalPooling(GIN(1 + 2, 8, num_layers=3), tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
+    >>> pooling(torch.ones(3, 1), torch.tensor([[0, 1], [1, 2]])).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(
+        self,
+        base_gnn: nn.Module,
+        marks: int | Literal["full"] | None = None,
+        tuples: TupleKind | None = None,
+        max_nodes: int | None = None,
+        level: Literal["graph", "node"] = "graph",
+        head: nn.Module | None = None,
+        samples: int | None = None,
+        train_samples: int | None = 1,
+        chunk_size: int = 2**19,
+    ) -> None:
+        super().__init__()
+        self.marks, self.tuples = _resolve(marks, tuples, max_nodes)
+        self.full = marks == "full"
+        if level not in ("graph", "node"):
+            raise ValueError(f"level must be 'graph' or 'node', got {level!r}")
+        if samples is not None and samples < 2:
+            raise ValueError(f"samples must be at least 2, for a standard error, or None for all tuples, got {samples}")
+        if train_samples is not None and train_samples < 1:
+            raise ValueError(f"train_samples must be at least 1, or None for all tuples, got {train_samples}")
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be positive, got {chunk_size}")
+        self.base_gnn = base_gnn
+        self.head = nn.Identity() if head is None else head
+        self.level, self.samples, self.train_samples, self.chunk_size = level, samples, train_samples, chunk_size
+        self._takes = _optional_inputs(base_gnn)
+
+    def reset_parameters(self) -> None:
+        for module in (self.base_gnn, self.head):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        size: int | None = None,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """The mean of ``estimate``."""
+        samples = self.train_samples if self.training else self.samples
+        whole = self.training and samples is not None
+        return self._estimate(x, edge_index, edge_attr, batch, size, samples, generator, in_one_pass=whole).mean
+
+    def estimate(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        size: int | None = None,
+        samples: int | None = None,
+        generator: Generator | None = None,
+    ) -> Estimate:
+        """The mean over all tuples or over samples, and its standard error, whether in training or not.
+
+        Args:
+            x: (N, F), floating.
+            edge_index: (2, M).
+            edge_attr: (M, ...), where the base takes it.
+            batch: (N,) the graph of each node, in any order; by default there is one graph.
+            size: B, where graphs without nodes may come last.
+            samples: by default those of evaluation.
+            generator: of random numbers, on any device.
+
+        Returns:
+            float32, or float64 as ``x``: (B, D), or (N, D) for nodes, each. Only the mean has a gradient. With
+            finitely many tuples the error shrinks by sqrt(1 - samples / tuples).
+
+        Raises:
+            ValueError: if inputs do not fit, or there are more than 2**23 tuples and ``samples`` is None.
+        """
+        samples = self.samples if samples is None else samples
+        if samples is not None and samples < 2:
+            raise ValueError(f"samples must be at least 2, for a standard error, got {samples}")
+        return self._estimate(x, edge_index, edge_attr, batch, size, samples, generator, errors=True)
+
+    def _estimate(
+        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None,
+        samples: int | None, generator: Generator | None, in_one_pass: bool = False, errors: bool = False,
+    ) -> Estimate:  # fmt: skip
+        layout = self._lay_out(x, edge_index, edge_attr, batch, size)
+        space = find_tuples(self.tuples, self.marks, layout.ptr, *layout.ends)
+        chunks = list(
+            _bounds(layout, plan := _plan(space, samples, generator), None if in_one_pass else self.chunk_size)
+        )
+        recompute = len(chunks) > 1 and torch.is_grad_enabled()
+        owners = len(layout.ptr) - 1 if self.level == "graph" else len(x)
+        moments = RunningMoments(owners, x.device)
+        for begin, end in chunks:
+            inputs = (x, edge_attr, layout, *plan.part(space, begin, end))
+            if recompute:
+                owner, value = checkpoint(self._run, *inputs, use_reentrant=False)
+            else:
+                owner, value = self._run(*inputs)
+            moments.add(owner, value, errors and samples is not None)
+        count = space.total if self.level == "graph" else space.total[layout.graph[layout.place]]
+        return moments.estimate(count)
+
+    def _run(
+        self, x: Tensor, edge_attr: Tensor | None, layout: GraphLayout, graph: Tensor, tuples: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What of ``tuples`` (T, k) is to be averaged, and for which graph or node."""
+        copies = copy_graphs(layout, graph, tuples)
+        optional = {}
+        if "edge_attr" in self._takes and edge_attr is not None:
+            optional["edge_attr"] = edge_attr[copies.arc]
+        if "batch" in self._takes:
+            optional["batch"] = copies.copy
+        h = self.base_gnn(mark_nodes(x, copies), copies.edge_index, **optional)
+        if not isinstance(h, Tensor) or h.dim() != 2 or len(h) != len(copies.node):
+            found = tuple(h.shape) if isinstance(h, Tensor) else type(h).__name__
+            raise ValueError(f"base_gnn must give one row for each of {len(copies.node)} nodes, got {found}")
+        with without_autocast(h):
+            readout = at_least_float32(h) if self.level == "node" else _read_out(at_least_float32(h), copies)
+        weight = next(self.head.parameters(), None)
+        value = self.head(readout if weight is None else readout.to(weight.dtype))
+        return copies.node if self.level == "node" else graph, at_least_float32(value)
+
+    def _lay_out(
+        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None
+    ) -> GraphLayout:
+        if x.dim() != 2 or not x.is_floating_point():
+            raise ValueError(f"x must be floating, (nodes, features), got {x.dtype}, {tuple(x.shape)}")
+        if edge_attr is not None and "edge_attr" not in self._takes:
+            raise ValueError(f"edge_attr was given, and {type(self.base_gnn).__name__}.forward has none: leave it out")
+        if batch is None:
+            batch = edge_index.new_zeros(len(x))
+            size = 1 if size is None else size
+        if len(batch) != len(x):
+            raise ValueError(f"batch must have one number for each of {len(x)} nodes, got {len(batch)}")
+        if size is None:
+            size = int(batch.max()) + 1 if len(batch) else 0
+        layout = lay_out(edge_index, batch, size)
+        if self.full and len(batch) and (largest := int(layout.ptr.diff().max())) > self.marks:
+            raise ValueError(f"max_nodes is {self.marks}, and a graph has {largest} nodes")
+        return layout
+
+    def extra_repr(self) -> str:
+        marks = f"marks='full', max_nodes={self.marks}" if self.full else f"marks={self.marks}"
+        return f"{marks}, tuples={self.tuples!r}, level={self.level!r}, samples={self.samples}"
+
+
+class _Plan(NamedTuple):
+    """Which copies to make: of numbered tuples, or of drawn ones."""
+
+    graph: Tensor
+    """(T,), sorted."""
+    number: Tensor | None
+    tuples: Tensor | None
+
+    def part(self, space: Tuples, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        graph = self.graph[begin:end]
+        if self.tuples is not None:
+            return graph, self.tuples[begin:end]
+        assert self.number is not None
+        return graph, space.at(graph, self.number[begin:end])
+
+
+def _plan(space: Tuples, samples: int | None, generator: Generator | None) -> _Plan:
+    if samples is not None:
+        graph, tuples = space.draw(samples, generator)
+        return _Plan(graph, None, tuples)
+    if (total := float(space.total.sum())) > _MOST_COPIES:
+        raise ValueError(f"a mean over all {total:.3g} tuples takes too long: give samples, or fewer marks or graphs")
+    count = space.total.long()
+    graph = torch.repeat_interleave(count)
+    return _Plan(graph, torch.arange(len(graph), device=graph.device) - (count.cumsum(0) - count)[graph], None)
+
+
+def _bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
+    """First and last copy of each chunk; there is one chunk at least, for the width of what the base gives."""
+    copies = len(plan.graph)
+    if chunk_size is None or copies == 0:
+        yield 0, copies
+        return
+    total = (layout.ptr.diff() + layout.arc_ptr.diff())[plan.graph].cumsum(0)
+    begin = 0
+    while begin < copies:
+        limit = chunk_size + (total[begin - 1] if begin else 0)
+        end = max(int(torch.searchsorted(total, limit, right=True)), begin + 1)
+        yield begin, end
+        begin = end
+
+
+def _read_out(h: Tensor, copies: Copies) -> Tensor:
+    """Sum over nodes, then the embedding of each marked node, (T, (1 + k) H)."""
+    num_copies, marks = copies.marked.shape
+    total = h.new_zeros(num_copies, h.shape[1]).index_add(0, copies.copy, h)
+    at = (copies.marked >= 0).nonzero(as_tuple=True)
+    marked = h.new_zeros(num_copies, marks, h.shape[1]).index_put(at, h[copies.marked[at]])
+    return torch.cat([total, marked.flatten(1)], dim=1)
+
+
+def _resolve(
+    marks: int | Literal["full"] | None, tuples: TupleKind | None, max_nodes: int | None
+) -> tuple[int, TupleKind]:
+    """The number of marks and what they are on."""
+    if marks == "full":
+        if tuples not in (None, "all") or max_nodes is None or max_nodes < 1:
+            raise ValueError(f"marks='full' needs max_nodes, and tuples='all', got {max_nodes} and {tuples!r}")
+        return max_nodes, "all"
+    if max_nodes is not None:
+        raise ValueError("max_nodes is the width of marks='full': leave it out")
+    if tuples is None:
+        marks = 1 if marks is None else marks
+        tuples = next((kind for kind, size in MARKS.items() if size == marks), None)
+        if tuples is None:
+            raise ValueError(f"connected tuples have 1, 2 or 3 marks, got {marks}: for others set tuples='all'")
+    if tuples not in (*MARKS, "all"):
+        raise ValueError(f"tuples must be one of {[*MARKS, 'all']}, got {tuples!r}")
+    if tuples == "all":
+        if marks is None or marks < 1:
+            raise ValueError(f"tuples='all' needs marks, at least 1, or 'full', got {marks}")
+        return marks, tuples
+    if marks not in (None, MARKS[tuples]):
+        raise ValueError(f"tuples={tuples!r} have {MARKS[tuples]} marks, got {marks}")
+    return MARKS[tuples], tuples
+
+
+def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
+    """Which of ``edge_attr`` and ``batch`` the base takes, by their names in its ``forward``.
+
+    Raises:
+        TypeError: if it needs something else.
+    """
+    inner = getattr(base_gnn, "_orig_mod", base_gnn)  # torch.compile hides the signature
+    if (names := getattr(getattr(inner, "signature", None), "param_dict", None)) is not None:
+        parameters = [(name, True) for name in names]  # torch_geometric.nn.Sequential
+    else:
+        parameters = [
+            (name, parameter.default is parameter.empty)
+            for name, parameter in inspect.signature(inner.forward).parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+    names = [name for name, _ in parameters]
+    unknown = [name for name, needed in parameters[2:] if needed and name not in ("edge_attr", "batch")]
+    if len(parameters) < 2 or unknown:
+        raise TypeError(
+            f"base_gnn is called with x, edge_index, and edge_attr and batch where it has them; "
+            f"{type(inner).__name__}.forward has {', '.join(names) or 'no named parameters'}"
+        )
+    return frozenset(names[2:]) & {"edge_attr", "batch"}
