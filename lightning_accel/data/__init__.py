@@ -2,6 +2,7 @@
 
 from lightning_accel.data.bars import BarsAndStripesDataModule
 from lightning_accel.data.digits import DigitsDataModule
+from lightning_accel.data.graphs import GraphDataModule
 from lightning_accel.data.idx import IdxDataModule
 from lightning_accel.data.idx_files import read_idx
 from lightning_accel.data.length_loader import length_batch_loader
@@ -14,6 +15,7 @@ from lightning_accel.data.text import TextDataModule
 __all__ = [
     "BarsAndStripesDataModule",
     "DigitsDataModule",
+    "GraphDataModule",
     "IdxDataModule",
     "LengthBatchSampler",
     "SequenceBatch",
