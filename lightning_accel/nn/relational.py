@@ -1,6 +1,6 @@
 """Layers that see triples of nodes. Shapes: N nodes, B graphs, M entries of edge_index, F features, R channels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -8,13 +8,29 @@ from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
 from lightning_accel.nn.edge_weights import EdgeWeights
-from lightning_accel.nn.triple_sums import weighted_neighbour_sum, weighted_triangle_sum
+from lightning_accel.nn.triple_sums import (
+    Graphs,
+    count_rooted,
+    count_subsets,
+    rooted_sums,
+    sum_edges,
+    sum_empty,
+    sum_triangles,
+    sum_wedges,
+    weighted_neighbour_sum,
+)
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
-from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
+from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum
 
 TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
 
-_MAPS: dict[str, int] = {"triangle": 1, "wedge": 2, "edge": 2, "empty": 1}  # node maps that each type multiplies
+_MAPS = {"triangle": 1, "wedge": 2, "edge": 2, "empty": 1}  # node maps that each type multiplies
+_SUMS: dict[str, Callable[..., Tensor]] = {
+    "triangle": sum_triangles,
+    "wedge": sum_wedges,
+    "edge": sum_edges,
+    "empty": sum_empty,
+}
 
 
 class RelationalOrder3Pooling(nn.Module):
@@ -120,26 +136,24 @@ class RelationalOrder3Pooling(nn.Module):
         """What ``out`` reads: the sum, or mean, of each type in turn, (B, R * types)."""
         _check_inputs(type(self).__name__, x, edge_index)
         triples = find_triples(edge_index, x.shape[0]) if triples is None else triples
-        graphs = _Graphs(batch, size)
+        graphs = Graphs(batch, size)
         with without_autocast(x):
-            maps = dict(zip(self.types, self._split(x), strict=True))
             weights: Sequence[Tensor | None] = [None] * len(self.types)
             if self.edge_weights is not None:
                 weights = self.edge_weights(edge_attr, edge_index, triples).split(self.rank, dim=1)
-            counts = _subset_counts(triples, graphs, x)
             sums = [
-                _SUMS[name](*maps[name], weight, triples, graphs)
-                for name, weight in zip(self.types, weights, strict=True)
+                _SUMS[name](*maps, weight, triples, graphs)
+                for name, maps, weight in zip(self.types, self._split(x), weights, strict=True)
             ]
-            # where there is no subset of a type, what cancels in exact arithmetic must not leave its rounding errors
-            divisors = [counts[name].clamp(min=1) if self.reduce == "mean" else 1 for name in self.types]
+            counts = count_subsets(triples, graphs)
             return torch.cat(
-                [
-                    torch.where(counts[name] > 0, total / divisor, 0)
-                    for name, total, divisor in zip(self.types, sums, divisors, strict=True)
-                ],
+                [self._reduced(total, getattr(counts, name)) for name, total in zip(self.types, sums, strict=True)],
                 dim=1,
             )
+
+    def _reduced(self, total: Tensor, count: Tensor) -> Tensor:
+        mean = total / count.clamp(min=1) if self.reduce == "mean" else total
+        return torch.where(count > 0, mean, 0)  # what would cancel but for rounding is left out
 
     def _split(self, x: Tensor) -> list[tuple[Tensor, ...]]:
         maps = at_least_float32(self.maps(x.to(self.maps.weight.dtype)))
@@ -233,135 +247,29 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         triples = find_triples(edge_index, x.shape[0]) if triples is None else triples
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
-            summed = neighbour_sum(at_least_float32(x), triples)
-            sums = self._triple_sums(x, edge_attr, edge_index, triples)
-            if self.reduce == "mean":
-                degree = triples.rowptr.diff().unsqueeze(1)
-                summed = summed / degree.clamp(min=1)
-                sums = _rooted_means(sums, triples)
-            joined = torch.cat(sums, dim=1).to(x.dtype)
-            hidden = self.own(x) + self.neighbours(summed.to(x.dtype)) + self.joined(joined)
+            neighbours, sums = self._sums(x, edge_attr, edge_index, triples)
+            hidden = self.own(x) + self.neighbours(neighbours.to(x.dtype)) + self.joined(sums.to(x.dtype))
         return self.out(hidden.relu())
 
-    def _triple_sums(
-        self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples
-    ) -> tuple[Tensor, ...]:
+    def _sums(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> tuple[Tensor, Tensor]:
         b, c = at_least_float32(self.maps(x)).split(self.rank, dim=1)
-        if self.edge_weights is None:
-            return rooted_sums(b, c, triples)
-        weight = self.edge_weights(edge_attr, edge_index, triples)
-        return weighted_rooted_sums(b, c, weight, triples)
+        weight = None if self.edge_weights is None else self.edge_weights(edge_attr, edge_index, triples)
+        sums: list[Tensor] = list(rooted_sums(b, c, weight, triples))
+        counts: list[Tensor] = list(count_rooted(triples)) if self.reduce == "mean" else []
+        neighbours = neighbour_sum(at_least_float32(x), triples)
+        degree = triples.rowptr.diff().unsqueeze(1)
+        if weight is not None:
+            sums.append(weighted_neighbour_sum(b, weight, triples))
+            counts.append(degree)
+        if self.reduce == "mean":
+            neighbours = neighbours / degree.clamp(min=1)
+            sums = [
+                torch.where(count > 0, total / count.clamp(min=1), 0) for total, count in zip(sums, counts, strict=True)
+            ]
+        return neighbours, torch.cat(sums, dim=1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"
-
-
-def rooted_sums(b: Tensor, c: Tensor, triples: Triples) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums over triangles, wedges with the node as centre and wedges with it as leaf, (N, R) each."""
-    rank = b.shape[1]
-    around, around_squared, around_c = neighbour_sum(torch.cat([b, b * b, c], dim=1), triples).split(rank, dim=1)
-    triangle, path = triangle_sum(b, None, triples), triangle_sum(c, b, triples)
-    centre = (around * around - around_squared) / 2 - triangle
-    leaf = neighbour_sum(c * around, triples) - b * around_c - path
-    return triangle, centre, leaf
-
-
-def weighted_rooted_sums(b: Tensor, c: Tensor, weight: Tensor, triples: Triples) -> tuple[Tensor, ...]:
-    """As :func:`rooted_sums` with weights (E, R) of edges, and the weighted sum of b over neighbours besides."""
-    around = weighted_neighbour_sum(b, weight, triples)
-    squares = weighted_neighbour_sum(b * b, weight * weight, triples)
-    triangle = weighted_triangle_sum(b, None, weight, triples, "all")
-    centre = (around * around - squares) / 2 - weighted_triangle_sum(b, None, weight, triples, "spokes")
-    back = b * weighted_neighbour_sum(c, weight * weight, triples)
-    leaf = weighted_neighbour_sum(c * around, weight, triples) - back
-    leaf = leaf - weighted_triangle_sum(c, b, weight, triples, "path")
-    return triangle, centre, leaf, around
-
-
-def _rooted_means(sums: tuple[Tensor, ...], triples: Triples) -> tuple[Tensor, ...]:
-    degree = triples.rowptr.diff().unsqueeze(1)
-    triangles = triples.opposite_rowptr.diff().unsqueeze(1)
-    second = neighbour_sum(degree.to(sums[0].dtype), triples).to(degree.dtype)
-    leaves = second - degree - 2 * triangles
-    counts = [triangles, degree * (degree - 1) // 2 - triangles, leaves, degree][: len(sums)]
-    return tuple(
-        torch.where(count > 0, total / count.clamp(min=1), 0) for total, count in zip(sums, counts, strict=True)
-    )
-
-
-class _Graphs:
-    """Sums over the nodes of each graph."""
-
-    def __init__(self, batch: Tensor | None, size: int | None) -> None:
-        if size is None:
-            size = 1 if batch is None else int(batch.max()) + 1 if batch.numel() else 0
-        self.batch, self.size = batch, size
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Sum ``value`` (N, R) to (B, R)."""
-        if self.batch is None:
-            total = value.sum(dim=0, keepdim=True)
-            return total if self.size == 1 else torch.cat([total, total.new_zeros(self.size - 1, total.shape[1])])
-        return value.new_zeros(self.size, value.shape[1]).index_add(0, self.batch, value)
-
-
-def _subset_counts(triples: Triples, graphs: _Graphs, x: Tensor) -> dict[str, Tensor]:
-    """Number of subsets of each type in each graph, (B, 1) int64."""
-    degree = triples.rowptr.diff()
-    corners = triples.opposite_rowptr.diff()
-    per_node = torch.stack([torch.ones_like(degree), degree, degree * (degree - 1) // 2, corners], dim=1)
-    nodes, ends, paths, corners = graphs.sum(per_node).split(1, dim=1)
-    triangle = corners // 3
-    wedge = paths - 3 * triangle
-    edge = ends // 2 * (nodes - 2) - 2 * wedge - 3 * triangle
-    empty = nodes * (nodes - 1) * (nodes - 2) // 6 - triangle - wedge - edge
-    return {"triangle": triangle, "wedge": wedge, "edge": edge, "empty": empty}
-
-
-def _sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: _Graphs) -> Tensor:
-    others = _triangle_sum(a, weight, triples, "all")
-    return graphs.sum(a * others) / 3  # each triangle is met at its three corners
-
-
-def _sum_wedges(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples, graphs: _Graphs) -> Tensor:
-    around = _neighbour_sum(b, weight, triples)
-    squares = _neighbour_sum(b * b, None if weight is None else weight * weight, triples)
-    closed = _triangle_sum(b, weight, triples, "spokes")
-    return graphs.sum(c * ((around * around - squares) / 2 - closed))
-
-
-def _sum_edges(p: Tensor, q: Tensor, weight: Tensor | None, triples: Triples, graphs: _Graphs) -> Tensor:
-    """Each edge with all nodes of the graph, less those adjacent to one end, where those to both were taken twice."""
-    ends = p * _neighbour_sum(p, weight, triples)
-    adjacent = graphs.sum(ends * neighbour_sum(q, triples))
-    both = graphs.sum(q * _triangle_sum(p, weight, triples, "opposite"))
-    return graphs.sum(ends) / 2 * graphs.sum(q) - adjacent + both
-
-
-def _sum_empty(r: Tensor, weight: Tensor | None, triples: Triples, graphs: _Graphs) -> Tensor:
-    """All subsets, an elementary symmetric polynomial, less those with edges; there are no edges to be weighted."""
-    first, second, third = graphs.sum(r), graphs.sum(r * r), graphs.sum(r**3)
-    everything = (first**3 - 3 * first * second + 2 * third) / 6
-    with_edges = _sum_triangles(r, None, triples, graphs) + _sum_wedges(r, r, None, triples, graphs)
-    return everything - with_edges - _sum_edges(r, r, None, triples, graphs)
-
-
-_SUMS: dict[str, Any] = {
-    "triangle": _sum_triangles,
-    "wedge": _sum_wedges,
-    "edge": _sum_edges,
-    "empty": _sum_empty,
-}
-
-
-def _neighbour_sum(x: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
-    return neighbour_sum(x, triples) if weight is None else weighted_neighbour_sum(x, weight, triples)
-
-
-def _triangle_sum(x: Tensor, weight: Tensor | None, triples: Triples, edges: Any) -> Tensor:
-    if weight is None:
-        return triangle_sum(x, None, triples)
-    return weighted_triangle_sum(x, None, weight, triples, edges)
 
 
 def _edge_weights(channels: int, edge_dim: int | None, num_relations: int | None) -> EdgeWeights | None:

@@ -1,12 +1,17 @@
-"""Sums over triples with weighted edges. Shapes: N nodes, M entries, E edges, T triangles, R channels."""
+"""Sums of products over triples of nodes. Shapes: N nodes, B graphs, M entries, E edges, T triangles, R channels.
 
-from typing import Literal, TypeAlias
+A ``weight`` (E, R) of edges multiplies a term for each edge among its nodes; None is a weight of 1. Open wedges are
+all paths of two edges less those in triangles. That difference is exact in float32 only if both sides read the very
+same map: hence sums over neighbours of the maps are taken, though those of the features, mapped, would be equal too.
+"""
+
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.ops.triples import Triples
+from lightning_accel.ops.triples import Triples, neighbour_sum, triangle_sum
 
 # Which of the weights of a triangle count at its corner r, whose other corners are s and t: all three, those of rs and
 # rt, that of st, or those of the path from r over x's node to y's.
@@ -15,31 +20,138 @@ Edges: TypeAlias = Literal["all", "spokes", "opposite", "path"]
 _TRIANGLES_AT_A_TIME = 2**16  # some 12 * R numbers of each are alive
 
 
-def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:
-    """Give each undirected edge the mean of ``value`` (M, R) over its entries in ``edge_index`` but loops: (E, R).
+class Graphs:
+    """Sums over the nodes of each graph of a batch; one graph where ``batch`` (N,) is None, B graphs where it says."""
 
-    An edge that ``triples`` has and ``edge_index`` has not gets zeros.
+    def __init__(self, batch: Tensor | None, size: int | None) -> None:
+        if size is None:
+            size = 1 if batch is None else int(batch.max()) + 1 if batch.numel() else 0
+        self.batch, self.size = batch, size
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum ``value`` (N, R) to (B, R)."""
+        if self.batch is None:
+            total = value.sum(dim=0, keepdim=True)
+            return total if self.size == 1 else torch.cat([total, total.new_zeros(self.size - 1, total.shape[1])])
+        return value.new_zeros(self.size, value.shape[1]).index_add(0, self.batch, value)
+
+
+class SubsetCounts(NamedTuple):
+    """How many subsets of three nodes have 3, 2, 1 and 0 edges, (B, 1) int64 each."""
+
+    triangle: Tensor
+    wedge: Tensor
+    edge: Tensor
+    empty: Tensor
+
+
+def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
+    degree = triples.rowptr.diff()
+    corners = triples.opposite_rowptr.diff()
+    per_node = torch.stack([torch.ones_like(degree), degree, degree * (degree - 1) // 2, corners], dim=1)
+    nodes, ends, paths, corners = graphs.sum(per_node).split(1, dim=1)
+    triangle = corners // 3
+    wedge = paths - 3 * triangle
+    edge = ends // 2 * (nodes - 2) - 2 * wedge - 3 * triangle  # each edge with each third node
+    empty = nodes * (nodes - 1) * (nodes - 2) // 6 - triangle - wedge - edge
+    return SubsetCounts(triangle, wedge, edge, empty)
+
+
+def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``a_i a_j a_k`` over the triangles of each graph: (B, R)."""
+    others = weighted_triangle_sum(a, None, weight, triples, "all")
+    return graphs.sum(a * others) / 3  # each triangle is met at its three corners
+
+
+def sum_wedges(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``c_v b_u b_w`` over the open wedges u - v - w of each graph: (B, R)."""
+    pairs = _neighbour_pairs(b, weight, triples)
+    return graphs.sum(c * (pairs - weighted_triangle_sum(b, None, weight, triples, "spokes")))
+
+
+def sum_edges(p: Tensor, q: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``p_i p_j q_k`` over edges ij and nodes k adjacent to neither: (B, R).
+
+    An edge takes all nodes, less the neighbours of either end (each end is one of the other), and those of both were
+    subtracted twice.
     """
+    ends = p * weighted_neighbour_sum(p, weight, triples)
+    adjacent = graphs.sum(ends * neighbour_sum(q, triples))
+    both = graphs.sum(q * weighted_triangle_sum(p, None, weight, triples, "opposite"))
+    return graphs.sum(ends) / 2 * graphs.sum(q) - adjacent + both
+
+
+def sum_empty(r: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``r_i r_j r_k`` over three nodes without an edge: (B, R); there is none to be weighted.
+
+    All subsets, an elementary symmetric polynomial in terms of power sums, less those with edges.
+    """
+    first, second, third = graphs.sum(r), graphs.sum(r * r), graphs.sum(r**3)
+    everything = (first**3 - 3 * first * second + 2 * third) / 6
+    around, squares = neighbour_sum(torch.cat([r, r * r], dim=1), triples).chunk(2, dim=1)
+    at_corner = graphs.sum(r * triangle_sum(r, None, triples))  # three times the triangles
+    wedge = graphs.sum(r * (around * around - squares)) / 2 - at_corner
+    edge = graphs.sum(r * around) / 2 * first - graphs.sum(r * around * around) + at_corner
+    return everything - at_corner / 3 - wedge - edge
+
+
+class RootedSums(NamedTuple):
+    """Sums over the triples of each node, (N, R) each."""
+
+    triangle: Tensor  # b_j b_k over the triangles {i, j, k} of i
+    centre: Tensor  # b_j b_k over the open wedges j - i - k
+    leaf: Tensor  # c_j b_k over the open wedges i - j - k
+
+
+def rooted_sums(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples) -> RootedSums:
+    if weight is None:
+        around, squares, around_c = neighbour_sum(torch.cat([b, b * b, c], dim=1), triples).chunk(3, dim=1)
+        triangle = closed = triangle_sum(b, None, triples)
+    else:
+        around, squares, around_c = (
+            weighted_neighbour_sum(value, w, triples)
+            for value, w in ((b, weight), (b * b, weight * weight), (c, weight * weight))
+        )
+        triangle = weighted_triangle_sum(b, None, weight, triples, "all")
+        closed = weighted_triangle_sum(b, None, weight, triples, "spokes")
+    centre = (around * around - squares) / 2 - closed
+    walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # less those that come back to i
+    return RootedSums(triangle, centre, walks - weighted_triangle_sum(c, b, weight, triples, "path"))
+
+
+def count_rooted(triples: Triples) -> RootedSums:
+    """Number of terms in each of :func:`rooted_sums`, (N, 1) int64."""
+    degree = triples.rowptr.diff().unsqueeze(1)
+    triangle = triples.opposite_rowptr.diff().unsqueeze(1)
+    walks = neighbour_sum(degree.double(), triples).long() - degree
+    return RootedSums(triangle, degree * (degree - 1) // 2 - triangle, walks - 2 * triangle)
+
+
+def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:
+    """Give each undirected edge the mean of ``value`` (M, R) over its entries in ``edge_index`` but loops: (E, R)."""
     num_nodes, num_edges = triples.num_nodes, triples.edge.shape[1]
     low, high = edge_index.amin(dim=0), edge_index.amax(dim=0)
-    found = torch.searchsorted(_edge_keys(triples), low * num_nodes + high)
+    found = torch.searchsorted(edge_keys(triples), low * num_nodes + high)
     edge = torch.where(low == high, num_edges, found)  # loops fall into a row that is cut off
     total = value.new_zeros(num_edges + 1, value.shape[1]).index_add(0, edge, value)
     copies = value.new_zeros(num_edges + 1).index_add(0, edge, torch.ones_like(value[:, 0]))
     return (total / copies.clamp(min=1).unsqueeze(1))[:num_edges]
 
 
-def weighted_neighbour_sum(x: Tensor, weight: Tensor, triples: Triples) -> Tensor:
-    """Sum ``x_j w_ij`` over the neighbours j of each node i: x (N, R), weight (E, R) -> (N, R)."""
+def weighted_neighbour_sum(x: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    """Sum ``x_j w_ij`` over the neighbours j of each node i: (N, R)."""
+    if weight is None:
+        return neighbour_sum(x, triples)
     row = torch.repeat_interleave(triples.rowptr.diff(), output_size=len(triples.col))
     return torch.zeros_like(x).index_add(0, row, x[triples.col] * weight[triples.edge_of])
 
 
-def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor, triples: Triples, edges: Edges) -> Tensor:
+def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, triples: Triples, edges: Edges) -> Tensor:
     """At each node r, sum ``x_s x_t``, or ``x_s y_t + x_t y_s`` given ``y``, times weights, over its triangles.
 
-    The triangles are {r, s, t}. Runs through them in chunks that are computed again in the backward pass, so that their
-    products are never held all at once; compiled, in one chunk, as its number cannot depend on the data there.
+    With weights the triangles {r, s, t} are run through in chunks that are computed again in the backward pass, so
+    that their products are never held all at once; compiled, in one chunk, as the number of chunks cannot depend on
+    the data there.
 
     Args:
         x: (N, R).
@@ -51,16 +163,32 @@ def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor, triples: 
     Returns:
         (N, R).
     """
+    if weight is None:
+        return triangle_sum(x, y, triples)
     node, opposite = triples.triangle, _opposite_edges(triples)
-    at_a_time = max(node.shape[1], 1) if torch.compiler.is_compiling() else _TRIANGLES_AT_A_TIME
-    if node.shape[1] <= at_a_time:
+    if torch.compiler.is_compiling() or node.shape[1] <= _TRIANGLES_AT_A_TIME:
         return _chunk_sum(x, y, weight, node, opposite, edges)
     total = torch.zeros_like(x)
-    for chunk in zip(node.split(at_a_time, dim=1), opposite.split(at_a_time, dim=1), strict=True):
+    for chunk in zip(node.split(_TRIANGLES_AT_A_TIME, dim=1), opposite.split(_TRIANGLES_AT_A_TIME, dim=1), strict=True):
         total = total + checkpoint(
             _chunk_sum, x, y, weight, *chunk, edges, use_reentrant=False, preserve_rng_state=False
         )
     return total
+
+
+def edge_keys(triples: Triples) -> Tensor:
+    """A number for each edge, (E,) ascending: that of u < v is ``u * N + v``."""
+    return triples.edge[0] * triples.num_nodes + triples.edge[1]
+
+
+def _neighbour_pairs(b: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    """Sum ``b_j b_k`` over the pairs of neighbours of each node."""
+    if weight is None:
+        around, squares = neighbour_sum(torch.cat([b, b * b], dim=1), triples).chunk(2, dim=1)
+    else:
+        around = weighted_neighbour_sum(b, weight, triples)
+        squares = weighted_neighbour_sum(b * b, weight * weight, triples)
+    return (around * around - squares) / 2
 
 
 def _chunk_sum(x: Tensor, y: Tensor | None, weight: Tensor, node: Tensor, opposite: Tensor, edges: Edges) -> Tensor:
@@ -68,7 +196,7 @@ def _chunk_sum(x: Tensor, y: Tensor | None, weight: Tensor, node: Tensor, opposi
     ys = None if y is None else y[node]
     total = torch.zeros_like(x)
     for r, s, t in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
-        if edges == "path":  # r - s - t and r - t - s: w_rs lies opposite t
+        if edges == "path":  # r - s - t and r - t - s: the weight of rs lies opposite t
             assert ys is not None
             value = ws[r] * (ws[t] * xs[s] * ys[t] + ws[s] * xs[t] * ys[s])
         else:
@@ -83,8 +211,4 @@ def _opposite_edges(triples: Triples) -> Tensor:
     """The edge opposite each corner of each triangle, (3, T)."""
     i, j, k = triples.triangle
     pairs = torch.stack([j, i, i]) * triples.num_nodes + torch.stack([k, k, j])
-    return torch.searchsorted(_edge_keys(triples), pairs)
-
-
-def _edge_keys(triples: Triples) -> Tensor:
-    return triples.edge[0] * triples.num_nodes + triples.edge[1]
+    return torch.searchsorted(edge_keys(triples), pairs)
