@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.data import BarsAndStripesDataModule as BarsAndStripesDataModule
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
+    from lightning_accel.data import GraphDataModule as GraphDataModule
     from lightning_accel.data import IdxDataModule as IdxDataModule
     from lightning_accel.data import LengthBatchSampler as LengthBatchSampler
     from lightning_accel.data import SequenceBatch as SequenceBatch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
+    from lightning_accel.models import RelationalGNN as RelationalGNN
     from lightning_accel.models import SequenceModel as SequenceModel
     from lightning_accel.models import Stage as Stage
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import RBMStack as RBMStack
+    from lightning_accel.nn import RelationalOrder3Pooling as RelationalOrder3Pooling
+    from lightning_accel.nn import RelationalPooling as RelationalPooling
+    from lightning_accel.nn import RO3Conv as RO3Conv
+    from lightning_accel.nn import RO3Pooling as RO3Pooling
     from lightning_accel.nn import TopKGate as TopKGate
     from lightning_accel.nn import TreeRNN as TreeRNN
     from lightning_accel.nn import UpDown as UpDown
@@ -77,6 +83,7 @@ _PACKAGE_OF = {
     "FeedForward": "nn",
     "Float8Precision": "precision",
     "FullyShardedStrategy": "strategies",
+    "GraphDataModule": "data",
     "IdxDataModule": "data",
     "LengthBatchSampler": "data",
     "MixtureOfExperts": "nn",
@@ -85,9 +92,14 @@ _PACKAGE_OF = {
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
     "RBM": "nn",
-    "RBMStack": "nn",
     "RBMMonitor": "callbacks",
+    "RBMStack": "nn",
     "RBMTransformer": "models.estimators",
+    "RO3Conv": "nn",
+    "RO3Pooling": "nn",
+    "RelationalGNN": "models",
+    "RelationalOrder3Pooling": "nn",
+    "RelationalPooling": "nn",
     "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
@@ -127,6 +139,7 @@ __all__ = [
     "FeedForward",
     "Float8Precision",
     "FullyShardedStrategy",
+    "GraphDataModule",
     "IdxDataModule",
     "LengthBatchSampler",
     "MixtureOfExperts",
@@ -137,6 +150,11 @@ __all__ = [
     "RBMMonitor",
     "RBMStack",
     "RBMTransformer",
+    "RO3Conv",
+    "RO3Pooling",
+    "RelationalGNN",
+    "RelationalOrder3Pooling",
+    "RelationalPooling",
     "SamplerCheck",
     "SaveOnSignal",
     "SequenceBatch",

@@ -60,6 +60,7 @@ MODULES = {
     "language_model": "MoELanguageModel",
     "sequence": "SequenceModel",
     "belief_network": "DeepBeliefNetwork",
+    "graphs": "RelationalGNN",
 }
 PRECISIONS = {
     "32-true": dict,
@@ -88,6 +89,8 @@ REFUSED = {  # patterns of messages, by module, strategy and precision
     ("belief_network", "tensor parallel", "any"): "DeepBeliefNetwork has no plan for tensor parallelism.*'accel_fsdp2'",
     ("belief_network", "accel_pipeline", "any"): "DeepBeliefNetwork trains one RBM at a time.*'accel_fsdp2'",
     ("belief_network", "accel_dp", "any"): "DeepBeliefNetwork has one set of chains in each process.*strategy=ddp",
+    ("graphs", "accel_expert_parallel", "any"): "RelationalGNN has no layer that holds experts.*'accel_fsdp2'",
+    ("graphs", "tensor parallel", "any"): "RelationalGNN has no plan for tensor parallelism.*'accel_fsdp2'",
     ("classifier", "tensor parallel", "any"): "MoEClassifier has no plan for tensor parallelism.*'accel_fsdp2'",
 }
 

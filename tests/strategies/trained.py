@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
+from torch_geometric.data import Batch, Data
 
-from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, SequenceModel, Stage
+from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel, Stage
 from lightning_accel.data.sequence_batch import IGNORED
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
@@ -72,6 +73,10 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_size": 8, "num_layers": 3}
         model = SequenceModel(**sizes, target_kind="labelling", residual=True, optimizer=optimizer)
         return model, TensorDataset(tokens, lengths, labels)
+    if name == "graphs":
+        sizes = {"num_features": 3, "num_classes": 4, "level": "graph", "target_kind": "classification"}
+        layers = {"dim": 8, "num_layers": 2, "norm": "layer", "triple_readout": True}
+        return RelationalGNN(**sizes, **layers, optimizer=optimizer), Graphs(num_rows, generator)
     x = torch.randn(num_rows, 5, generator=generator)
     target = torch.randint(3, (num_rows,), generator=generator)
     if name == "belief_network":
@@ -96,6 +101,28 @@ class TokenRows(Dataset):
         return self.tokens[i]
 
 
+class Graphs(Dataset):
+    """Random graphs of 4 to 7 nodes."""
+
+    def __init__(self, number: int, generator: torch.Generator) -> None:
+        self.graphs = []
+        for _ in range(number):
+            nodes = int(torch.randint(4, 8, (1,), generator=generator))
+            edge_index = torch.randint(nodes, (2, 3 * nodes), generator=generator)
+            target = torch.randint(4, (1,), generator=generator)
+            self.graphs.append(Data(torch.randn(nodes, 3, generator=generator), edge_index, y=target))
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def __getitem__(self, i: int) -> Data:
+        return self.graphs[i]
+
+
+def collate(rows: list) -> object:
+    return Batch.from_data_list(rows) if isinstance(rows[0], Data) else default_collate(rows)
+
+
 class Rows(L.LightningDataModule):
     """Rows in order: Lightning shuffles those of a training loader once there are several processes."""
 
@@ -107,7 +134,7 @@ class Rows(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         deal = self.trainer.distributed_sampler_kwargs
         sampler = DistributedSampler(self.data, shuffle=False, **deal) if deal else None
-        return DataLoader(self.data, batch_size=self.batch_size, sampler=sampler)
+        return DataLoader(self.data, batch_size=self.batch_size, sampler=sampler, collate_fn=collate)
 
     val_dataloader = train_dataloader
 

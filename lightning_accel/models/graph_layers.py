@@ -1,0 +1,186 @@
+"""Layers of graph networks, convolutions by name. Shapes: N nodes, M edges, F features, D width, B graphs."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.nn.relational import RO3Conv
+from lightning_accel.ops.triples import Triples
+
+NormName = Literal["batch", "layer", "none"]
+
+
+class EdgeKind(NamedTuple):
+    """What edges carry: nothing, ``dim`` features, or one of ``num_relations`` types."""
+
+    dim: int | None = None
+    num_relations: int | None = None
+
+    def example(self, num_edges: int) -> Tensor | None:
+        if self.num_relations is not None:
+            return torch.zeros(num_edges, dtype=torch.int64)
+        return None if self.dim is None else torch.zeros(num_edges, self.dim)
+
+
+class GraphBlock(nn.Module):
+    """A convolution, a norm, an activation and dropout, added to what came in where ``residual``."""
+
+    def __init__(self, conv: nn.Module, dim: int, norm: NormName, dropout: float, residual: bool) -> None:
+        super().__init__()
+        self.conv = conv
+        self.norm: nn.Module = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "none": _Identity}[norm](dim)
+        self.dropout = nn.Dropout(dropout)
+        self.residual = residual
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
+    ) -> Tensor:
+        """Map nodes ``x`` (N, D) to (N, D)."""
+        if isinstance(self.conv, RO3Conv):
+            features = self.conv(x, edge_index, edge_attr, triples=triples)
+        else:
+            features = self.conv(x, edge_index) if edge_attr is None else self.conv(x, edge_index, edge_attr)
+        features = self.dropout(self.norm(features).relu())
+        return x + features if self.residual else features
+
+
+class GraphLayers(nn.Module):
+    """An encoder of nodes and edges and a stack of :class:`GraphBlock`: nodes (N, F) to (N, D)."""
+
+    def __init__(self, encoder: nn.Module, edge_encoder: nn.Module | None, blocks: list[GraphBlock]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.edge_encoder = edge_encoder
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        triples: Triples | None = None,
+    ) -> Tensor:
+        if self.edge_encoder is not None:
+            edge_attr = self.edge_encoder(edge_attr)
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x, edge_index, edge_attr, triples)
+        return x
+
+
+class _Identity(nn.Identity):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
+
+def make_layers(
+    num_features: int,
+    edges: EdgeKind,
+    dim: int,
+    num_layers: int,
+    conv: str,
+    conv_options: Mapping[str, Any],
+    norm: NormName,
+    dropout: float,
+    residual: bool,
+) -> GraphLayers:
+    """Build :class:`GraphLayers`; types of edges are embedded for convolutions that know features alone."""
+    kind = find_conv(conv)
+    edge_encoder = None
+    if edges.num_relations is not None and "num_relations" not in signature(kind).parameters:
+        edge_encoder = nn.Embedding(edges.num_relations, dim)
+        edges = EdgeKind(dim=dim)
+    blocks = []
+    for _ in range(num_layers):
+        layer = make_conv(kind, dim, edges, conv_options)
+        require_width(layer, dim, edges)
+        blocks.append(GraphBlock(layer, dim, norm, dropout, residual))
+    return GraphLayers(nn.Linear(num_features, dim), edge_encoder, blocks)
+
+
+def find_conv(name: str) -> type[nn.Module]:
+    """``RO3Conv``, a class of ``torch_geometric.nn``, or one by its import path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name == "RO3Conv":
+        return RO3Conv
+    module, _, short = name.rpartition(".")
+    try:
+        found = getattr(import_module(module or "torch_geometric.nn"), short)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv, or the import path of one; got "
+            f"{name!r}: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"conv must name a class of modules; {name!r} is {found!r}")
+    return found
+
+
+def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping[str, Any]) -> nn.Module:
+    """One convolution from ``dim`` to ``dim``; a perceptron is made for those that are built around one."""
+    parameters = signature(kind).parameters
+    given = dict(options)
+    if edges.dim is not None and "edge_dim" in parameters:
+        given.setdefault("edge_dim", edges.dim)
+    if edges.num_relations is not None and "num_relations" in parameters:
+        given.setdefault("num_relations", edges.num_relations)
+    sizes = {} if "nn" in parameters else {"in_channels": dim, "out_channels": dim}
+    if "nn" in parameters:
+        wide = 2 * dim if kind.__name__ == "EdgeConv" else dim  # it takes both ends of an edge
+        given.setdefault("nn", nn.Sequential(nn.Linear(wide, dim), nn.ReLU(), nn.Linear(dim, dim)))
+    else:
+        sizes = {name: size for name, size in sizes.items() if name in parameters}
+    try:
+        return kind(**sizes, **given)
+    except TypeError as error:
+        raise ValueError(f"conv={kind.__name__} cannot be built of {sorted({**sizes, **given})}: {error}") from error
+
+
+def require_width(conv: nn.Module, dim: int, edges: EdgeKind) -> None:
+    """Refuse a convolution that does not map nodes (N, ``dim``) to (N, ``dim``), or leaves out what edges carry.
+
+    Raises:
+        ValueError: with what it does.
+    """
+    name = type(conv).__name__
+    if edges != EdgeKind() and not _takes_edges(conv):
+        raise ValueError(
+            f"edges have {'types' if edges.dim is None else f'{edges.dim} features'}, which {name} does not take; "
+            "choose conv=RO3Conv, GINEConv, GATv2Conv or another with edge_attr, or leave edge_attr out of the data"
+        )
+    edge_index, attributes = torch.tensor([[0, 1], [1, 0]]), edges.example(2)
+    arguments = (edge_index,) if attributes is None else (edge_index, attributes)
+    was_training = conv.training
+    conv.eval()
+    try:
+        with torch.no_grad():
+            out = conv(torch.zeros(2, dim), *arguments)
+    except Exception as error:
+        raise ValueError(
+            f"{name} could not be called as conv(x, edge_index{', edge_attr' * (len(arguments) - 1)}): {error}. Set "
+            "what it needs in conv_options"
+        ) from error
+    finally:
+        conv.train(was_training)
+    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    if shape != (2, dim):
+        raise ValueError(
+            f"{name} gave {shape} for two nodes of width {dim}; layers keep the width dim={dim}. Set conv_options so "
+            "that it does, such as {heads: 4, concat: false}"
+        )
+
+
+def _takes_edges(conv: nn.Module) -> bool:
+    names = [
+        name
+        for name, parameter in signature(conv.forward).parameters.items()
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(names) > 2 and names[2] in ("edge_attr", "edge_type")

@@ -1,0 +1,435 @@
+"""Graph networks with order-3 relations. Shapes: B graphs, N nodes, M edges, F features, K values, S scores."""
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any, Literal, TypeAlias, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.models.graph_layers import EdgeKind, GraphLayers, NormName, make_layers
+from lightning_accel.models.graph_readout import GraphReadout, ReadoutName
+from lightning_accel.models.hooks import (
+    is_logging_step,
+    keep_plain_hyperparameters,
+    list_of_str,
+    take_from_datamodule,
+)
+from lightning_accel.models.measured import Measured, is_valid, measure
+from lightning_accel.models.sequence_predictions import name_classes
+from lightning_accel.nn.relational_pooling import RelationalPooling
+from lightning_accel.nn.running_moments import Estimate
+from lightning_accel.ops.triples import Triples, find_triples
+from lightning_accel.strategies import PipelineStrategy
+
+Level: TypeAlias = Literal["graph", "node"]
+TargetKind: TypeAlias = Literal["classification", "regression"]
+Tuples: TypeAlias = Literal["nodes", "edges", "two_paths", "all"]
+_SIZES = ("num_features", "edge_dim", "num_relations", "num_classes", "num_targets")
+
+
+class RelationalGNN(L.LightningModule):
+    """Classify graphs or their nodes, or predict values of them: convolutions, order-3 relations, marks, a readout.
+
+    Three things, alone or together, tell graphs apart that message passing cannot:
+
+    - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.nn.RO3Conv`);
+    - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
+      (:class:`lightning_accel.nn.RelationalOrder3Pooling`);
+    - ``marks``: the mean over runs in which one, two or three joined nodes are marked
+      (:class:`lightning_accel.nn.RelationalPooling`), which sees most. Training marks one random tuple a graph and
+      step, evaluation all of them, or ``samples``.
+
+    Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
+    ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) where there is
+    none, or values (B,), (B, K), (N,) or (N, K), NaN where there is none; ``triangle_index`` of
+    :class:`lightning_accel.data.AddRelationalTriples` where it was applied. Of nodes, those of ``train_mask``,
+    ``val_mask`` and ``test_mask`` count in their stage, and the first ``batch_size`` in batches of sampled neighbours.
+
+    The loss is cross entropy, or the squared error of values in standard deviations of the training targets where the
+    datamodule tells them: its sum over all that is valid in the batch, on all processes, divided by the number of
+    those, so that W processes train as one with all graphs does.
+
+    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in their own unit, under ``val/`` and
+    ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, or gives
+    values, and tells the standard error of what it averaged over marks.
+
+    Args:
+        num_features: F; by default the datamodule's attribute of that name, as are the next six.
+        num_classes: of classification.
+        num_targets: K; 1 if the datamodule does not tell.
+        edge_dim: features of an edge.
+        num_relations: types of edges.
+        level: what has targets, ``graph`` or ``node``.
+        target_kind: ``classification`` or ``regression``.
+        conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is built with the width as
+            ``in_channels`` and ``out_channels``, or with a perceptron as ``nn``, and with ``edge_dim`` or
+            ``num_relations`` if it has them.
+        conv_options: further arguments of it.
+        dim: width of all layers.
+        num_layers: convolutions.
+        marks: nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
+        tuples: which nodes are: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
+        samples: tuples of each graph in evaluation, drawn at random; by default all.
+        readout: of the nodes of a graph; with marks always their sum.
+        triple_readout: add triangles and 2-paths to the readout.
+        norm: after each convolution.
+        dropout: after each convolution.
+        residual: add what comes into each layer to what comes out.
+        class_names: that predictions carry; by default the datamodule's, if it has any.
+        optimizer: called with the parameters.
+
+    Raises:
+        ValueError: if options exclude each other; before a run starts, if sizes are neither given nor offered by the
+            datamodule, or contradict it, or the convolution does not fit.
+
+    >>> model = RelationalGNN(num_features=2, num_classes=3, level="graph", target_kind="classification", dim=8)
+    >>> edge_index, batch = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 0, 0, 1])
+    >>> model(torch.randn(4, 2), edge_index, batch=batch).shape
+    torch.Size([2, 3])
+    """
+
+    target_mean: Tensor  # (S,) of the training targets
+    target_std: Tensor
+
+    def __init__(
+        self,
+        num_features: int | None = None,
+        num_classes: int | None = None,
+        *,
+        num_targets: int | None = None,
+        edge_dim: int | None = None,
+        num_relations: int | None = None,
+        level: Level | None = None,
+        target_kind: TargetKind | None = None,
+        conv: str = "RO3Conv",
+        conv_options: dict[str, Any] | None = None,
+        dim: int = 64,
+        num_layers: int = 4,
+        marks: int = 0,
+        tuples: Tuples | None = None,
+        samples: int | None = None,
+        readout: ReadoutName = "sum",
+        triple_readout: bool = False,
+        norm: NormName = "batch",
+        dropout: float = 0.0,
+        residual: bool = False,
+        class_names: Sequence[str] | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+    ) -> None:
+        super().__init__()
+        # NumPy's numbers and arrays would make the checkpoint unsafe to load
+        num_features, num_classes, num_targets, edge_dim, num_relations = (
+            None if size is None else index(size)
+            for size in (num_features, num_classes, num_targets, edge_dim, num_relations)
+        )
+        class_names = None if class_names is None else list_of_str(class_names)
+        self.save_hyperparameters(ignore=["optimizer"])
+        keep_plain_hyperparameters(self)
+        self.num_features, self.num_classes, self.num_targets = num_features, num_classes, num_targets
+        self.edge_dim, self.num_relations = edge_dim, num_relations
+        self.level, self.target_kind = level, target_kind
+        self.class_names = class_names
+        self.conv, self.conv_options = conv, conv_options or {}
+        self.dim, self.num_layers = dim, num_layers
+        self.marks, self.tuples, self.samples = marks, tuples, samples
+        self.readout_name, self.triple_readout = readout, triple_readout
+        self.norm, self.dropout, self.residual = norm, dropout, residual
+        self.make_optimizer = optimizer
+        self._require_options()
+        self.layers: GraphLayers | None = None
+        self._valid_per_graph: Tensor | None = None
+        self.val_loss, self.val_score = MeanMetric(), MeanMetric()
+        self.test_loss, self.test_score = MeanMetric(), MeanMetric()
+        if level is not None and target_kind is not None and self._num_scores() and num_features:
+            self.configure_model()
+
+    def _require_options(self) -> None:
+        if self.num_layers < 1 or self.dim < 1 or self.marks < 0:
+            raise ValueError(
+                "num_layers and dim must be at least 1, marks at least 0; got "
+                f"num_layers={self.num_layers}, dim={self.dim}, marks={self.marks}"
+            )
+        if not self.marks and (self.tuples is not None or self.samples is not None):
+            raise ValueError(
+                f"tuples={self.tuples!r} and samples={self.samples} say which nodes are marked, but marks=0: give marks"
+            )
+        if self.marks and (self.triple_readout or self.readout_name != "sum"):
+            raise ValueError(
+                "with marks the readout is the sum over nodes and the marked ones; leave triple_readout and readout out"
+            )
+
+    def setup(self, stage: str) -> None:
+        self._ask_datamodule()
+        if self.marks and isinstance(self.trainer.strategy, PipelineStrategy):
+            raise ValueError(
+                "marks run through the layers once for each of many copies of a graph, which accel_pipeline cannot; "
+                "take 'accel_ddp' or 'accel_fsdp2', or marks=0"
+            )
+
+    def _ask_datamodule(self) -> None:
+        sizes = dict.fromkeys(_SIZES, index)
+        take_from_datamodule(self, **sizes, level=str, target_kind=str, class_names=list_of_str)
+        if self.target_kind == "regression" and self.num_targets is None:
+            self.num_targets = self.hparams["num_targets"] = 1
+
+    def _num_scores(self) -> int | None:
+        """S."""
+        return self.num_classes if self.target_kind == "classification" else self.num_targets
+
+    def configure_model(self) -> None:
+        """Build the layers whose sizes may come from the datamodule, once they are known."""
+        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
+            raise ValueError(
+                "RelationalGNN has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits its "
+                "weights over processes"
+            )
+        if self.layers is not None:
+            return
+        if self._trainer is not None:  # callbacks that copy the model call this before setup
+            self._ask_datamodule()
+        self._require_sizes()
+        self._build()
+
+    def _require_sizes(self) -> None:
+        given = {name: getattr(self, name) for name in (*_SIZES, "level", "target_kind")}
+        known = {name: value for name, value in given.items() if value is not None}
+        if self.level not in get_args(Level) or self.target_kind not in get_args(TargetKind):
+            raise ValueError(
+                f"RelationalGNN needs level, one of {', '.join(get_args(Level))}, and target_kind, one of "
+                f"{', '.join(get_args(TargetKind))}; got {known}. Pass them, or train with a datamodule that has "
+                "attributes so named"
+            )
+        if self._num_scores() is None or self.num_features is None:
+            raise ValueError(
+                f"RelationalGNN needs num_features of nodes, and num_classes or num_targets; got {known}. Pass them, "
+                "or train with a datamodule that has attributes so named"
+            )
+        if self.level == "node" and (self.triple_readout or self.readout_name != "sum"):
+            raise ValueError("readout and triple_readout have no effect on level='node': leave them out")
+        names = self.class_names if self.target_kind == "classification" else None
+        if names is not None and len(names) != self.num_classes:
+            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(names)} class_names")
+
+    def _build(self) -> None:
+        num_scores = self._num_scores()
+        assert num_scores is not None
+        assert self.num_features is not None
+        assert self.level is not None
+        layers = make_layers(
+            self.num_features + self.marks,
+            EdgeKind(self.edge_dim, self.num_relations),
+            self.dim,
+            self.num_layers,
+            self.conv,
+            self.conv_options,
+            self.norm,
+            self.dropout,
+            self.residual,
+        )
+        width = self.dim
+        self.readout: GraphReadout | None = None
+        if self.marks:
+            width += self.dim * self.marks if self.level == "graph" else 0
+        elif self.level == "graph":
+            self.readout = GraphReadout(self.dim, self.readout_name, self.triple_readout)
+            width = self.readout.out_channels
+        self.head = nn.Sequential(nn.Linear(width, self.dim), nn.ReLU(), nn.Linear(self.dim, num_scores))
+        self.marked: RelationalPooling | None = None
+        if self.marks:
+            self.marked = RelationalPooling(
+                layers, self.marks, self.tuples, level=self.level, head=self.head, samples=self.samples
+            )
+        self.layers = layers
+        self.register_buffer("target_mean", torch.zeros(num_scores))
+        self.register_buffer("target_std", torch.ones(num_scores))
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        """What strategies that split parameters gather as one."""
+        assert self.layers is not None
+        return list(self.layers.blocks)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        assert self.layers is not None
+        readout = [] if self.readout is None else [self.readout]
+        return [self.layers.encoder, *self.layers.blocks, *readout, self.head]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        size: int | None = None,
+        triangle_index: Tensor | None = None,
+    ) -> Tensor:
+        """Score graphs, (B, S), or nodes, (N, S).
+
+        Args:
+            x: (N, F).
+            edge_index: (2, M) int64.
+            edge_attr: (M, edge_dim) floating, or (M,) int64 types.
+            batch: (N,) int64, the graph of each node, ascending; one graph by default.
+            size: B, where the last graphs may have no nodes.
+            triangle_index: (3, T) int64, where it is known.
+        """
+        if self.layers is None:
+            raise RuntimeError("the sizes of this RelationalGNN are not known yet; pass num_features and num_classes")
+        if self.marked is not None:
+            return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size))
+        triples = self._triples(x, edge_index, triangle_index)
+        nodes = self.layers(x, edge_index, edge_attr, triples)
+        if self.readout is not None:
+            nodes = self.readout(nodes, edge_index, batch, size, triples)
+        return self._in_own_unit(self.head(nodes))
+
+    def estimate(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        size: int | None = None,
+        triangle_index: Tensor | None = None,
+    ) -> Estimate:
+        """What ``forward`` gives, and its standard error: 0 but where ``samples`` were drawn."""
+        if self.marked is None:
+            mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
+            return Estimate(mean, torch.zeros_like(mean))
+        mean, error = self.marked.estimate(x, edge_index, edge_attr, batch, size)
+        return Estimate(self._in_own_unit(mean), error * self.target_std if self.target_kind == "regression" else error)
+
+    def _triples(self, x: Tensor, edge_index: Tensor, triangle_index: Tensor | None) -> Triples | None:
+        if not (self.triple_readout or self.conv == "RO3Conv"):
+            return None
+        return find_triples(edge_index, len(x))
+
+    def _in_own_unit(self, scores: Tensor) -> Tensor:
+        if self.target_kind != "regression":
+            return scores
+        return scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.target_std + self.target_mean
+
+    def on_fit_start(self) -> None:
+        """Take the mean and the spread of values from the datamodule, if it knows them."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        mean, std = getattr(datamodule, "target_mean", None), getattr(datamodule, "target_std", None)
+        if self.target_kind == "regression" and mean is not None and std is not None:
+            self.target_mean.copy_(torch.as_tensor(mean))
+            self.target_std.copy_(torch.as_tensor(std))
+
+    def on_train_batch_start(self, batch: Data, batch_idx: int) -> None:
+        """Count, on all processes, what the loss is a mean over, before a strategy splits the batch further."""
+        valid = is_valid(self._target(batch, "train")).sum().float()
+        self._valid_per_graph = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / _num_graphs(batch)
+
+    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        measured = self._measure(batch, "train")
+        per_graph = self._valid_per_graph
+        if per_graph is None:  # a subclass has an on_train_batch_start of its own
+            per_graph = measured.valid.clamp(min=1) / _num_graphs(batch)
+        # What an average process has, as in SequenceModel; WeightedAccumulation and accel_dp read the weight.
+        weight = per_graph * _num_graphs(batch)
+        loss = measured.loss / weight
+        if is_logging_step(self):
+            self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=_num_graphs(batch))
+        return {"loss": loss, "weight": weight}
+
+    def _measure(self, batch: Data, stage: str) -> Measured:
+        target = self._target(batch, stage)
+        unit = self.target_std if self.target_kind == "regression" else None
+        return measure(self(*self._inputs(batch))[: len(target)], target, unit)
+
+    def _inputs(self, batch: Data) -> tuple[Any, ...]:
+        x = batch.x
+        if x is None:
+            x = torch.ones(batch.num_nodes, 1, device=batch.edge_index.device, dtype=self.dtype)  # type: ignore[arg-type]
+        size = None if batch.batch is None else _num_graphs(batch)
+        return x, batch.edge_index, self._edges(batch), batch.batch, size, getattr(batch, "triangle_index", None)
+
+    def _edges(self, batch: Data) -> Tensor | None:
+        """What the convolutions are given of edges.
+
+        Raises:
+            ValueError: if the batch lacks it.
+        """
+        if self.edge_dim is None and self.num_relations is None:
+            return None
+        edges = batch.edge_attr if batch.edge_attr is not None else getattr(batch, "edge_type", None)
+        if edges is None:
+            raise ValueError(
+                f"RelationalGNN(edge_dim={self.edge_dim}, num_relations={self.num_relations}) needs edge_attr in each "
+                f"batch; got {batch}"
+            )
+        return edges
+
+    def _target(self, batch: Data, stage: str) -> Tensor:
+        """What is compared, IGNORED or NaN where it is not the turn of a node.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        target = batch.y
+        if target is None:
+            raise ValueError(f"RelationalGNN needs a target y in each batch of {stage}; got {batch}")
+        if self.target_kind == "regression" and not target.is_floating_point():
+            target = target.float()
+        if self.level == "node":
+            target = target[: getattr(batch, "batch_size", None)]
+            mask = getattr(batch, f"{stage}_mask", None)
+            if mask is not None:
+                mask = mask[: len(target)].view(-1, *[1] * (target.ndim - 1))
+                target = torch.where(mask, target, torch.nan if target.is_floating_point() else IGNORED)
+        elif self.target_kind == "classification":
+            target = target.view(-1)
+        return target
+
+    def on_validation_epoch_start(self) -> None:
+        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        self.val_loss.reset()
+        self.val_score.reset()
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_loss, self.val_score)
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_loss, self.test_score)
+
+    def _evaluate(self, batch: Data, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
+        measured = self._measure(batch, stage)
+        count = measured.valid.clamp(min=1)
+        loss.update(measured.loss / count, weight=measured.valid)
+        score.update(measured.score / count, weight=measured.valid)
+        graphs = _num_graphs(batch)
+        self.log(f"{stage}/loss", loss, batch_size=graphs)
+        name = "mse" if self.target_kind == "regression" else "accuracy"
+        self.log(f"{stage}/{name}", score, prog_bar=True, batch_size=graphs)
+
+    def predict_step(self, batch: Data, batch_idx: int) -> dict[str, Any]:
+        """What is told of each graph or node.
+
+        - ``classification``: ``class``, (B,) int64, or a list of names where the model knows them, ``probability``,
+          (B,), and ``score`` and its ``standard_error``, (B,), of that class before the softmax.
+        - ``regression``: ``value`` and its ``standard_error``, (B,), or (B, K) of several.
+
+        Of nodes in batches of sampled neighbours, the first ``batch_size`` are told.
+        """
+        rows = getattr(batch, "batch_size", None) if self.level == "node" else None
+        mean, error = (part[:rows] for part in self.estimate(*self._inputs(batch)))
+        if self.target_kind == "regression":
+            return {"value": mean.squeeze(dim=-1), "standard_error": error.squeeze(dim=-1)}
+        best = mean.argmax(dim=-1, keepdim=True)
+        told = name_classes(mean, self.class_names)
+        return {**told, "score": mean.gather(1, best)[:, 0], "standard_error": error.gather(1, best)[:, 0]}
+
+
+def _num_graphs(batch: Data) -> int:
+    return int(getattr(batch, "num_graphs", 1))

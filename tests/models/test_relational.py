@@ -1,0 +1,247 @@
+import copy
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_geometric.data import Batch, Data
+from torch_geometric.loader import DataLoader
+
+from lightning_accel import GraphDataModule, RelationalGNN
+from tests.strategies.trained import trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+GRAPHS = {"level": "graph", "target_kind": "classification"}
+TRIANGLES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
+HEXAGON = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+
+
+def graph(edge_index, y=0, nodes=6, **more):
+    return Data(torch.ones(nodes, 1), edge_index, y=torch.tensor([y]), **more)
+
+
+def triangles_and_hexagons(number=10):
+    both = torch.cat([TRIANGLES, TRIANGLES.flip(0)], dim=1), torch.cat([HEXAGON, HEXAGON.flip(0)], dim=1)
+    shuffles = [torch.randperm(6) for _ in range(number)]
+    return [graph(order[both[i % 2]], i % 2) for i, order in enumerate(shuffles)]
+
+
+class Graphs(L.LightningDataModule):
+    def __init__(self, graphs, **told):
+        super().__init__()
+        self.graphs = graphs
+        for name, value in told.items():
+            setattr(self, name, value)
+
+    def train_dataloader(self):
+        return DataLoader(self.graphs, batch_size=len(self.graphs))
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def accuracy_after(model, graphs, steps=60):
+    run = trainer(max_steps=steps)
+    run.fit(model, train_dataloaders=DataLoader(graphs, batch_size=len(graphs)))
+    return run.test(model, DataLoader(graphs, batch_size=4), verbose=False)[0]["test/accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "learns"),
+    [
+        ({"conv": "GINConv"}, False),
+        ({"conv": "RO3Conv"}, True),
+        ({"conv": "GINConv", "triple_readout": True}, True),
+        ({"conv": "GINConv", "marks": 1}, True),
+        ({"conv": "GINConv", "marks": 2}, True),
+        ({"conv": "GINConv", "marks": 3}, True),
+    ],
+)
+def test_two_triangles_and_a_hexagon(options, learns):
+    model = RelationalGNN(1, 2, **GRAPHS, dim=16, num_layers=3, norm="none", **options)
+    accuracy = accuracy_after(model, triangles_and_hexagons())
+    assert accuracy == 1 if learns else accuracy == 0.5
+
+
+def test_matches_the_layers_called_one_by_one():
+    model = RelationalGNN(3, 4, **GRAPHS, conv="GINConv", dim=5, num_layers=2, norm="layer", readout="mean").eval()
+    x = torch.randn(6, 3)
+    nodes = model.layers.encoder(x)
+    for block in model.layers.blocks:
+        mlp = block.conv.nn
+        summed = nodes + torch.zeros_like(nodes).index_add(0, HEXAGON[1], nodes[HEXAGON[0]])
+        nodes = F.layer_norm(mlp(summed), (5,)).relu()
+    expected = model.head(torch.stack([nodes[:2].mean(0), nodes[2:].mean(0), torch.zeros(5)]))
+    actual = model(x, HEXAGON, batch=torch.tensor([0, 0, 1, 1, 1, 1]), size=3)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("edges", "conv", "options"),
+    [
+        ({"edge_dim": 2}, "RO3Conv", {}),
+        ({"edge_dim": 2}, "GINEConv", {}),
+        ({"edge_dim": 2}, "GATv2Conv", {"heads": 3, "concat": False}),
+        ({"num_relations": 3}, "RO3Conv", {}),
+        ({"num_relations": 3}, "RGCNConv", {}),
+        ({"num_relations": 3}, "torch_geometric.nn.conv.TransformerConv", {}),
+        ({}, "EdgeConv", {}),
+        ({}, "SAGEConv", {"aggr": "max"}),
+    ],
+)
+@pytest.mark.parametrize("marks", [0, 1])
+def test_convolutions_of_edges(edges, conv, options, marks):
+    """What edges carry counts, where a convolution takes it."""
+    model = RelationalGNN(
+        2, 3, **GRAPHS, **edges, conv=conv, conv_options=options, dim=8, num_layers=2, norm="none", marks=marks
+    ).eval()
+    x, both = torch.randn(6, 2), torch.cat([HEXAGON, HEXAGON.flip(0)], dim=1)
+    if not edges:
+        assert model(x, both).shape == (1, 3)
+        return
+    first, second = (torch.zeros(12, 2), torch.ones(12, 2)) if "edge_dim" in edges else (both[0] % 1, both[0] % 1 + 2)
+    assert not torch.allclose(model(x, both, first), model(x, both, second), atol=1e-4)
+
+
+def test_values_are_told_in_their_own_unit():
+    graphs = triangles_and_hexagons()
+    for one in graphs:
+        one.y = one.y.float() * 50 + 1000
+    told = {"target_mean": [1025.0], "target_std": [25.0]}
+    data = Graphs(graphs, num_features=1, level="graph", target_kind="regression", num_targets=1, **told)
+    model = RelationalGNN(dim=16, num_layers=2, norm="none", optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    run = trainer(max_steps=80)
+    run.fit(model, data)
+    figures = run.test(model, data, verbose=False)[0]
+    assert figures["test/mse"] < 10
+    torch.testing.assert_close(figures["test/loss"], figures["test/mse"] / 625, rtol=1e-4, atol=1e-6)
+    values = torch.cat([part["value"] for part in run.predict(model, data)])
+    torch.testing.assert_close(values, torch.stack([one.y[0] for one in graphs]), atol=10, rtol=0)
+
+
+def test_targets_that_are_missing_count_for_nothing():
+    model = RelationalGNN(1, num_targets=2, level="graph", target_kind="regression", norm="none", dim=4, num_layers=1)
+    graphs = [graph(HEXAGON), graph(TRIANGLES), graph(HEXAGON)]
+    for one, y in zip(graphs, ([1.0, torch.nan], [2.0, 3.0], [torch.nan, torch.nan]), strict=True):
+        one.y = torch.tensor([y])
+    batch = Batch.from_data_list(graphs)
+    loss = model.training_step(batch, 0)["loss"]
+    scores = model(*model._inputs(batch))
+    expected = torch.stack([scores[0, 0] - 1, scores[1, 0] - 2, scores[1, 1] - 3]).square().mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def node_data():
+    generator = torch.Generator().manual_seed(3)
+    masks = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 1])
+    return Data(
+        torch.randn(9, 2, generator=generator),
+        torch.randint(9, (2, 30), generator=generator),
+        y=torch.randint(3, (9,), generator=generator),
+        train_mask=masks == 0,
+        val_mask=masks == 1,
+        test_mask=masks == 2,
+    )
+
+
+@pytest.mark.parametrize("marks", [0, 1])
+def test_nodes_count_in_their_stage(marks):
+    data = node_data()
+    model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none", marks=marks).eval()
+    scores = model(data.x, data.edge_index)
+    assert scores.shape == (9, 3)
+    for stage in ("train", "val", "test"):
+        mask = data[f"{stage}_mask"]
+        measured = model._measure(data, stage)
+        torch.testing.assert_close(measured.loss / measured.valid, F.cross_entropy(scores[mask], data.y[mask]))
+    assert len(model.predict_step(data, 0)["class"]) == 9
+
+
+def test_of_sampled_neighbours_the_seeds_alone_count():
+    data = node_data()
+    del data.train_mask
+    data.batch_size = 4
+    model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none").eval()
+    measured = model._measure(data, "train")
+    scores = model(data.x, data.edge_index)[:4]
+    torch.testing.assert_close(measured.loss, F.cross_entropy(scores, data.y[:4], reduction="sum"))
+    assert len(model.predict_step(data, 0)["class"]) == 4
+
+
+def test_predictions_tell_the_error_of_samples():
+    torch.manual_seed(2)
+    data = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :3])])
+    model = RelationalGNN(1, 2, **GRAPHS, dim=8, num_layers=2, marks=1, norm="none", class_names=["a", "b"]).eval()
+    exact = model.predict_step(data, 0)
+    assert exact["standard_error"].abs().max() == 0
+    assert set(exact["class"]) <= {"a", "b"}
+    model.marked.samples = 3
+    draws = [model.estimate(*model._inputs(data)) for _ in range(300)]
+    means, errors = (torch.stack(parts) for parts in zip(*draws, strict=True))
+    torch.testing.assert_close(
+        means.mean(0), model.marked.eval()(*model._inputs(data)[:2], None, data.batch), atol=1, rtol=1
+    )
+    torch.testing.assert_close(errors.square().mean(0).sqrt(), means.std(0), rtol=0.15, atol=1e-6)
+
+
+def test_a_checkpoint_gives_the_same_scores(tmp_path):
+    data = GraphDataModule(task="csl")
+    model = RelationalGNN(dim=8, num_layers=2, marks=1)
+    run = trainer(max_steps=2, limit_val_batches=0)
+    run.fit(model, data)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = RelationalGNN.load_from_checkpoint(tmp_path / "run.ckpt", weights_only=True).eval()
+    batch = next(iter(data.test_dataloader()))
+    expected = copy.deepcopy(model).eval()(*model._inputs(batch))
+    torch.testing.assert_close(loaded(*loaded._inputs(batch)), expected, rtol=0, atol=0)
+    assert loaded.num_classes == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tuples": "edges"}, "say which nodes are marked, but marks=0"),
+        ({"marks": 1, "triple_readout": True}, "with marks the readout is the sum"),
+        ({"marks": 1, "readout": "mean"}, "with marks the readout is the sum"),
+        ({"num_layers": 0}, "num_layers and dim must be at least 1"),
+        ({"conv": "GINKonv"}, "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
+        ({"conv": "GATConv", "conv_options": {"heads": 3}}, r"gave \(2, 192\).*concat: false"),
+        ({"conv": "GCNConv", "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
+        ({"conv": "PNAConv"}, "PNAConv cannot be built of.*aggregators"),
+        ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
+        ({"level": "node", "readout": "max"}, "no effect on level='node'"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RelationalGNN(1, 2, **GRAPHS | options)
+
+
+def test_sizes_that_nobody_tells_are_asked_for():
+    with pytest.raises(ValueError, match=r"needs level, one of graph, node.*Pass them"):
+        trainer().fit(RelationalGNN(), Graphs(triangles_and_hexagons()))
+    with pytest.raises(ValueError, match=r"needs num_features of nodes, and num_classes or num_targets"):
+        trainer().fit(RelationalGNN(level="graph", target_kind="classification"), Graphs(triangles_and_hexagons()))
+
+
+def test_a_subclass_has_a_step_of_its_own():
+    class Smoothed(RelationalGNN):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(*self._inputs(batch)), batch.y, label_smoothing=0.1)
+
+    trainer(max_steps=2).fit(Smoothed(1, 2, **GRAPHS, dim=4), Graphs(triangles_and_hexagons()))
+
+
+def test_a_convolution_of_ones_own():
+    model = RelationalGNN(1, 2, **GRAPHS, conv="tests.models.test_relational.Own", dim=4)
+    assert isinstance(model.layers.blocks[0].conv, Own)
+
+
+class Own(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.linear = nn.Linear(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.linear(x)
