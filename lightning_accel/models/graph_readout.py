@@ -38,3 +38,18 @@ class GraphReadout(nn.Module):
         if self.triples is None:
             return pooled
         return torch.cat([pooled, self.triples(x, edge_index, batch=batch, size=size, triples=triples)], dim=1)
+
+
+class GraphHead(nn.Module):
+    """A perceptron and a linear map, added: what is a count of triples, a sum, needs no more than the latter."""
+
+    def __init__(self, in_channels: int, hidden_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_channels, out_channels)
+        self.hidden = nn.Linear(in_channels, hidden_channels)
+        self.out = nn.Linear(hidden_channels, out_channels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_channels) to (..., out_channels)."""
+        scores: Tensor = self.linear(x) + self.out(self.hidden(x).relu())
+        return scores

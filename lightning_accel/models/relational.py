@@ -13,7 +13,7 @@ from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import IGNORED
 from lightning_accel.models.graph_layers import EdgeKind, GraphLayers, NormName, make_layers
-from lightning_accel.models.graph_readout import GraphReadout, ReadoutName
+from lightning_accel.models.graph_readout import GraphHead, GraphReadout, ReadoutName
 from lightning_accel.models.hooks import (
     is_logging_step,
     keep_plain_hyperparameters,
@@ -239,7 +239,7 @@ class RelationalGNN(L.LightningModule):
         elif self.level == "graph":
             self.readout = GraphReadout(self.dim, self.readout_name, self.triple_readout)
             width = self.readout.out_channels
-        self.head = nn.Sequential(nn.Linear(width, self.dim), nn.ReLU(), nn.Linear(self.dim, num_scores))
+        self.head = GraphHead(width, self.dim, num_scores)
         self.marked: RelationalPooling | None = None
         if self.marks:
             self.marked = RelationalPooling(
