@@ -1,4 +1,4 @@
-"""Graphs that are hard to tell apart, in closed form. Each is undirected: an edge stands in ``edge_index`` both ways."""
+"""Graphs that are hard to tell apart, in closed form; an edge stands in ``edge_index`` both ways."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, permutations, product

@@ -8,13 +8,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric.data import Batch, Data
 
+from lightning_accel.data.sequence_batch import IGNORED
+
 
 class GraphRows(Dataset[Any]):
     """Graphs, of which a list of numbers gives one :class:`torch_geometric.data.Batch`.
 
     Args:
         graphs: with the same attributes.
-        node_targets: whether ``y`` is of nodes; batches then hold ``target_index`` (N,), all nodes.
+        node_targets: whether ``y`` is of nodes; batches then hold ``target_index`` (S,), nodes whose ``y`` is known.
     """
 
     def __init__(self, graphs: Sequence[Data], node_targets: bool = False) -> None:
@@ -33,7 +35,9 @@ class GraphRows(Dataset[Any]):
         """The batch of graphs ``rows``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         batch = Batch.from_data_list([self.graphs[row] for row in rows])
         if self.node_targets:
-            batch.target_index = torch.arange(batch.num_nodes)
+            y = batch.y.view(batch.num_nodes, -1)
+            known = y.isfinite().all(1) if y.is_floating_point() else y[:, 0] != IGNORED
+            batch.target_index = known.nonzero()[:, 0]
         return batch
 
 

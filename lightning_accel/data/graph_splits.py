@@ -1,15 +1,18 @@
 """Training, validation and test graphs, or nodes of one graph. Shapes: n nodes of a graph, K targets."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_accel.data.graph_files import FileGraphs
 from lightning_accel.data.graph_tasks import (
     Family,
     Level,
@@ -21,7 +24,8 @@ from lightning_accel.data.graph_tasks import (
     strongly_regular_set,
     substructure_set,
 )
-from lightning_accel.data.tables import split_rows
+from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.data.tables import as_numbers, read_classes, split_rows
 
 TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "strongly_regular", "regular", "cfi", "substructures", "karate"]
@@ -43,38 +47,229 @@ class GraphSplits:
     of_nodes: bool = False  # whether the splits are of nodes
     class_names: list[str] | None = None
     target_names: list[str] | None = None
-    ids: list[str] = field(default_factory=list)  # of graphs, or of nodes where there is one graph
+    ids: list[str] = field(default_factory=list)  # of graphs
+    node_ids: list[list[str]] = field(default_factory=list)  # of each graph; by default their numbers
+
+    def training_nodes(self) -> Tensor:
+        """(nodes, F) features of those that train, as far as there are several graphs, of all their nodes."""
+        if self.of_nodes:
+            return self.graphs[0].x[torch.from_numpy(self.train)]
+        return torch.cat([self.graphs[i].x for i in self.train.tolist()])
+
+    def training_edges(self) -> Tensor:
+        """(edges, D) features of those that end at nodes that train."""
+        if self.of_nodes:
+            return self.graphs[0].edge_attr[torch.isin(self.graphs[0].edge_index[1], torch.from_numpy(self.train))]
+        return torch.cat([self.graphs[i].edge_attr for i in self.train.tolist()])
+
+    def training_targets(self) -> Tensor:
+        """(rows, K) float64, of the graphs or nodes that train."""
+        if self.of_nodes:
+            y = self.graphs[0].y[torch.from_numpy(self.train)]
+        else:
+            y = torch.cat([self.graphs[i].y for i in self.train.tolist()])
+        y = y.double().view(len(y), -1)
+        return y[y.isfinite().all(1)]
+
+    def digest(self) -> str:
+        """Of the sizes, edges and targets that train, by which another set is known."""
+        digest = hashlib.blake2b(self.train.astype("<i8").tobytes(), digest_size=8)
+        for i in [0] if self.of_nodes else self.train.tolist():
+            graph = self.graphs[i]
+            for part in (graph.edge_index, graph.y.double().nan_to_num(0.5)):
+                digest.update(part.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def generated_splits(
-    task: TaskName, num_graphs: int, shares: tuple[float, float], seed: int, fold: int, family: Family, level: Level
+    task: TaskName,
+    num_graphs: int,
+    shares: tuple[float, float],
+    seed: int,
+    fold: int = 0,
+    family: Family = "erdos_renyi",
+    level: Level = "graph",
 ) -> GraphSplits:
     """The graphs of a task, all of them of ``seed``."""
     where = Path(f"the task {task}")
-    match task:
-        case "csl":
-            graphs, names = csl_graphs(seed)
-            splits = GraphSplits(graphs, *csl_fold(fold, seed), "graph", "classification", class_names=names)
-        case "karate":
-            graph, names = karate_club()
-            parts = split(graph.y.numpy(), 34, shares, seed, where)
-            splits = GraphSplits([graph], *parts, "node", "classification", True, names)
-        case "substructures":
-            graphs, names = substructure_set(num_graphs, family, level, seed)
-            parts = split(None, num_graphs, shares, seed, where)
-            splits = GraphSplits(graphs, *parts, level, "regression", target_names=names)
-        case _:
-            make: Callable[[int, int], tuple[list[Data], list[str]]] = {
-                "strongly_regular": strongly_regular_set, "regular": regular_set, "cfi": cfi_set,
-            }[task]  # fmt: skip
-            graphs, names = make(num_graphs, seed)
-            parts = split(np.array([int(graph.y) for graph in graphs]), num_graphs, shares, seed, where)
-            splits = GraphSplits(graphs, *parts, "graph", "classification", class_names=names)
-    splits.ids = [str(i) for i in range(34 if task == "karate" else len(splits.graphs))]
+    if task == "karate":
+        graph, names = karate_club()
+        parts = _split(graph.y.numpy(), 34, shares, seed, where)
+        return GraphSplits([graph], *parts, "node", "classification", True, names, ids=["0"])
+    if task == "csl":
+        graphs, names = csl_graphs(seed)
+        splits = GraphSplits(graphs, *csl_fold(fold, seed), "graph", "classification", class_names=names)
+    elif task == "substructures":
+        graphs, names = substructure_set(num_graphs, family, level, seed)
+        splits = GraphSplits(graphs, *_split(None, num_graphs, shares, seed, where), level, "regression")
+        splits.target_names = names
+    else:
+        make: dict[str, Callable[[int, int], tuple[list[Data], list[str]]]] = {
+            "strongly_regular": strongly_regular_set, "regular": regular_set, "cfi": cfi_set,
+        }  # fmt: skip
+        graphs, names = make[task](num_graphs, seed)
+        parts = _split(np.array([int(graph.y) for graph in graphs]), num_graphs, shares, seed, where)
+        splits = GraphSplits(graphs, *parts, "graph", "classification", class_names=names)
+    splits.ids = [str(i) for i in range(len(splits.graphs))]
     return splits
 
 
-def split(
+def keep_targets(splits: GraphSplits, names: Sequence[str]) -> None:
+    """Leave only the targets ``names``, in that order; one alone is (rows,)."""
+    assert splits.target_names is not None
+    chosen = [splits.target_names.index(name) for name in names]
+    for graph in splits.graphs:
+        graph.y = graph.y[:, chosen[0]] if len(chosen) == 1 else graph.y[:, chosen]
+    splits.target_names = list(names)
+
+
+def file_splits(
+    read: FileGraphs, path: Path, kind: TargetKind, names: Sequence[str], shares: tuple[float, float], seed: int
+) -> GraphSplits:
+    """The graphs of a file with their targets; of one graph with targets of nodes, nodes are split."""
+    of_nodes = read.level == "node" and len(read.graphs) == 1
+    y, classes = _encode(read.target, path, kind, names, of_nodes)
+    known = np.flatnonzero(_known(y).numpy())
+    rows = len(known) if of_nodes else len(read.graphs)
+    stratify = y[known].numpy() if classes and (of_nodes or read.level == "graph") else None
+    parts = _split(stratify, rows, shares, seed, path)
+    sizes = [graph.num_nodes or 0 for graph in read.graphs] if read.level == "node" else [1] * len(read.graphs)
+    for graph, target in zip(read.graphs, y.split(sizes), strict=True):
+        graph.y = target
+    splits = GraphSplits(read.graphs, *parts, read.level, kind, of_nodes, classes, None, read.ids, read.node_ids)
+    if of_nodes:
+        splits.train, splits.val, splits.test = (known[part] for part in parts)
+    if kind == "regression":
+        splits.target_names = list(names) if len(names) == (1 if y.ndim == 1 else y.shape[1]) else None
+    return splits
+
+
+def _known(y: Tensor) -> Tensor:
+    return y.view(len(y), -1).isfinite().all(1) if y.is_floating_point() else y != IGNORED
+
+
+def _encode(
+    found: Sequence[Sequence[Any]], path: Path, kind: TargetKind, names: Sequence[str], gaps: bool
+) -> tuple[Tensor, list[str] | None]:
+    """Targets as a model takes them, and the names of classes; with ``gaps``, None is no error but unknown."""
+    name = names[0]
+    widths = {len(row) for row in found}
+    if len(widths) > 1:
+        raise ValueError(
+            f"all targets {name!r} of {path} must be equally many; got {' and '.join(map(str, sorted(widths)))}"
+        )
+    table = pd.DataFrame(list(found), dtype=object)
+    if kind == "classification":
+        if table.shape[1] != 1:
+            raise ValueError(
+                f"a class of each is one value; {path} has {table.shape[1]} in {', '.join(names)}. Set target_kind to "
+                "regression, or name one in target"
+            )
+        column = table[0].rename(name)
+        present = column.notna() if gaps else pd.Series(True, index=column.index)
+        y = torch.full((len(column),), IGNORED)
+        numbers, classes = read_classes(
+            column[present].reset_index(drop=True),
+            path,
+            "for a target that is a quantity, set target_kind to regression",
+        )
+        y[torch.from_numpy(present.to_numpy())] = torch.from_numpy(numbers)
+        return y, classes
+    titles = [*names, *[name] * table.shape[1]]
+    columns = [as_numbers(table[i].rename(titles[i]), path, "Mend the value") for i in range(table.shape[1])]
+    values = torch.from_numpy(np.stack([column.to_numpy() for column in columns], axis=1))
+    if not gaps and values.isnan().any():
+        row = int(values.isnan().any(1).int().argmax()) + 1
+        raise ValueError(f"the target {name!r} of {path} lacks a value in entry {row}; fill it in, or leave it out")
+    return (values[:, 0] if values.shape[1] == 1 else values).float(), None
+
+
+def dataset_splits(
+    parts: Sequence[Sequence[Data]],
+    where: str,
+    level: Level | None,
+    kind: TargetKind | None,
+    shares: tuple[float, float],
+    seed: int,
+    fold: int,
+) -> GraphSplits:
+    """The graphs of a dataset of the user's, or of three, which are its splits; nodes of one graph by its masks.
+
+    Raises:
+        ValueError: if there is no target, or targets are not alike.
+    """
+    graphs = [graph for part in parts for graph in part]
+    for number, graph in enumerate(graphs):
+        if not isinstance(graph.y, Tensor):
+            raise ValueError(f"graph {number} of {where} has no target y, a tensor; add it with a transform")
+    level = level or _level_of(graphs)
+    kind = kind or ("regression" if graphs[0].y.is_floating_point() else "classification")
+    of_nodes = level == "node" and len(graphs) == 1
+    classes = _shape_targets(graphs, level, kind, where)
+    if len(parts) == 3:
+        stops = np.cumsum([len(part) for part in parts])
+        train, val, test = np.split(np.arange(len(graphs)), stops[:2])
+    elif of_nodes and all(f"{name}_mask" in graphs[0] for name in ("train", "val", "test")):
+        train, val, test = (_masked(graphs[0], f"{name}_mask", fold, where) for name in ("train", "val", "test"))
+    else:
+        y = graphs[0].y if of_nodes else torch.cat([graph.y for graph in graphs])
+        rows = np.flatnonzero(_known(y).numpy()) if of_nodes else np.arange(len(graphs))
+        stratify = y[rows].numpy() if classes and (of_nodes or level == "graph") else None
+        train, val, test = (rows[part] for part in _split(stratify, len(rows), shares, seed, Path(where)))
+    for graph in graphs:
+        for name in ("train_mask", "val_mask", "test_mask"):
+            if name in graph:
+                del graph[name]  # the batches say which nodes count
+    ids = [str(i) for i in range(len(graphs))]
+    return GraphSplits(graphs, train, val, test, level, kind, of_nodes, classes, ids=ids)
+
+
+def _masked(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
+    mask = graph[name]
+    if mask.ndim == 2:
+        if not 0 <= fold < mask.shape[1]:
+            raise ValueError(f"{name} of {where} holds {mask.shape[1]} splits; got fold={fold}")
+        mask = mask[:, fold]
+    return np.flatnonzero((mask & _known(graph.y)).numpy())
+
+
+def _level_of(graphs: Sequence[Data]) -> Level:
+    of_nodes = all(graph.y.ndim > 0 and len(graph.y) == graph.num_nodes for graph in graphs)
+    return "node" if of_nodes and any(graph.num_nodes != 1 for graph in graphs) else "graph"
+
+
+def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where: str) -> list[str] | None:
+    """Give each graph ``y`` (rows,) of classes from 0, or (rows, K) or (rows,) of numbers; names of the classes."""
+    for number, graph in enumerate(graphs):
+        rows = graph.num_nodes if level == "node" else 1
+        y = graph.y.reshape(rows, -1) if graph.y.numel() % max(1, rows or 0) == 0 and graph.y.numel() else None
+        if y is None or y.shape[1] != graphs[0].y.numel() // (graphs[0].num_nodes if level == "node" else 1):
+            raise ValueError(
+                f"y of graph {number} of {where} must have as many values {'a node' if level == 'node' else ''} "
+                f"as that of the first graph; got shape {tuple(graph.y.shape)}"
+            )
+        graph.y = y[:, 0] if y.shape[1] == 1 else y
+    if kind == "regression":
+        for graph in graphs:
+            graph.y = graph.y.float()
+        return None
+    y = torch.cat([graph.y for graph in graphs])
+    if y.ndim > 1 or (y != y.round()).any():
+        raise ValueError(
+            f"y of {where} must hold one class each; got shape {tuple(graphs[0].y.shape)} of {y.dtype}. For quantities "
+            "set target_kind to regression; choose one of several classes with a transform"
+        )
+    present = y[y >= 0].unique().long()
+    if len(present) < 2:
+        raise ValueError(f"y of {where} holds one class only, {present.tolist()}; two or more are needed")
+    number_of = torch.full((int(present.max()) + 2,), IGNORED)
+    number_of[present] = torch.arange(len(present))
+    for graph in graphs:
+        graph.y = number_of[graph.y.long().clamp(min=-1)]  # a class below 0 is none
+    return [str(name) for name in present.tolist()]
+
+
+def _split(
     classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     val_share, test_share = shares
@@ -86,31 +281,3 @@ def split(
 def require_task(task: str) -> None:
     if task not in get_args(TaskName):
         raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
-
-
-def training_targets(splits: GraphSplits) -> Tensor:
-    """(rows, K) float64, of the training graphs or nodes."""
-    if splits.of_nodes:
-        y = splits.graphs[0].y[torch.from_numpy(splits.train)]
-    else:
-        y = torch.cat([splits.graphs[i].y for i in splits.train.tolist()])
-    return y.double().view(len(y), -1)
-
-
-def with_features(graphs: Sequence[Data]) -> None:
-    """Give each graph that has no features ones, (n, 1) float32."""
-    for graph in graphs:
-        if graph.x is None:
-            graph.x = torch.ones(graph.num_nodes or 0, 1)
-
-
-def attributes_of(graphs: Sequence[Data]) -> dict[str, Any]:
-    """What a model asks of the features."""
-    first = graphs[0]
-    attr = first.edge_attr
-    typed = attr is not None and not attr.is_floating_point()
-    return {
-        "num_features": first.x.shape[1],
-        "edge_dim": None if attr is None or typed else attr.shape[1],
-        "num_relations": 1 + max(int(g.edge_attr.max()) if g.num_edges else 0 for g in graphs) if typed else None,
-    }

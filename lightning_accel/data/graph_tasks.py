@@ -51,7 +51,7 @@ def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarr
     generator = np.random.default_rng(seed)
     of = np.concatenate([generator.permutation(_CSL_COPIES) % _FOLDS for _ in CSL_SKIPS])
     test, val = of == fold, of == (fold + 1) % _FOLDS
-    return tuple(np.flatnonzero(part) for part in (~test & ~val, val, test))  # type: ignore[return-value]
+    return np.flatnonzero(~test & ~val), np.flatnonzero(val), np.flatnonzero(test)
 
 
 def strongly_regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
@@ -70,13 +70,15 @@ def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
     """
     generator = torch.Generator().manual_seed(seed)
     graphs: list[Data] = []
-    seen: list[list[int]] = []
+    seen: list[list[list[int]]] = []
     while len(graphs) < 10:
         graph = random_regular_graph(16, 4, generator)
         counts = count_substructures(adjacency_of(graph)).long()
-        kind = sorted(counts.tolist())  # a difference in counts shows that graphs are no relabellings of each other
+        kind: list[list[int]] = sorted(
+            counts.tolist()
+        )  # a difference in counts shows that graphs are no relabellings of each other
         if kind not in seen:
-            seen.append(kind)  # type: ignore[arg-type]
+            seen.append(kind)
             graphs.append(graph)
     return _copies(graphs, range(10), num_graphs, seed + 1), [f"pair {i // 2} {'ab'[i % 2]}" for i in range(10)]
 

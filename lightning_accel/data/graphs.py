@@ -1,14 +1,23 @@
-"""Graphs, of the user's own or generated. Shapes: B graphs, N nodes of a batch, M edges, F features, K targets."""
+"""Graphs, of the user's own or generated. Shapes: B graphs, N nodes of a batch, M edges, S nodes with targets."""
 
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, Dataset
-from torch_geometric.data import Data
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data, Dataset
 
+from lightning_accel.data.graph_features import Features, Scale, apply_features, features_of, fit_scale, scale_features
+from lightning_accel.data.graph_files import FileGraphs, GraphLayout, read_graphs
+from lightning_accel.data.graph_neighbours import NeighbourRows
+from lightning_accel.data.graph_options import require_effect, require_sizes
 from lightning_accel.data.graph_rows import GraphRows, NodeRows
 from lightning_accel.data.graph_sampler import GraphBudgetBatchSampler
 from lightning_accel.data.graph_splits import (
@@ -17,11 +26,11 @@ from lightning_accel.data.graph_splits import (
     GraphSplits,
     TargetKind,
     TaskName,
-    attributes_of,
+    dataset_splits,
+    file_splits,
     generated_splits,
+    keep_targets,
     require_task,
-    training_targets,
-    with_features,
 )
 from lightning_accel.data.graph_tasks import Family, Level
 from lightning_accel.data.in_memory import (
@@ -32,10 +41,88 @@ from lightning_accel.data.in_memory import (
     silence_advice_on_workers,
 )
 from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.data.substructures import SUBSTRUCTURES
+from lightning_accel.data.tables import existing_file
+
+Rows = GraphRows | NodeRows | NeighbourRows
 
 
 class GraphDataModule(L.LightningDataModule):
-    """Graphs of a task that tells layers apart; batches are :class:`torch_geometric.data.Batch`."""
+    """Graphs of the user's own, or of a task that tells layers apart; batches are :class:`torch_geometric.data.Batch`.
+
+    **A batch** has ``x`` (N, F) float32, ones (N, 1) where nodes have no features; ``edge_index`` (2, M);
+    ``edge_attr``, (M, D) float32 features or (M,) int64 types, or none; ``batch`` (N,), ``ptr`` (B + 1,); and ``y``. Of
+    graphs, ``y`` is (B,) classes, or (B,) or (B, K) numbers as they are in the data. Of nodes, it is (N,) or (N, K),
+    and **``target_index`` (S,) says which nodes count**, in order: a loss is ``loss(out[i], y[i])`` with
+    ``i = batch.target_index``, and ``predict`` answers ``out[i]``.
+
+    **Files.** ``.csv`` and ``.parquet``: an edge a row, with ``source`` and ``target``, the ``graph`` that it is of if
+    there are several, its ``type``, and columns of numbers, its features; ``nodes_path``, a table with ``node``,
+    ``graph`` and features, columns of text being one for each text; the target stands there, or in ``graphs_path``, a
+    table with ``graph``. ``.jsonl``: a graph a line, ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1],
+    [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``, of which ``edges`` alone must be there; whole numbers in
+    ``edge_attr`` are types, lists or fractions are features. ``.g6``: graph6, a graph a line, its target after a blank
+    or in ``graphs_path``. Features are brought to mean 0 and variance 1 by what trains alone, but those of zeros and
+    ones.
+
+    **Datasets** of PyG stay as they are; whole numbers in ``x`` become a feature for each value, in ``edge_attr``
+    types. One graph with targets of nodes is split by its ``train_mask``, ``val_mask`` and ``test_mask``, if
+    it has all three.
+
+    **Splits** are of whole graphs, classes in proportion, and of nodes where there is one graph with targets of nodes,
+    some of which may have none. They are the same for the same graphs and ``seed``.
+
+    After ``setup``: ``level``; ``target_kind``; ``num_features``, F; ``edge_dim``, D, None unless edges have features;
+    ``num_relations``, None unless they have types; ``num_classes`` and ``class_names``, None unless there are classes;
+    ``num_targets``, K, None unless it is a regression, with ``target_mean`` and ``target_std`` (K,) of what trains, in
+    the units of ``y``, 1 where it is constant, and ``target_names``, where they have names; ``feature_names`` and
+    ``relation_names``, of tables alone; ``predict_ids``, in the order of ``predict``: graphs, or nodes, ``graph:node``
+    where there are several graphs.
+
+    Args:
+        path: file of graphs or of edges; by default those of ``task``.
+        task: without a ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links of ten skips in five
+            folds; ``strongly_regular``, ``regular`` and ``cfi``, graphs that are hard to tell apart; ``substructures``,
+            counts of seven small graphs in random ones; ``karate``, the club and its two sides. See ``graph_tasks``.
+        dataset: PyG dataset, such as ``torch_geometric.datasets.TUDataset``; or that of the training graphs.
+        val_dataset: graphs that validate, beside ``dataset`` and ``test_dataset``.
+        test_dataset: graphs that test.
+        transform: of PyG, called once for each graph, in ``setup``.
+        level: of the target, ``graph`` or ``node``; by default what the data say: of a dataset, nodes if ``y`` has an
+            entry for each; of a file, that of the table in which it stands, else graphs.
+        target_kind: a class (``classification``) or numbers (``regression``); by default classes, but of a dataset
+            numbers if ``y`` is floating.
+        target: column or field of the target of a file, by default ``y``, or several of numbers; of ``substructures``
+            which of them, by default all seven.
+        nodes_path: table of nodes beside an edge list.
+        graphs_path: table of the graphs' targets.
+        undirected: whether each edge of a file goes both ways; the reverse is added where it is not written.
+        separator: between the fields of a CSV file.
+        decimal: the decimal mark of a CSV file.
+        fold: of ``csl``, from 0 to 4; of a dataset with masks (n, S), from 0 to S - 1.
+        family: of ``substructures``: ``erdos_renyi`` or ``regular``.
+        num_graphs: generated, for training, validation and test together; see ``graph_tasks``.
+        batch_size: graphs per step, or seed nodes with ``num_neighbors``, of all processes together; by default 64, or
+            what ``max_nodes`` and ``max_edges`` allow. One graph whose nodes have targets is a batch by itself.
+        max_nodes: most nodes of a batch, of all processes together; a process holds about its share.
+        max_edges: most edges of a batch, columns of ``edge_index``, likewise.
+        num_neighbors: for one large graph whose nodes have targets: how many neighbours of a seed node, of each of
+            those, and so on, come with it; -1 for all.
+        val_share: share of the graphs, or nodes, that validate; by default .1, of ``substructures`` .2.
+        test_share: share that tests; by default .2, of ``substructures`` .5.
+        seed: of the generated graphs, the split, the order and the neighbours.
+        num_workers: processes that fetch batches.
+        predict_path: file to predict, read as ``path`` is, with no need of a target; by default the test graphs, or all
+            nodes of one graph.
+        predict_nodes_path: table of nodes beside ``predict_path``.
+
+    Raises:
+        FileNotFoundError: if a file is not there.
+        TypeError: in ``setup``, if a dataset does not hold :class:`torch_geometric.data.Data`.
+        ValueError: if an option is out of range, or has no effect; in ``setup``, if data are not as described, or a
+            graph is beyond ``max_nodes`` or ``max_edges``; in ``load_state_dict``, if the checkpoint was trained on
+            other graphs.
+    """
 
     level: Level
     target_kind: TargetKind
@@ -48,95 +135,267 @@ class GraphDataModule(L.LightningDataModule):
     target_names: list[str] | None
     target_mean: list[float] | None
     target_std: list[float] | None
+    feature_names: list[str] | None
+    relation_names: list[str] | None
     predict_ids: list[str]
 
     def __init__(
         self,
-        task: TaskName = "csl",
+        path: str | Path | None = None,
+        task: TaskName | None = None,
         *,
+        dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        test_dataset: Dataset | None = None,
+        transform: Callable[[Data], Data] | None = None,
+        level: Level | None = None,
+        target_kind: TargetKind | None = None,
+        target: str | Sequence[str] | None = None,
+        nodes_path: str | Path | None = None,
+        graphs_path: str | Path | None = None,
+        undirected: bool = True,
+        separator: str = ",",
+        decimal: str = ".",
         fold: int = 0,
         family: Family = "erdos_renyi",
-        level: Level = "graph",
         num_graphs: int | None = None,
         batch_size: int | None = None,
         max_nodes: int | None = None,
         max_edges: int | None = None,
+        num_neighbors: Sequence[int] | None = None,
         val_share: float | None = None,
         test_share: float | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        predict_path: str | Path | None = None,
+        predict_nodes_path: str | Path | None = None,
     ) -> None:
         super().__init__()
+        sources = {"path": path, "task": task, "dataset": dataset}
+        if len(named := [name for name, value in sources.items() if value is not None]) > 1:
+            raise ValueError(f"give path, task or dataset, one of them; got {' and '.join(named)}")
+        self.task: TaskName | None = "csl" if not named else task
+        if self.task is not None:
+            require_task(self.task)
+        names = (target,) if isinstance(target, str) else tuple(target or ())
+        require_effect(
+            self.task or named[0],
+            {
+                "val_dataset": val_dataset, "test_dataset": test_dataset, "level": level, "target_kind": target_kind,
+                "target": names or None, "nodes_path": nodes_path, "graphs_path": graphs_path, "undirected": undirected,
+                "separator": separator, "decimal": decimal, "fold": fold, "family": family, "num_graphs": num_graphs,
+                "num_neighbors": num_neighbors, "val_share": val_share, "test_share": test_share,
+                "predict_path": predict_path, "predict_nodes_path": predict_nodes_path,
+            },
+        )  # fmt: skip
+        for name, value, choices in (
+            ("level", level, (None, *get_args(Level))), ("target_kind", target_kind, (None, *get_args(TargetKind))),
+            ("family", family, get_args(Family)),
+        ):  # fmt: skip
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
+        require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
         require_loading_options(batch_size or 1, seed, num_workers)
-        require_task(task)
-        self.task = task
+        usual = USUAL_SHARES.get(self.task or "", (0.1, 0.2))
+        self.shares = (usual[0] if val_share is None else val_share, usual[1] if test_share is None else test_share)
+        if min(self.shares) <= 0 or sum(self.shares) >= 1:
+            raise ValueError(
+                "val_share and test_share must be above 0 and leave graphs to train on; "
+                f"got val_share={self.shares[0]}, test_share={self.shares[1]}"
+            )
+        if self.task == "csl" and not 0 <= fold < 5:
+            raise ValueError(f"fold of csl must be from 0 to 4; got {fold}")
+        if self.task == "substructures" and (unknown := set(names) - set(SUBSTRUCTURES)):
+            raise ValueError(f"target must be among {', '.join(SUBSTRUCTURES)}; got {', '.join(sorted(unknown))}")
+        self.path, self.predict_path, self.predict_nodes_path, nodes, graphs = (
+            None if file is None else existing_file(file)
+            for file in (path, predict_path, predict_nodes_path, nodes_path, graphs_path)
+        )
+        separator = separator.replace("\\t", "\t")  # as a shell passes it
+        self.layout = GraphLayout(level, names or ("y",), nodes, graphs, undirected, separator, decimal)
+        self.datasets = [part for part in (dataset, val_dataset, test_dataset) if part is not None]
+        self.transform = transform
+        self.counted = names or tuple(SUBSTRUCTURES)
+        self.kind = target_kind
         self.fold = fold
         self.family = family
-        self.wanted_level = level
-        self.num_graphs = USUAL_NUMBER.get(task, 0) if num_graphs is None else num_graphs
-        usual = USUAL_SHARES.get(task, (0.1, 0.2))
-        self.shares = (
-            usual[0] if val_share is None else val_share,
-            usual[1] if test_share is None else test_share,
-        )
+        self.num_graphs = USUAL_NUMBER.get(self.task or "", 0) if num_graphs is None else num_graphs
         self.batch_size = batch_size
         self.max_nodes = max_nodes
         self.max_edges = max_edges
+        self.num_neighbors = None if num_neighbors is None else list(num_neighbors)
         self.seed = seed
         self.num_workers = num_workers
 
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
             return
-        splits = generated_splits(
-            self.task, self.num_graphs, self.shares, self.seed, self.fold, self.family, self.wanted_level
-        )
-        with_features(splits.graphs)
-        self._describe(splits)
-        self.train_rows, self.val_rows, self.test_rows = (
-            self._rows(splits, part) for part in (splits.train, splits.val, splits.test)
-        )
-        if splits.of_nodes:
-            self.predict_rows, self.predict_ids = NodeRows(splits.graphs), splits.ids
-        elif splits.level == "node":
-            test = [splits.graphs[i] for i in splits.test.tolist()]
-            self.predict_rows = NodeRows(test)
-            self.predict_ids = [
-                f"{splits.ids[i]}:{node}"
-                for i, graph in zip(splits.test.tolist(), test, strict=True)
-                for node in range(graph.num_nodes or 0)
-            ]
-        else:
-            self.predict_rows = GraphRows([splits.graphs[i] for i in splits.test.tolist()])
-            self.predict_ids = [splits.ids[i] for i in splits.test.tolist()]
+        splits, read = self._read()
+        where = self._where()
+        features = features_of(splits.graphs, where)
+        splits.graphs = [apply_features(graph, features, where) for graph in splits.graphs]
+        scales = {} if read is None else self._fit_scales(splits)
+        scale_features(splits.graphs, scales)
+        self._describe(splits, features, read)
+        if self.num_neighbors is not None and not splits.of_nodes:
+            raise ValueError(
+                f"num_neighbors needs one graph whose nodes have targets; {where} has {len(splits.graphs)} graphs and "
+                f"level {splits.level}. Set batch_size, or max_nodes and max_edges"
+            )
+        if splits.of_nodes and self.num_neighbors is None and (self.batch_size or self.max_nodes or self.max_edges):
+            raise ValueError(
+                f"batch_size, max_nodes and max_edges would have no effect on the one graph of {where}, which is a "
+                "batch by itself; set num_neighbors for batches of parts of it"
+            )
+        rows = [self._rows(splits, part) for part in (splits.train, splits.val, splits.test)]
+        self._sampler(rows[0], shuffle=True)  # raises for a graph beyond a budget
+        self.predict_rows, self.predict_ids = self._rows_to_predict(splits)
+        if self.predict_path is not None and read is not None:
+            self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, read, features, scales)
+        self._digest = splits.digest()
+        self.train_rows, self.val_rows, self.test_rows = rows
 
-    def _rows(self, splits: GraphSplits, part: np.ndarray) -> Dataset[Any]:
-        if splits.of_nodes:
-            return NodeRows(splits.graphs, torch.from_numpy(part))
-        return GraphRows([splits.graphs[i] for i in part.tolist()], splits.level == "node")
+    def _where(self) -> str:
+        if self.task is not None:
+            return f"the task {self.task}"
+        return str(self.path) if self.path else f"the dataset {self.datasets[0]}"
 
-    def _describe(self, splits: GraphSplits) -> None:
+    def _read(self) -> tuple[GraphSplits, FileGraphs | None]:
+        """Graphs and splits; and of files what their tables name."""
+        if self.task is not None:
+            level = self.layout.level or "graph"
+            splits = generated_splits(self.task, self.num_graphs, self.shares, self.seed, self.fold, self.family, level)
+            if self.task == "substructures":
+                keep_targets(splits, self.counted)
+            splits.graphs = [self._transformed(graph) for graph in splits.graphs]
+            return splits, None
+        if self.path is not None:
+            read = read_graphs(self.path, self.layout)
+            kind = self.kind or "classification"
+            splits = file_splits(read, self.path, kind, self.layout.target, self.shares, self.seed)
+            splits.graphs = [self._transformed(graph) for graph in splits.graphs]
+            return splits, read
+        parts = [[self._transformed(graph) for graph in dataset] for dataset in self.datasets]
+        where = self._where()
+        return dataset_splits(parts, where, self.layout.level, self.kind, self.shares, self.seed, self.fold), None
+
+    def _transformed(self, graph: Any) -> Data:
+        graph = copy.copy(graph)  # a dataset may keep it
+        graph = graph if self.transform is None else self.transform(graph)
+        if not isinstance(graph, Data) or graph.edge_index is None:
+            raise TypeError(
+                "graphs with nodes of one kind, torch_geometric.data.Data with edge_index, are needed; "
+                f"{self._where()} gives {graph!r:.200}. HeteroData.to_homogeneous() and ToEdgeIndex make such ones"
+            )
+        return graph
+
+    def _fit_scales(self, splits: GraphSplits) -> dict[str, Scale]:
+        edges = splits.graphs[0].edge_attr
+        scales = {"x": fit_scale(splits.training_nodes())}
+        if edges is not None and edges.is_floating_point():
+            scales["edge_attr"] = fit_scale(splits.training_edges())
+        return scales
+
+    def _describe(self, splits: GraphSplits, features: Features, read: FileGraphs | None) -> None:
         self.level, self.target_kind = splits.level, splits.kind
-        for name, value in attributes_of(splits.graphs).items():
-            setattr(self, name, value)
+        self.num_features, self.edge_dim = features.num_features, features.edge_dim
+        self.num_relations = features.num_relations
+        self.feature_names, self.relation_names = (
+            (None, None) if read is None else (read.feature_names, read.relation_names)
+        )
         self.class_names, self.target_names = splits.class_names, splits.target_names
         self.num_classes = None if splits.class_names is None else len(splits.class_names)
         self.num_targets = self.target_mean = self.target_std = None
         if splits.kind == "regression":
-            target = training_targets(splits)
+            target = splits.training_targets()
             self.num_targets = target.shape[1]
             self.target_mean = target.mean(dim=0).tolist()
             std = target.std(dim=0, correction=0)
             self.target_std = torch.where(std > 0, std, 1).tolist()
 
-    def _sampler(self, rows: Any, shuffle: bool) -> GraphBudgetBatchSampler:
+    def _rows(self, splits: GraphSplits, part: np.ndarray) -> Rows:
+        if not splits.of_nodes:
+            return GraphRows([splits.graphs[i] for i in part.tolist()], splits.level == "node")
+        return self._node_rows(splits.graphs, torch.from_numpy(part))
+
+    def _node_rows(self, graphs: Sequence[Data], rows: Tensor | None = None) -> Rows:
+        if self.num_neighbors is None or len(graphs) > 1:
+            return NodeRows(graphs, rows)
+        return NeighbourRows(graphs[0], self.num_neighbors, rows, self.seed)
+
+    def _rows_to_predict(self, splits: GraphSplits) -> tuple[Rows, list[str]]:
+        chosen = [0] if splits.of_nodes else splits.test.tolist()
+        graphs = [splits.graphs[i] for i in chosen]
+        return self._all_of(
+            graphs, [splits.ids[i] for i in chosen], [splits.node_ids[i] for i in chosen if splits.node_ids]
+        )
+
+    def _all_of(self, graphs: Sequence[Data], ids: list[str], node_ids: list[list[str]]) -> tuple[Rows, list[str]]:
+        """Rows to predict, without targets, and the name of each."""
+        graphs = [graph.clone() for graph in graphs]
+        for graph in graphs:
+            graph.y = None
+        if self.level == "graph":
+            return GraphRows(graphs), ids
+        names = node_ids or [[str(node) for node in range(graph.num_nodes or 0)] for graph in graphs]
+        if len(graphs) == 1:
+            return self._node_rows(graphs), names[0]
+        return self._node_rows(graphs), [
+            f"{of}:{name}" for of, inside in zip(ids, names, strict=True) for name in inside
+        ]
+
+    def _file_to_predict(
+        self, path: Path, trained: FileGraphs, features: Features, scales: dict[str, Scale]
+    ) -> tuple[Rows, list[str]]:
+        layout = replace(self.layout, nodes_path=self.predict_nodes_path, graphs_path=None)
+        read = read_graphs(path, layout, with_target=False, like=trained)
+        graphs = [self._transformed(graph) for graph in read.graphs]
+        graphs = [apply_features(graph, features, str(path)) for graph in graphs]
+        scale_features(graphs, scales)
+        return self._all_of(graphs, read.ids, read.node_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "source": [self.task or ("path" if self.path else "dataset"), self.num_graphs],
+            "target": [self.level, self.target_kind, self.class_names, self.target_names],
+            "features": [self.num_features, self.edge_dim, self.num_relations, self.feature_names, self.relation_names],
+            "split": [self.seed, *self.shares, self.fold],
+            "digest of what trains": self._digest,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trainer: Any = self.trainer
+        resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        fresh = self.task not in (None, "csl", "karate") and not resuming  # other graphs of a task were not trained on
+        for name, now in self.state_dict().items():
+            if fresh and name in ("source", "split", "digest of what trains") and state_dict["source"][0] == self.task:
+                continue
+            if _plain(state_dict[name]) != _plain(now):
+                raise ValueError(
+                    f"the checkpoint was trained on other graphs than those of {self._where()} as configured: {name} "
+                    f"{state_dict[name]} there, {now} here. Give the graphs and the split of its run; new graphs of a "
+                    "file go in predict_path"
+                )
+
+    def _sampler(self, rows: Rows, shuffle: bool) -> GraphBudgetBatchSampler:
         replicas, rank = self._deal()
-        deal = {"shuffle": shuffle, "seed": self.seed, "num_replicas": replicas, "rank": rank}
-        if isinstance(rows, NodeRows):
-            return GraphBudgetBatchSampler([1] * len(rows), batch_size=len(rows), **deal)
-        size = 64 if self.batch_size is None and self.max_nodes is None and self.max_edges is None else self.batch_size
+        size: int | None
+        if isinstance(rows, GraphRows):
+            nodes, edges, limits = rows.nodes, rows.edges, (self.max_nodes, self.max_edges)
+            size = 64 if self.batch_size is None and limits == (None, None) else self.batch_size
+        else:
+            nodes, edges, limits = torch.ones(len(rows), dtype=torch.int64), None, (None, None)
+            size = len(rows) if isinstance(rows, NodeRows) else self.batch_size or 64
         return GraphBudgetBatchSampler(
-            rows.nodes, rows.edges, size, max_nodes=self.max_nodes, max_edges=self.max_edges, **deal
+            nodes,
+            edges,
+            size,
+            max_nodes=limits[0],
+            max_edges=limits[1],
+            shuffle=shuffle,
+            seed=self.seed,
+            num_replicas=replicas,
+            rank=rank,
         )
 
     def _deal(self) -> tuple[int, int]:
@@ -159,10 +418,21 @@ class GraphDataModule(L.LightningDataModule):
         return self._loader(self.test_rows, shuffle=False)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Batches in the order of ``predict_ids``."""
-        return row_loader(self.predict_rows, self, self.batch_size or 64, self.num_workers)
+        """Batches in the order of ``predict_ids``, of equally many rows, within the budget of a process."""
+        return row_loader(self.predict_rows, self, self._rows_at_once(), self.num_workers)
 
-    def _loader(self, rows: Any, shuffle: bool) -> ResumableLoader:
+    def _rows_at_once(self) -> int:
+        rows, replicas = self.predict_rows, self._deal()[0]
+        if isinstance(rows, NodeRows):  # of one graph all, of several about those of a batch
+            usual = self.batch_size or 64
+            return len(rows) if len(rows.graphs) == 1 else max(1, usual * len(rows) // len(rows.graphs) // replicas)
+        room = [self.batch_size or 64]
+        if isinstance(rows, GraphRows):
+            limits = (self.max_nodes, rows.nodes), (self.max_edges, rows.edges)
+            room += [most // max(1, int(sizes.max())) for most, sizes in limits if most is not None]
+        return max(1, min(room) // replicas)
+
+    def _loader(self, rows: Rows, shuffle: bool) -> ResumableLoader:
         silence_advice_on_workers(self.num_workers)
         return ResumableLoader(
             rows,
@@ -173,3 +443,8 @@ class GraphDataModule(L.LightningDataModule):
             pin_memory=pins_memory(self),
             persistent_workers=self.num_workers > 0,
         )
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, which is how some formats of checkpoints give them back."""
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

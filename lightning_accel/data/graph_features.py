@@ -1,0 +1,161 @@
+"""Features of nodes and edges, as layers take them. Shapes: n nodes of a graph, F features, M edges, D of each."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data
+
+_MOST_TYPES = 10_000
+
+
+@dataclass(frozen=True)
+class Features:
+    """What graphs have on their nodes and edges.
+
+    Args:
+        node_types: where ``x`` holds whole numbers, how many values each of its columns has.
+        edge_types: where ``edge_attr`` does, likewise.
+        num_features: F, after types have become features.
+        edge_dim: D, None unless edges have features.
+        num_relations: None unless edges have one type each.
+    """
+
+    num_features: int
+    node_types: list[int] | None = None
+    edge_types: list[int] | None = None
+    edge_dim: int | None = None
+    num_relations: int | None = None
+
+
+def features_of(graphs: Sequence[Data], where: str) -> Features:
+    """What these graphs have, of which all must have the same.
+
+    Raises:
+        ValueError: if they differ, or hold what is no feature; the message names the graph.
+    """
+    nodes, edges = (_kind(graphs, key, where) for key in ("x", "edge_attr"))
+    node_types, width = nodes if nodes else (None, 1)
+    edge_types, edge_width = edges if edges else (None, None)
+    if edge_types is not None and len(edge_types) == 1:
+        return Features(width, node_types, edge_types, None, edge_types[0])
+    return Features(width, node_types, edge_types, edge_width)
+
+
+def _kind(graphs: Sequence[Data], key: str, where: str) -> tuple[list[int] | None, int] | None:
+    """Values of each column, None for floating ones, and features that they make; None if there is nothing."""
+    first: Any = graphs[0].to_dict().get(key)
+    most: Tensor | None = None
+    for number, graph in enumerate(graphs):
+        found = graph.to_dict().get(key)
+        rows = graph.num_nodes if key == "x" else graph.num_edges
+        if (found is None) != (first is None):
+            raise ValueError(f"graph {number} of {where} and its first one differ: one alone has {key}")
+        if found is None:
+            continue
+        if not isinstance(found, Tensor) or found.ndim not in (1, 2) or len(found) != rows:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"{key} of graph {number} of {where} must be ({rows}, ...) of numbers; got {got}")
+        if _columns(found).shape[1] != _columns(first).shape[1] or _is_typed(found) != _is_typed(first):
+            raise ValueError(
+                f"{key} must be alike in all graphs of {where}; graph {number} has {tuple(found.shape)} of "
+                f"{found.dtype}, the first one {tuple(first.shape)} of {first.dtype}"
+            )
+        if found.is_floating_point() and not found.isfinite().all():
+            raise ValueError(f"{key} of graph {number} of {where} holds {found[~found.isfinite()][0]}; fill it in")
+        if _is_typed(found) and len(found):
+            if found.min() < 0:
+                raise ValueError(f"{key} of graph {number} of {where} holds the type {int(found.min())}; 0 or more")
+            largest = _columns(found).amax(0)
+            most = largest if most is None else torch.maximum(most, largest)
+    if first is None:
+        return None
+    if not _is_typed(first):
+        return None, _columns(first).shape[1]
+    types = [1] * _columns(first).shape[1] if most is None else (most + 1).tolist()
+    if sum(types) > _MOST_TYPES:
+        raise ValueError(
+            f"{key} of {where} holds whole numbers up to {max(types) - 1}, which would each become a feature; make "
+            "quantities floating with a transform"
+        )
+    return types, sum(types)
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _is_typed(values: Tensor) -> bool:
+    return not values.is_floating_point() and values.dtype not in (torch.bool, torch.uint8)
+
+
+def apply_features(graph: Data, features: Features, where: str) -> Data:
+    """The graph with ``x`` (n, F) float32 and ``edge_attr`` (M, D) float32, (M,) int64 types, or none.
+
+    Raises:
+        ValueError: if it holds other features, or types that ``features`` does not know.
+    """
+    graph = copy.copy(graph)
+    if features.num_features != 1 or "x" in graph:
+        graph.x = _encoded(graph, "x", features.node_types, features.num_features, where)
+    else:
+        graph.x = torch.ones(graph.num_nodes or 0, 1)
+    if features.num_relations is not None:
+        graph.edge_attr = _known(graph, "edge_attr", features.edge_types or [], where)[:, 0]
+    elif features.edge_dim is not None:
+        graph.edge_attr = _encoded(graph, "edge_attr", features.edge_types, features.edge_dim, where)
+    return graph
+
+
+def _encoded(graph: Data, key: str, types: list[int] | None, width: int, where: str) -> Tensor:
+    if types is not None:
+        known = _known(graph, key, types, where)
+        return torch.cat([F.one_hot(known[:, i], n) for i, n in enumerate(types)], dim=1).float()
+    found = _columns(graph[key]).float() if key in graph and not _is_typed(graph[key]) else None
+    if found is None or found.shape[1] != width:
+        got = "none" if found is None else str(found.shape[1])
+        raise ValueError(f"{key} of {where} must have the {width} features of the training graphs; got {got}")
+    return found
+
+
+def _known(graph: Data, key: str, types: list[int], where: str) -> Tensor:
+    found = _columns(graph[key]) if key in graph else None
+    if found is None or not _is_typed(found) or found.shape[1] != len(types):
+        raise ValueError(f"{key} of {where} must hold {len(types)} whole numbers each, as the training graphs do")
+    for i, most in enumerate(types):
+        if len(found) and int(found[:, i].max()) >= most:
+            raise ValueError(
+                f"{key} of {where} holds the type {int(found[:, i].max())}; those trained on go up to {most - 1}"
+            )
+    return found.long()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and deviation of columns, 0 and 1 for those that stay as they are."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return ((values.double() - self.mean) / self.std).float()
+
+
+def fit_scale(values: Tensor) -> Scale:
+    """Of the columns of ``values``; one that is constant, or of zeros and ones alone, stays as it is."""
+    values = values.double()
+    flags = ((values == 0) | (values == 1)).all(0)
+    std, mean = values.std(0, correction=0), values.mean(0)
+    stays = flags | (std <= 1e-12 * mean.abs().clamp(min=1)) | (len(values) == 0)
+    return Scale(mean.where(~stays, 0.0), std.where(~stays, 1.0))
+
+
+def scale_features(graphs: Sequence[Data], scales: Mapping[str, Scale]) -> None:
+    """Bring the attributes that ``scales`` names to mean 0 and deviation 1."""
+    for graph in graphs:
+        for key, scale in scales.items():
+            graph[key] = scale(graph[key])

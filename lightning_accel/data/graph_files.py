@@ -1,0 +1,236 @@
+"""Graphs from the user's files. Shapes: R graphs, n nodes of one, M edges, F features, K targets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_accel.data.graph_lines import lines_of, number_list, parse_object, read_graph6
+from lightning_accel.data.graph_tables import read_edge_list, read_graph_targets
+from lightning_accel.data.graph_tasks import Level
+
+
+@dataclass(frozen=True)
+class GraphLayout:
+    """How graphs stand in files.
+
+    Args:
+        level: of the target; None for that of the file in which it stands, else of graphs.
+        target: column or field of it, or several of numbers.
+        nodes_path: table of nodes beside an edge list.
+        graphs_path: table of graphs, with their targets.
+        undirected: whether each edge goes both ways, though it be written once.
+        separator: between the fields of a CSV file.
+        decimal: the decimal mark of a CSV file.
+    """
+
+    level: Level | None = None
+    target: Sequence[str] = ("y",)
+    nodes_path: Path | None = None
+    graphs_path: Path | None = None
+    undirected: bool = True
+    separator: str = ","
+    decimal: str = "."
+
+
+@dataclass
+class FileGraphs:
+    """What files hold, before classes are numbered."""
+
+    graphs: list[Data]  # with num_nodes, edge_index, and x and edge_attr where there are any
+    ids: list[str]  # of graphs
+    level: Level
+    node_ids: list[list[str]] = field(default_factory=list)  # of each graph
+    target: list[list[Any]] = field(default_factory=list)  # for each graph, or node, a value of each target; or none
+    feature_names: list[str] | None = None
+    relation_names: list[str] | None = None  # of typed edges
+
+
+def read_graphs(
+    path: Path, layout: GraphLayout, with_target: bool = True, like: FileGraphs | None = None
+) -> FileGraphs:
+    """Read graphs by the suffix of a file: ``.csv`` or ``.parquet``, ``.jsonl`` or ``.ndjson``, ``.g6``.
+
+    Args:
+        path: of the edge list, or of the graphs.
+        layout: of the files.
+        with_target: whether there must be targets.
+        like: graphs read before, whose names of types and features hold.
+
+    Raises:
+        ValueError: if the suffix is another, a file is empty, or its content is not as the layout says; the message
+            names the line or the row.
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    match suffixes[-1:]:
+        case [".csv" | ".parquet"]:
+            found = _from_tables(path, layout, with_target, like)
+        case [".jsonl" | ".ndjson"]:
+            found = _from_json_lines(path, layout, with_target)
+        case [".g6"]:
+            found = _from_graph6(path, layout, with_target)
+        case _:
+            raise ValueError(
+                "need a .csv or .parquet file with an edge a row, a .jsonl file with a graph a line, or a .g6 file in "
+                f"the graph6 format; got {path}"
+            )
+    if layout.undirected:
+        for graph in found.graphs:
+            add_reverse_edges(graph)
+    return found
+
+
+def add_reverse_edges(graph: Data) -> None:
+    """Give each edge that goes one way only its reverse, with the same attributes."""
+    source, target = graph.edge_index
+    n = graph.num_nodes or 0
+    lacking = ~torch.isin(target * n + source, source * n + target)
+    graph.edge_index = torch.cat([graph.edge_index, graph.edge_index[:, lacking].flip(0)], dim=1)
+    if graph.edge_attr is not None:
+        graph.edge_attr = torch.cat([graph.edge_attr, graph.edge_attr[lacking]])
+
+
+def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileGraphs | None) -> FileGraphs:
+    read = read_edge_list(
+        path,
+        layout.nodes_path,
+        layout.separator,
+        layout.decimal,
+        list(layout.target),
+        None if like is None else (like.feature_names, like.relation_names),
+    )
+    in_nodes = read.node_target is not None
+    level = layout.level or ("node" if in_nodes and layout.graphs_path is None else "graph")
+    found = FileGraphs(read.graphs, read.ids, level, read.node_ids)
+    found.feature_names, found.relation_names = read.feature_names, read.relation_names
+    if not with_target:
+        return found
+    if level == "node":
+        if read.node_target is None:
+            where = (
+                f"a table of nodes with the column {layout.target[0]!r}" if not layout.nodes_path else layout.nodes_path
+            )
+            raise ValueError(f"level node needs a target of each node: give {where} in nodes_path; {path} has none")
+        found.target = read.node_target
+    else:
+        if layout.graphs_path is None:
+            raise ValueError(
+                f"{path} holds {len(read.ids)} graphs and no target of theirs: give a table with the columns graph and "
+                f"{layout.target[0]} in graphs_path, or one of nodes with {layout.target[0]} in nodes_path"
+            )
+        found.target = read_graph_targets(
+            layout.graphs_path, read.ids, layout.target, layout.separator, layout.decimal, by_order=False
+        )
+    return found
+
+
+def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
+    graphs, targets, places = [], [], []
+    for where, line in lines_of(path):
+        text, *rest = line.removeprefix(">>graph6<<").split(maxsplit=1)
+        graphs.append(read_graph6(text, where))
+        targets.append(rest)
+        places.append(where)
+    if layout.level == "node":
+        raise ValueError(f"{path} has no room for targets of nodes; write a .jsonl file, or leave level out")
+    found = FileGraphs(graphs, [where.split()[1] for where in places], "graph")
+    if with_target and layout.graphs_path is not None:
+        found.target = read_graph_targets(
+            layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal, by_order=True
+        )
+    elif with_target:
+        for target, where in zip(targets, places, strict=True):
+            if not target:
+                raise ValueError(
+                    f"{where} has no target: write it after the graph and a blank, or give a table with the column "
+                    f"{layout.target[0]!r} and a row a graph in graphs_path"
+                )
+        found.target = [list(target) for target in targets]
+    return found
+
+
+_FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
+
+
+def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
+    """Lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
+    found = FileGraphs([], [], layout.level or "graph")
+    for where, line in lines_of(path):
+        entry = parse_object(line, where)
+        graph = _graph_of_entry(entry, where)
+        found.graphs.append(graph)
+        found.ids.append(str(entry.get("id", where.split()[1])))
+        if with_target and layout.graphs_path is None:
+            found.target += _entry_targets(entry, layout, found.level, graph.num_nodes or 0, where)
+    if with_target and layout.graphs_path is not None:
+        named = layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal
+        found.target = read_graph_targets(*named, by_order=False)
+    if twice := pd.Series(found.ids)[pd.Series(found.ids).duplicated()].tolist():
+        raise ValueError(f"{path} has two lines with id {twice[0]!r}; give each graph its own")
+    return found
+
+
+def _graph_of_entry(entry: dict[str, Any], where: str) -> Data:
+    if "edges" not in entry:
+        raise ValueError(f"{where} has no field 'edges', a list of pairs of nodes. Its fields: {', '.join(entry)}")
+    edges = number_list(entry["edges"], "edges", where, whole=True)
+    if edges.size and (edges.ndim != 2 or edges.shape[1] != 2):
+        raise ValueError(
+            f"'edges' in {where} must hold pairs of nodes, as [[0, 1], [1, 2]]; got {entry['edges']!r:.60}"
+        )
+    edges = edges.reshape(-1, 2)
+    x = None if entry.get("x") is None else number_list(entry["x"], "x", where)
+    n = entry.get("num_nodes", len(x) if x is not None else int(edges.max(initial=-1)) + 1)
+    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+        raise ValueError(f"'num_nodes' in {where} must be a whole number; got {n!r:.60}")
+    if edges.size and (edges.min() < 0 or edges.max() >= n):
+        wrong = edges[(edges < 0).any(1) | (edges >= n).any(1)][0].tolist()
+        raise ValueError(f"'edges' in {where} must join nodes 0 to {n - 1}, since it has {n}; got {wrong}")
+    graph = Data(edge_index=torch.from_numpy(edges.astype(np.int64)).t().contiguous(), num_nodes=n)
+    for name, values, rows in (("x", x, n), ("edge_attr", entry.get("edge_attr"), len(edges))):
+        if values is not None:
+            values = values if isinstance(values, np.ndarray) else number_list(values, name, where)
+            if len(values) != rows:
+                what = "nodes" if name == "x" else "edges"
+                raise ValueError(
+                    f"{name!r} in {where} must have an entry for each of its {rows} {what}; got {len(values)}"
+                )
+            graph[name] = _as_tensor(values, name)
+    return graph
+
+
+def _as_tensor(values: np.ndarray, name: str) -> Tensor:
+    """Whole numbers, one for each edge, are its types; all else are quantities."""
+    if name == "edge_attr" and values.ndim == 1 and values.dtype.kind in "iu":
+        return torch.from_numpy(values.astype(np.int64))
+    return torch.from_numpy(values.astype(np.float64).reshape(len(values), -1))
+
+
+def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: int, where: str) -> list[list[Any]]:
+    for name in layout.target:
+        if name not in entry:
+            left = [key for key in entry if key not in _FIELDS]
+            raise ValueError(
+                f"{where} has no field {name!r}, the target. Its other fields: {', '.join(left) or 'none'}"
+            )
+    values = [entry[name] for name in layout.target]
+    if level == "node":
+        for name, value in zip(layout.target, values, strict=True):
+            if not isinstance(value, list) or len(value) != n:
+                got = f"{len(value)} entries" if isinstance(value, list) else f"{value!r:.60}"
+                raise ValueError(
+                    f"{name!r} in {where} must be a list with an entry for each of its {n} nodes; got {got}"
+                )
+        return [_flat(row) for row in zip(*values, strict=True)]
+    return [_flat(values)]
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """A list of targets that stands in one field, spread out."""
+    return [part for value in values for part in (value if isinstance(value, list) else [value])]

@@ -1,0 +1,111 @@
+"""Parts of one large graph, around some of its nodes. Shapes: n nodes and M edges of it, S seed nodes of a batch."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric.data import Batch, Data
+
+
+class NeighbourRows(Dataset[Any]):
+    """Nodes of one graph, of which a list of numbers gives a batch of them, their neighbours and theirs.
+
+    From each node, ``num_neighbors[0]`` of the edges that end there are followed, from each node so found
+    ``num_neighbors[1]``, and so on: uniform draws without replacement. The batch holds **all** edges among the nodes
+    that are found, so that triangles stay whole; PyG's ``NeighborLoader``, which needs pyg-lib or torch-sparse, has
+    this as ``subgraph_type="induced"``. The listed nodes come first, and ``target_index`` (S,) says where; ``n_id``
+    gives the number of each node of the batch in the graph.
+
+    Draws depend on ``seed`` and the listed nodes alone, so a resumed run repeats them and validation is alike in each
+    epoch; training batches are other nodes in each epoch, and so are their neighbours.
+
+    Args:
+        graph: attributes of its nodes and edges go into batches, others do not.
+        num_neighbors: for each step away; -1 for all.
+        rows: (R,) numbers of nodes; by default all.
+        seed: of the draws.
+    """
+
+    def __init__(self, graph: Data, num_neighbors: Sequence[int], rows: Tensor | None = None, seed: int = 0) -> None:
+        self.graph = graph
+        self.num_neighbors = list(num_neighbors)
+        self.rows = torch.arange(graph.num_nodes or 0) if rows is None else rows
+        self.seed = seed
+        source, target = graph.edge_index
+        self._edge = torch.argsort(target, stable=True)  # (M,) edges by where they end
+        self._source = source[self._edge]
+        self._stop = torch.bincount(target, minlength=graph.num_nodes or 0).cumsum(0)
+        self._place = torch.full((graph.num_nodes or 0,), -1)  # of a node in the batch that is being made
+        attributes = [key for key, value in graph.items() if isinstance(value, Tensor) and "index" not in key]
+        self._of_nodes = [key for key in attributes if graph.is_node_attr(key)]
+        self._of_edges = [key for key in attributes if graph.is_edge_attr(key)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: int | Sequence[int]) -> Batch:
+        return self.__getitems__([rows] if isinstance(rows, int) else rows)
+
+    def __getitems__(self, rows: Sequence[int]) -> Batch:
+        listed = self.rows[torch.tensor(rows)]
+        seeds, target_index = _distinct(listed)
+        nodes = self._expand(seeds, self._generator(listed))
+        self._place[nodes] = torch.arange(len(nodes))
+        edges, end = self._edges_to(nodes)
+        start = self._place[self._source[edges]]
+        self._place[nodes] = -1
+        inside = start >= 0
+        part = Data(edge_index=torch.stack([start[inside], end[inside]]), n_id=nodes)
+        for key in self._of_nodes:
+            part[key] = self.graph[key][nodes]
+        for key in self._of_edges:
+            part[key] = self.graph[key][self._edge[edges[inside]]]
+        batch = Batch.from_data_list([part])
+        batch.target_index = target_index
+        return batch
+
+    def _generator(self, listed: Tensor) -> torch.Generator:
+        digest = hashlib.blake2b(np.array([self.seed, *listed.tolist()], "<i8").tobytes(), digest_size=7).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+    def _expand(self, seeds: Tensor, generator: torch.Generator) -> Tensor:
+        """The seeds and what is found from them, in that order."""
+        found, frontier = [seeds], seeds
+        self._place[seeds] = 0
+        for most in self.num_neighbors:
+            edges, of = self._edges_to(frontier)
+            if most >= 0:
+                edges = edges[_first_of_each(of, most, generator)]
+            reached = self._source[edges].unique()
+            frontier = reached[self._place[reached] < 0]
+            self._place[frontier] = 0
+            found.append(frontier)
+        return torch.cat(found)
+
+    def _edges_to(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Where edges stand, among those sorted, that end at ``nodes``, and at which of these each does."""
+        stop = self._stop[nodes]
+        start = torch.where(nodes > 0, self._stop[nodes - 1], 0)
+        counts = stop - start
+        of = torch.repeat_interleave(torch.arange(len(nodes)), counts)
+        return torch.arange(len(of)) + (start - counts.cumsum(0) + counts)[of], of
+
+
+def _distinct(listed: Tensor) -> tuple[Tensor, Tensor]:
+    """Each of ``listed`` once, in order, and the place of each; a sampler may fill a batch up with a row again."""
+    values, inverse = listed.unique(return_inverse=True)
+    first = torch.full_like(values, len(listed)).scatter_reduce(0, inverse, torch.arange(len(listed)), "amin")
+    order = first.argsort()
+    return values[order], order.argsort()[inverse]
+
+
+def _first_of_each(of: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """``most`` of the places of each value in ``of``, which is sorted, by lot; all where there are fewer."""
+    order = torch.argsort(of + torch.rand(len(of), generator=generator, dtype=torch.float64))
+    counts = torch.bincount(of)
+    rank = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
+    return order[rank < most]

@@ -1,0 +1,220 @@
+"""Graphs from tables of edges, of nodes and of graphs. Shapes: n nodes of a graph, F features."""
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch_geometric.data import Data
+
+from lightning_accel.data.tables import as_numbers, as_text, holds_numbers, read_table, require_columns
+
+_ONE = "0"  # the id of the graph of a file that names none
+
+
+@dataclass
+class EdgeList:
+    """What an edge list and a table of nodes hold."""
+
+    graphs: list[Data]
+    ids: list[str]
+    node_ids: list[list[str]]
+    node_target: list[list[Any]] | None  # for each node of all graphs
+    feature_names: list[str] | None
+    relation_names: list[str] | None
+
+
+Names = tuple[list[str] | None, list[str] | None]  # of features of nodes, and of types of edges
+
+
+def read_edge_list(
+    path: Path, nodes_path: Path | None, separator: str, decimal: str, target: Sequence[str], known: Names | None
+) -> EdgeList:
+    """Graphs from a table with the columns ``source`` and ``target``, and from one with a column ``node``.
+
+    A column ``graph`` says which graph a row is of; without it all are of one. ``type`` is the type of an edge, other
+    columns are numbers, its features. Nodes have the columns of the table of nodes but ``target``; columns of text
+    become a feature for each text.
+
+    Raises:
+        ValueError: if a column is missing, holds no numbers or lacks values, or an edge has an unknown node.
+    """
+    edges = read_table(path, separator, decimal, text_columns=["source", "target", "graph", "type"])
+    require_columns(edges, ["source", "target"], path)
+    nodes = None
+    if nodes_path is not None:
+        nodes = read_table(nodes_path, separator, decimal, text_columns=["node", "graph", *target])
+        require_columns(nodes, ["node"], nodes_path)
+        if ("graph" in nodes) != ("graph" in edges):
+            with_it, without = (nodes_path, path) if "graph" in nodes else (path, nodes_path)
+            raise ValueError(f"{with_it} has a column 'graph' and {without} has none; both or neither must have one")
+    numbering = _Numbering(edges, nodes, path, nodes_path)
+    attributes, relation_names = _edge_attributes(edges, path, known and known[1])
+    features, feature_names = (None, None)
+    if nodes is not None and nodes_path is not None:
+        features, feature_names = _node_features(nodes, nodes_path, target, known and known[0])
+    graphs = []
+    for number in range(len(numbering.ids)):
+        of_edges, of_nodes = numbering.edges_of(number), numbering.nodes_of(number)
+        graph = Data(edge_index=numbering.edge_index(number), num_nodes=len(of_nodes))
+        if attributes is not None:
+            graph.edge_attr = torch.from_numpy(attributes[of_edges])
+        if features is not None:
+            graph.x = torch.from_numpy(features[numbering.rows[of_nodes]])
+        graphs.append(graph)
+    node_target: list[list[Any]] | None = None
+    if nodes is not None and set(target) <= set(nodes.columns):
+        node_target = _values(nodes, target)[numbering.rows].tolist()
+    node_ids = [[numbering.names[i] for i in numbering.nodes_of(g)] for g in range(len(graphs))]
+    return EdgeList(graphs, numbering.ids, node_ids, node_target, feature_names, relation_names)
+
+
+class _Numbering:
+    """Numbers of the nodes, graph after graph; those of a graph as the table of nodes has them, else by name."""
+
+    def __init__(self, edges: pd.DataFrame, nodes: pd.DataFrame | None, path: Path, nodes_path: Path | None) -> None:
+        ends = [list(zip(_graph(edges, path), _text(edges, name, path), strict=True)) for name in ("source", "target")]
+        if nodes is None or nodes_path is None:
+            listed = sorted({*ends[0], *ends[1]}, key=lambda pair: (_by_number(pair[0]), _by_number(pair[1])))
+        else:
+            listed = list(zip(_graph(nodes, nodes_path), _text(nodes, "node", nodes_path), strict=True))
+        self.ids = list(dict.fromkeys(graph for graph, _ in listed))
+        number = {graph: i for i, graph in enumerate(self.ids)}
+        of = np.array([number[graph] for graph, _ in listed])
+        self.rows = np.argsort(of, kind="stable")  # of the table of nodes
+        place = {listed[row]: i for i, row in enumerate(self.rows.tolist())}
+        if len(place) < len(listed):
+            graph, node = Counter(listed).most_common(1)[0][0]
+            raise ValueError(f"{nodes_path} has two rows of node {node!r}{self._in(graph)}; each node may stand once")
+        self.names = [listed[row][1] for row in self.rows.tolist()]
+        self._of_node = of[self.rows]
+        for name, pairs in zip(("source", "target"), ends, strict=True):
+            for row, pair in enumerate(pairs, start=1):
+                if pair not in place:
+                    raise ValueError(
+                        f"row {row} of {path} has the {name} {pair[1]!r}{self._in(pair[0])}, which {nodes_path} does "
+                        "not list; add the node, or remove the edge"
+                    )
+        self._ends = np.array([[place[pair] for pair in pairs] for pairs in ends])
+        of_edge = self._of_node[self._ends[0]]
+        self._edges = np.argsort(of_edge, kind="stable")
+        graphs = np.arange(len(self.ids) + 1)
+        self._first_edge = np.searchsorted(of_edge[self._edges], graphs)
+        self._first_node = np.searchsorted(self._of_node, graphs)
+
+    def _in(self, graph: str) -> str:
+        return f" in graph {graph!r}" if len(self.ids) > 1 else ""
+
+    def edges_of(self, graph: int) -> np.ndarray:
+        """Rows of the table of edges."""
+        return self._edges[self._first_edge[graph] : self._first_edge[graph + 1]]
+
+    def nodes_of(self, graph: int) -> np.ndarray:
+        return np.arange(self._first_node[graph], self._first_node[graph + 1])
+
+    def edge_index(self, graph: int) -> torch.Tensor:
+        return torch.from_numpy(self._ends[:, self.edges_of(graph)] - self._first_node[graph])
+
+
+def _graph(table: pd.DataFrame, path: Path) -> list[str]:
+    return _text(table, "graph", path) if "graph" in table else [_ONE] * len(table)
+
+
+def _text(table: pd.DataFrame, name: str, path: Path) -> list[str]:
+    return as_text(_present(table[name], path)).tolist()
+
+
+def _values(table: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
+    """(rows, names) objects, None where there is no value."""
+    chosen = table[list(names)].astype(object)
+    return chosen.where(chosen.notna(), None).to_numpy()
+
+
+def _present(column: pd.Series, path: Path) -> pd.Series:
+    if (missing := column.isna()).any():
+        raise ValueError(
+            f"column {column.name!r} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"{int(missing.to_numpy().argmax()) + 1}. Fill what is missing, or leave the row out"
+        )
+    return column
+
+
+def _by_number(name: str) -> tuple[float, str]:
+    try:
+        return float(name), name
+    except ValueError:
+        return np.inf, name
+
+
+def _edge_attributes(
+    edges: pd.DataFrame, path: Path, known: list[str] | None
+) -> tuple[np.ndarray | None, list[str] | None]:
+    """Types (M,) int64, or features (M, D) float64, of which types are some where edges have both."""
+    names = [name for name in edges.columns if name not in ("source", "target", "graph", "type")]
+    remedy = "Fill what is missing, or remove the column"
+    columns = [as_numbers(_present(edges[name], path), path, remedy).to_numpy() for name in names]
+    features = np.stack(columns, axis=1) if columns else None
+    if "type" not in edges:
+        return features, None
+    text = _text(edges, "type", path)
+    types = known or sorted({*text}, key=_by_number)
+    if unknown := [name for name in text if name not in types]:
+        raise ValueError(f"{path} has the type {unknown[0]!r}; those trained on are {', '.join(types)}")
+    number = np.array([types.index(name) for name in text])
+    if features is None:
+        return number, types
+    return np.concatenate([features, np.eye(len(types))[number]], axis=1), types
+
+
+def _node_features(
+    nodes: pd.DataFrame, path: Path, target: Sequence[str], known: list[str] | None
+) -> tuple[np.ndarray | None, list[str] | None]:
+    """(rows, F) float64 and their names; a text that was not ``known`` is zeros."""
+    if known is not None:
+        require_columns(nodes, list(dict.fromkeys(name.partition("=")[0] for name in known)), path)
+    columns: dict[str, np.ndarray] = {}
+    for name in nodes.columns:
+        if name in ("node", "graph", *target):
+            continue
+        column = _present(nodes[name], path)
+        if holds_numbers(column, path) if known is None else name in known:
+            columns[name] = as_numbers(column, path, "Mend the value").to_numpy()
+        else:
+            text = as_text(column).to_numpy()
+            columns |= {f"{name}={value}": (text == value).astype(np.float64) for value in sorted({*text})}
+    if known is not None:
+        return np.stack([columns.get(name, np.zeros(len(nodes))) for name in known], axis=1), known
+    return (np.stack(list(columns.values()), axis=1), list(columns)) if columns else (None, None)
+
+
+def read_graph_targets(
+    path: Path, ids: Sequence[str], target: Sequence[str], separator: str, decimal: str, by_order: bool
+) -> list[list[Any]]:
+    """The targets of the graphs ``ids`` from a table with a column ``graph``, or a row for each in order.
+
+    Raises:
+        ValueError: if a column or a graph is missing.
+    """
+    table = read_table(path, separator, decimal, text_columns=["graph", *target])
+    require_columns(table, list(target), path)
+    values: list[list[Any]] = _values(table, target).tolist()
+    if "graph" not in table:
+        if not by_order:
+            raise ValueError(f"{path} has no column 'graph', which says whose targets stand in a row")
+        if len(table) != len(ids):
+            raise ValueError(f"{path} has {len(table)} rows for {len(ids)} graphs; one for each, in order, was needed")
+        return values
+    names = _text(table, "graph", path)
+    of = dict(zip(names, values, strict=True))
+    if len(of) < len(names):
+        raise ValueError(f"{path} has two rows of graph {Counter(names).most_common(1)[0][0]!r}; each may stand once")
+    if lacking := [name for name in ids if name not in of]:
+        near = difflib.get_close_matches(lacking[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{path} has no row of graph {lacking[0]!r}, nor of {len(lacking) - 1} others{hint}")
+    return [of[name] for name in ids]

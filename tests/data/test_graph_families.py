@@ -1,0 +1,266 @@
+from itertools import combinations, permutations
+
+import networkx as nx
+import pytest
+import torch
+
+from lightning_accel.data.graph_families import (
+    cfi_bases,
+    cfi_pair,
+    circular_skip_link,
+    cyclic_square,
+    graph_of,
+    latin_square_graph,
+    random_regular_graph,
+    relabelled,
+    rook_graph,
+    strongly_regular_graphs,
+    symmetric_square,
+)
+from lightning_accel.data.graph_lines import read_graph6
+from lightning_accel.data.graph_tasks import (
+    CSL_SKIPS,
+    adjacency_of,
+    cfi_set,
+    csl_fold,
+    csl_graphs,
+    karate_club,
+    regular_set,
+    strongly_regular_set,
+    substructure_set,
+)
+from lightning_accel.data.substructures import SUBSTRUCTURES, count_of_graph, count_substructures
+
+PATTERNS = {  # edges of one copy, among the nodes 0, 1, ...
+    "triangle": [(0, 1), (1, 2), (0, 2)],
+    "tailed_triangle": [(0, 1), (1, 2), (0, 2), (2, 3)],
+    "star_3": [(0, 1), (0, 2), (0, 3)],
+    "chordal_cycle_4": [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2)],
+    "cycle_4": [(0, 1), (1, 2), (2, 3), (0, 3)],
+    "cycle_5": [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)],
+}
+
+
+def brute_force(adjacency):
+    """Counts of each kind for each node, by every subset of nodes and every way of laying the pattern on it."""
+    n = len(adjacency)
+    edge = {frozenset(pair) for pair in adjacency.nonzero().tolist()}
+    counts = torch.zeros(n, len(SUBSTRUCTURES), dtype=torch.float64)
+    for column, (name, size) in enumerate(SUBSTRUCTURES.items()):
+        for nodes in combinations(range(n), size):
+            if name == "induced_wedge":
+                copies = int(sum(frozenset(pair) in edge for pair in combinations(nodes, 2)) == 2)
+            else:
+                laid = {
+                    frozenset(frozenset((order[a], order[b])) for a, b in PATTERNS[name])
+                    for order in permutations(nodes)
+                }
+                copies = sum(edges <= edge for edges in laid)
+            counts[list(nodes), column] += copies
+    return counts
+
+
+def test_counts_equal_every_subset():
+    graphs = torch.triu((torch.rand(4, 7, 7) < torch.tensor([0.0, 0.4, 0.7, 1.1])[:, None, None]).double(), 1)
+    graphs = graphs + graphs.mT
+    found = count_substructures(graphs)
+    for graph, counts in zip(graphs, found, strict=True):
+        assert counts.equal(brute_force(graph))
+        assert counts.equal(count_substructures(graph))
+        sizes = torch.tensor(list(SUBSTRUCTURES.values()))
+        assert count_of_graph(counts).equal(brute_force(graph).sum(0) / sizes)
+    assert count_of_graph(count_substructures(1 - torch.eye(4))).tolist() == [4, 0, 12, 4, 6, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "said"),
+    [
+        (torch.eye(3), "no loops"),
+        (torch.tensor([[0, 2], [2, 0]]), "zeros and ones"),
+        (torch.tensor([[0, 1], [0, 0]]), "symmetric"),
+        (torch.zeros(2, 3), "symmetric"),
+    ],
+)
+def test_no_counts_of_what_is_no_simple_graph(adjacency, said):
+    with pytest.raises(ValueError, match=said):
+        count_substructures(adjacency)
+
+
+def networkx_of(graph):
+    found = nx.Graph(graph.edge_index.t().tolist())
+    found.add_nodes_from(range(graph.num_nodes))
+    assert graph.num_edges == 2 * found.number_of_edges()  # each edge both ways, once
+    return found
+
+
+def test_strongly_regular_graphs_are_and_differ():
+    graphs = strongly_regular_graphs()
+    parameters = {}
+    for name, graph in graphs.items():
+        a = adjacency_of(graph)
+        n, degree = len(a), int(a[0].sum())
+        alike, apart = int((a @ a)[a == 1].mean()), int((a @ a)[(a == 0) & ~torch.eye(n).bool()].mean())
+        assert (a @ a).equal(degree * torch.eye(n) + alike * a + apart * (1 - torch.eye(n) - a))
+        parameters[name] = n, degree, alike, apart
+    assert sorted({*parameters.values()}) == [(16, 6, 2, 2), (28, 12, 6, 4), (36, 15, 6, 6)]
+    for first, second in combinations(graphs, 2):
+        if parameters[first] == parameters[second]:
+            assert not nx.is_isomorphic(networkx_of(graphs[first]), networkx_of(graphs[second])), (first, second)
+    assert nx.is_isomorphic(networkx_of(rook_graph(3)), networkx_of(latin_square_graph([[0, 1], [1, 0]]))) is False
+
+
+def test_latin_squares_are_latin():
+    for square in (cyclic_square(6), symmetric_square()):
+        assert all(sorted(line) == list(range(6)) for line in [*square, *zip(*square, strict=True)])
+
+
+def test_circular_skip_links():
+    for skip in CSL_SKIPS:
+        expected = nx.circulant_graph(41, [1, skip])
+        assert {*map(frozenset, networkx_of(circular_skip_link(41, skip)).edges)} == {*map(frozenset, expected.edges)}
+    for first, second in combinations(CSL_SKIPS, 2):  # eigenvalues tell them all apart
+        a, b = (torch.linalg.eigvalsh(adjacency_of(circular_skip_link(41, skip)).double()) for skip in (first, second))
+        assert (a - b).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="skip=40 of num_nodes=41"):
+        circular_skip_link(41, 40)
+
+
+def colour_refinement(graph):
+    adjacency, colours = adjacency_of(graph), [0] * graph.num_nodes
+    for _ in range(graph.num_nodes):
+        colours = [
+            (colours[i], tuple(sorted(colours[j] for j in row.nonzero()[:, 0].tolist())))
+            for i, row in enumerate(adjacency)
+        ]
+        names = {colour: number for number, colour in enumerate(sorted({*colours}))}
+        colours = [names[colour] for colour in colours]
+    return sorted(colours)
+
+
+@pytest.mark.parametrize("base", list(cfi_bases()))
+def test_cfi_pairs_differ_and_message_passing_does_not_see_it(base):
+    straight, twisted = cfi_pair(cfi_bases()[base])
+    first, second = networkx_of(straight), networkx_of(twisted)
+    assert nx.weisfeiler_lehman_graph_hash(first) == nx.weisfeiler_lehman_graph_hash(second)
+    if base == "K4":  # of larger ones a search takes too long
+        assert not nx.is_isomorphic(first, second)
+        assert colour_refinement(straight) == colour_refinement(twisted)
+
+
+def test_twisting_two_nodes_is_twisting_none():
+    """The pair is told apart by the parity of twists alone: a base with a leaf edge undoes one."""
+    straight, twisted = cfi_pair(graph_of([(0, 1), (1, 2), (0, 2)], 3))
+    assert nx.number_connected_components(networkx_of(straight)) == 2  # two triangles
+    assert nx.number_connected_components(networkx_of(twisted)) == 1  # a hexagon
+    assert nx.is_isomorphic(networkx_of(twisted), nx.cycle_graph(6))
+    with pytest.raises(ValueError, match="degree 10 at most"):
+        cfi_pair(graph_of([(0, i) for i in range(1, 13)], 13))
+
+
+def test_random_regular_graphs():
+    generator = torch.Generator().manual_seed(0)
+    for n, degree in ((10, 6), (15, 6), (7, 2), (5, 4), (4, 0)):
+        graph = networkx_of(random_regular_graph(n, degree, generator))
+        assert {value for _, value in graph.degree} == {degree}
+        assert len(graph) == n
+    for n, degree in ((5, 3), (4, 4)):
+        with pytest.raises(ValueError, match=f"degree={degree}, num_nodes={n}"):
+            random_regular_graph(n, degree, generator)
+    triangles = [
+        int(count_of_graph(count_substructures(adjacency_of(random_regular_graph(20, 5, generator))))[0])
+        for _ in range(200)
+    ]
+    assert 9 < sum(triangles) / 200 < 12  # of uniform ones (d - 1)^3 / 6 = 10.7 as n grows
+
+
+def test_relabelling_keeps_the_graph():
+    graph, order = rook_graph(3), torch.randperm(9)
+    a = adjacency_of(relabelled(graph, order))
+    assert a[order][:, order].equal(adjacency_of(graph))
+
+
+def test_csl_is_ten_classes_in_five_folds():
+    graphs, names = csl_graphs()
+    assert [int(graph.y) for graph in graphs] == [i for i in range(10) for _ in range(15)]
+    assert names == [f"skip {skip}" for skip in CSL_SKIPS]
+    eigenvalues = {
+        i: torch.linalg.eigvalsh(adjacency_of(circular_skip_link(41, s)).double()) for i, s in enumerate(CSL_SKIPS)
+    }
+    for graph in graphs[::7]:
+        assert torch.linalg.eigvalsh(adjacency_of(graph).double()).allclose(eigenvalues[int(graph.y)], atol=1e-5)
+    assert len({str(graph.edge_index.tolist()) for graph in graphs}) == 150
+    again, other = csl_graphs(), csl_graphs(seed=1)
+    assert all(a.edge_index.equal(b.edge_index) for a, b in zip(graphs, again[0], strict=True))
+    assert not all(a.edge_index.equal(b.edge_index) for a, b in zip(graphs, other[0], strict=True))
+    tested = []
+    for fold in range(5):
+        train, val, test = csl_fold(fold)
+        assert [len(part) for part in (train, val, test)] == [90, 30, 30]
+        assert sorted([*train, *val, *test]) == list(range(150))
+        for part, copies in ((train, 9), (val, 3), (test, 3)):
+            assert torch.tensor(part // 15).bincount().tolist() == [copies] * 10
+        tested += test.tolist()
+        assert val.tolist() == csl_fold((fold + 1) % 5)[2].tolist()
+    assert sorted(tested) == list(range(150))
+    with pytest.raises(ValueError, match="from 0 to 4; got 5"):
+        csl_fold(5)
+
+
+def test_sets_of_graphs_that_are_hard_to_tell_apart():
+    for make, kinds in ((strongly_regular_set, 8), (regular_set, 10), (cfi_set, 12)):
+        graphs, names = make(6 * kinds, 0)
+        assert len(graphs) == 6 * kinds
+        assert sorted({int(graph.y) for graph in graphs}) == list(range(len(names)))
+        with pytest.raises(ValueError, match=f"at least {5 * kinds}"):
+            make(5 * kinds - 1, 0)
+    graphs, _ = regular_set(50, 3)
+    assert {int(adjacency_of(graph).sum(0).unique()) for graph in graphs} == {4}
+    first = [graphs[i] for i in range(0, 50, 5)]
+    for a, b in combinations(first, 2):
+        assert not nx.faster_could_be_isomorphic(networkx_of(a), networkx_of(b)) or not nx.is_isomorphic(
+            networkx_of(a), networkx_of(b)
+        )
+
+
+@pytest.mark.parametrize("family", ["erdos_renyi", "regular"])
+def test_targets_of_random_graphs_are_their_counts(family):
+    whole, names = substructure_set(8, family, "graph", seed=2)
+    nodes, _ = substructure_set(8, family, "node", seed=2)
+    assert names == list(SUBSTRUCTURES)
+    for graph, same in zip(whole, nodes, strict=True):
+        assert graph.edge_index.equal(same.edge_index)
+        assert graph.y.shape == (1, 7)
+        assert graph.y[0].double().equal(count_of_graph(same.y.double()))
+        assert same.y.double().equal(count_substructures(adjacency_of(graph)))
+        triangles = nx.triangles(networkx_of(graph))
+        assert same.y[:, 0].tolist() == [triangles[i] for i in range(graph.num_nodes)]
+    sizes = {10} if family == "erdos_renyi" else {10, 15, 20, 30}
+    assert {graph.num_nodes for graph in whole} == sizes
+    if family == "erdos_renyi":
+        many, _ = substructure_set(400, family, "graph", seed=0)
+        assert sum(graph.num_edges for graph in many) / 2 / 400 / 45 == pytest.approx(0.3, abs=0.015)
+
+
+def test_the_club_is_the_one_of_networkx():
+    graph, names = karate_club()
+    club = nx.karate_club_graph()
+    assert {*map(frozenset, networkx_of(graph).edges)} == {*map(frozenset, club.edges)}
+    assert [names[side] for side in graph.y.tolist()] == [club.nodes[i]["club"] for i in club]
+
+
+def test_graph6_is_that_of_networkx():
+    for n in (0, 1, 2, 5, 62, 63, 70):
+        graph = nx.gnp_random_graph(n, 0.3, seed=n)
+        text = nx.to_graph6_bytes(graph, header=False).decode().strip()
+        found = read_graph6(text)
+        assert found.num_nodes == n
+        assert {*map(frozenset, networkx_of(found).edges)} == {*map(frozenset, graph.edges)}
+    for text, said in (
+        ("", "no graph6"),
+        ("B", "must have 1 characters .* 3; got 0"),
+        ("Bww", "got 2"),
+        ("B w", "no graph6"),
+        ("~?", "got 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_graph6(text)
