@@ -93,6 +93,13 @@ def networkx_of(graph):
     return found
 
 
+def neighbourhoods(graph):
+    """Spectra of the graphs that the neighbours of each node make: alike where graphs are."""
+    a = adjacency_of(graph).double()
+    spectra = [torch.linalg.eigvalsh(a[row == 1][:, row == 1]) for row in a]
+    return sorted([round(value, 6) + 0.0 for value in spectrum.tolist()] for spectrum in spectra)
+
+
 def test_strongly_regular_graphs_are_and_differ():
     graphs = strongly_regular_graphs()
     parameters = {}
@@ -105,7 +112,7 @@ def test_strongly_regular_graphs_are_and_differ():
     assert sorted({*parameters.values()}) == [(16, 6, 2, 2), (28, 12, 6, 4), (36, 15, 6, 6)]
     for first, second in combinations(graphs, 2):
         if parameters[first] == parameters[second]:
-            assert not nx.is_isomorphic(networkx_of(graphs[first]), networkx_of(graphs[second])), (first, second)
+            assert neighbourhoods(graphs[first]) != neighbourhoods(graphs[second]), (first, second)
     assert nx.is_isomorphic(networkx_of(rook_graph(3)), networkx_of(latin_square_graph([[0, 1], [1, 0]]))) is False
 
 
@@ -140,15 +147,12 @@ def colour_refinement(graph):
 @pytest.mark.parametrize("base", list(cfi_bases()))
 def test_cfi_pairs_differ_and_message_passing_does_not_see_it(base):
     straight, twisted = cfi_pair(cfi_bases()[base])
-    first, second = networkx_of(straight), networkx_of(twisted)
-    assert nx.weisfeiler_lehman_graph_hash(first) == nx.weisfeiler_lehman_graph_hash(second)
-    if base == "K4":  # of larger ones a search takes too long
-        assert not nx.is_isomorphic(first, second)
-        assert colour_refinement(straight) == colour_refinement(twisted)
+    assert colour_refinement(straight) == colour_refinement(twisted)
+    if base in ("K4", "prism", "K3,3"):  # of larger ones the search takes too long
+        assert not nx.vf2pp_is_isomorphic(networkx_of(straight), networkx_of(twisted))
 
 
-def test_twisting_two_nodes_is_twisting_none():
-    """The pair is told apart by the parity of twists alone: a base with a leaf edge undoes one."""
+def test_the_cfi_pair_of_a_triangle_is_two_triangles_and_a_hexagon():
     straight, twisted = cfi_pair(graph_of([(0, 1), (1, 2), (0, 2)], 3))
     assert nx.number_connected_components(networkx_of(straight)) == 2  # two triangles
     assert nx.number_connected_components(networkx_of(twisted)) == 1  # a hexagon
@@ -166,11 +170,13 @@ def test_random_regular_graphs():
     for n, degree in ((5, 3), (4, 4)):
         with pytest.raises(ValueError, match=f"degree={degree}, num_nodes={n}"):
             random_regular_graph(n, degree, generator)
-    triangles = [
-        int(count_of_graph(count_substructures(adjacency_of(random_regular_graph(20, 5, generator))))[0])
-        for _ in range(200)
-    ]
-    assert 9 < sum(triangles) / 200 < 12  # of uniform ones (d - 1)^3 / 6 = 10.7 as n grows
+    found = sum(count_triangles(networkx_of(random_regular_graph(20, 5, generator))) for _ in range(200)) / 200
+    expected = sum(count_triangles(nx.random_regular_graph(5, 20, seed)) for seed in range(200)) / 200
+    assert found == pytest.approx(expected, abs=0.9)  # the deviation of a mean is 0.25
+
+
+def count_triangles(graph):
+    return sum(nx.triangles(graph).values()) / 3
 
 
 def test_relabelling_keeps_the_graph():
