@@ -1,5 +1,6 @@
 """Tensor functions with their own gradient or kernel; they need torch alone."""
 
+from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
 from lightning_accel.ops.grouped_linear import grouped_linear
 from lightning_accel.ops.scan import linear_scan
@@ -9,6 +10,7 @@ from lightning_accel.ops.two_paths import TwoPaths, num_two_paths, sample_two_pa
 __all__ = [
     "Triples",
     "TwoPaths",
+    "csr_sum",
     "expert_mlp",
     "find_triples",
     "grouped_linear",

@@ -1,9 +1,14 @@
-"""Triangles of graphs, and sums over them. Shapes: N nodes, M entries, E edges, T triangles, R channels."""
+"""Triangles of graphs, and sums over them. Shapes: N nodes, M entries, E edges, T triangles, S edges in triangles."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_accel.ops.csr import csr_sum, csr_sum_reference
+from lightning_accel.ops.triangle_product import triangle_product
 
 
 class Triples(NamedTuple):
@@ -21,54 +26,66 @@ class Triples(NamedTuple):
     opposite: Tensor  # (3 T,) the edges which make a triangle with the node
     third_rowptr: Tensor  # (E + 1,) where those of each edge begin in third
     third: Tensor  # (3 T,) the nodes which make a triangle with the edge
+    side: Tensor  # (3, T) the edges of each triangle, that in row r opposite to the node in row r
+    triangle_edge: Tensor  # (S,) the edges that lie in triangles, ascending
 
     @property
     def num_nodes(self) -> int:
         return len(self.rowptr) - 1
 
 
-def find_triples(edge_index: Tensor, num_nodes: int, max_wedges: int = 2**22) -> Triples:
+def find_triples(
+    edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None, max_wedges: int = 2**21
+) -> Triples:
     """List edges and triangles of a graph; direction, self-loops and repetitions of edges do not count.
 
-    Degree-ordered: each triangle is found once, from its node of least degree, in O(E**1.5) at worst.
+    Degree-ordered: each triangle is found once, from its node of least degree, in O(E**1.5) at worst. Memory is linear
+    in edges and triangles, whatever the degrees. On CUDA it waits for the device a few times: sizes are data.
 
     Args:
         edge_index: (2, M) int64 in [0, N).
         num_nodes: N.
-        max_wedges: candidates that are tested at a time, 40 bytes each.
+        triangle_index: (3, T) int64, all triangles, where they are known: each column ascending. None is looked for
+            then, so that those which are left out do not exist in the result.
+        max_wedges: candidates that are tested at a time, about 60 bytes each.
+
+    Raises:
+        ValueError: if a node is not in [0, N), or a column of ``triangle_index`` is not a triangle, nodes ascending.
 
     >>> find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4).triangle.T
     tensor([[0, 1, 2]])
     """
-    kept = edge_index[:, edge_index[0] != edge_index[1]]
-    key = torch.unique(kept.amin(dim=0) * num_nodes + kept.amax(dim=0))
-    edge = torch.stack([key // num_nodes, key % num_nodes]) if num_nodes else kept
-    row, col = torch.cat([edge, edge.flip(0)], dim=1)
-    order = torch.argsort(row * num_nodes + col)
-    rowptr = _starts(row, num_nodes)
-    triangle = _triangles(edge, key, num_nodes, max_wedges)
-    i, j, k = triangle
-    pairs = torch.cat([torch.stack([j, k]), torch.stack([i, k]), torch.stack([i, j])], dim=1)  # opposite i, j, k
-    pair = torch.searchsorted(key, pairs[0] * num_nodes + pairs[1])
-    node = torch.cat([i, j, k])
-    by_node, by_edge = torch.argsort(node, stable=True), torch.argsort(pair, stable=True)
+    keys = _edge_keys(edge_index, num_nodes)
+    edge = torch.stack([keys // num_nodes, keys % num_nodes]) if num_nodes else keys.new_empty(2, 0)
+    rowptr, col, edge_of = _symmetric_csr(edge, num_nodes)
+    if triangle_index is None:
+        side = _find_sides(keys, rowptr, col, edge_of, max_wedges)
+    else:
+        side = _given_sides(triangle_index, keys, num_nodes)
+    # in lexicographic order: by the edge between the lower nodes, then by the highest
+    side = side.index_select(1, torch.argsort(side[2] * num_nodes + edge[1].index_select(0, side[0])))
+    triangle = torch.cat([edge.index_select(1, side[2]), edge[1].index_select(0, side[0])[None]])
+    # a stable sort by node, and one by edge, of the three corners of all triangles
+    opposite_rowptr, by_node = _grouped(triangle.flatten(), num_nodes)
+    third_rowptr, by_edge = _grouped(side.flatten(), edge.shape[1])
     return Triples(
         rowptr,
-        col[order],
+        col,
         edge,
-        order % max(edge.shape[1], 1),
+        edge_of,
         triangle,
-        _starts(node, num_nodes),
-        pair[by_node],
-        _starts(pair, edge.shape[1]),
-        node[by_edge],
+        opposite_rowptr,
+        side.flatten().index_select(0, by_node),
+        third_rowptr,
+        triangle.flatten().index_select(0, by_edge),
+        side,
+        third_rowptr.diff().nonzero().squeeze(1),
     )
 
 
 def neighbour_sum(x: Tensor, triples: Triples) -> Tensor:
-    """Sum ``x`` (N, R) over the neighbours of each node: (N, R)."""
-    row = _rows(triples.rowptr, len(triples.col))
-    return torch.zeros_like(x).index_add(0, row, x[triples.col])
+    """Sum ``x`` (N, R) over the neighbours of each node: (N, R), in float32 for narrower ``x``."""
+    return csr_sum(triples.rowptr, triples.col, x, triples.rowptr, triples.col)
 
 
 def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
@@ -80,48 +97,129 @@ def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
         triples: of the graph.
 
     Returns:
-        (N, R).
+        (N, R), float32 for narrower factors.
     """
+    return triangle_product(x, y, triples.edge, triples.triangle_edge, triples.third_rowptr, triples.third)
+
+
+def triangle_sum_reference(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
+    """The same by products of the ends of edges, (E, R): the twin that :func:`triangle_sum` is tested against."""
     u, v = triples.edge
     product = x[u] * x[v] if y is None else x[u] * y[v] + x[v] * y[u]
-    row = _rows(triples.opposite_rowptr, len(triples.opposite))
-    return torch.zeros_like(x).index_add(0, row, product[triples.opposite])
+    return csr_sum_reference(triples.opposite_rowptr, triples.opposite, product)
 
 
-def _triangles(edge: Tensor, key: Tensor, num_nodes: int, max_wedges: int) -> Tensor:
-    degree = torch.bincount(edge.flatten(), minlength=num_nodes)
-    rank = torch.empty_like(degree)
-    rank[torch.argsort(degree, stable=True)] = torch.arange(num_nodes, device=edge.device)
-    swap = rank[edge[0]] > rank[edge[1]]
-    tail, head = torch.where(swap, edge[1], edge[0]), torch.where(swap, edge[0], edge[1])
-    order = torch.argsort(tail, stable=True)
-    tail, head = tail[order], head[order]
-    ends = _starts(tail, num_nodes)[tail + 1]
-    # each edge out of a node with each later one out of the same node
-    num_later = ends - torch.arange(len(tail), device=edge.device) - 1
-    total = num_later.cumsum(0)
+def _edge_keys(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """(E,) u * N + v of each edge u < v, ascending."""
+    low, high = torch.minimum(edge_index[0], edge_index[1]), torch.maximum(edge_index[0], edge_index[1])
+    if len(low) and (int(low.min()) < 0 or int(high.max()) >= num_nodes):
+        found = f"found {int(low.min())} to {int(high.max())}"
+        raise ValueError(f"edge_index must hold nodes from 0 to num_nodes - 1 = {num_nodes - 1}; {found}")
+    keys = torch.unique(low * num_nodes + high)
+    return keys[keys % (num_nodes + 1) != 0] if num_nodes else keys
+
+
+def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where rows begin, (N + 1,), the neighbours and the edges, (2 E,): lower ones of each row before higher ones."""
+    u, v = edge
+    high_rowptr = _starts(u, num_nodes)
+    low_rowptr, by_end = _grouped(v, num_nodes)
+    place = torch.arange(len(u), device=u.device)
+    high_place = place + low_rowptr.index_select(0, u + 1)
+    low_place = place + high_rowptr.index_select(0, v.index_select(0, by_end))
+    col, edge_of = u.new_empty(2, 2 * len(u))
+    col[high_place], col[low_place] = v, u.index_select(0, by_end)
+    edge_of[high_place], edge_of[low_place] = place, by_end
+    return low_rowptr + high_rowptr, col, edge_of
+
+
+def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int) -> Tensor:
+    """(3, T) the sides of all triangles, as in :class:`Triples`, in no order."""
+    num_nodes, degree = len(rowptr) - 1, rowptr.diff()
+    row = torch.repeat_interleave(degree, output_size=len(col))
+    row_degree, col_degree = degree.index_select(0, row), degree.index_select(0, col)
+    # from the end of lesser degree, of whose entries there are at most sqrt(2 E) then
+    chosen = ((row_degree < col_degree) | ((row_degree == col_degree) & (row < col))).nonzero().squeeze(1)
+    tail, head, edge = (tensor.index_select(0, chosen) for tensor in (row, col, edge_of))
+    del row, row_degree, col_degree, chosen
+    place = torch.arange(len(tail), device=tail.device)
+    # with each later entry of the same tail: head < the other's head
+    num_later = _starts(tail, num_nodes).index_select(0, tail + 1) - place - 1
+    test = _EdgeTest(keys, num_nodes)
     found = []
-    start, done = 0, 0
-    while start < len(tail):
-        stop = max(int(torch.searchsorted(total, done + max_wedges, right=True)), start + 1)
+    for start, stop, size in _chunks(num_later, max_wedges):
         count = num_later[start:stop]
-        first = torch.repeat_interleave(torch.arange(start, stop, device=edge.device), count)
-        offset = torch.arange(len(first), device=edge.device) - (count.cumsum(0) - count).repeat_interleave(count)
-        j, k = head[first], head[first + 1 + offset]
-        closing = torch.minimum(j, k) * num_nodes + torch.maximum(j, k)
-        closed = key[torch.searchsorted(key, closing).clamp(max=len(key) - 1)] == closing
-        found.append(torch.stack([tail[first][closed], j[closed], k[closed]]))
-        start, done = stop, int(total[stop - 1])
-    triangle = torch.cat(found, dim=1).sort(dim=0).values if found else edge.new_empty(3, 0)
-    for row in (2, 1, 0):
-        triangle = triangle[:, torch.argsort(triangle[row], stable=True)]
-    return triangle
+        first = torch.repeat_interleave(place[start:stop], count, output_size=size)
+        skipped = place[start:stop] + 1 - (count.cumsum(0) - count)
+        second = torch.arange(size, device=tail.device) + torch.repeat_interleave(skipped, count, output_size=size)
+        wedge, closing = test(head.index_select(0, first), head.index_select(0, second))
+        first, second = first.index_select(0, wedge), second.index_select(0, wedge)
+        i, j, k = tail.index_select(0, first), head.index_select(0, first), head.index_select(0, second)
+        ij, ik = edge.index_select(0, first), edge.index_select(0, second)
+        middle = torch.where(i < j, ik, torch.where(i < k, closing, ij))
+        found.append(torch.stack([torch.where(i < j, closing, ik), middle, torch.where(i < k, ij, closing)]))
+    return torch.cat(found, dim=1) if found else keys.new_empty(3, 0)
+
+
+def _chunks(count: Tensor, size: int) -> Iterator[tuple[int, int, int]]:
+    """Where runs of ``count`` with a sum of about ``size`` begin and end, and their sums."""
+    ends = F.pad(count.cumsum(0), (1, 0))
+    total = int(ends[-1])
+    borders = torch.searchsorted(ends, torch.arange(0, total, size, device=ends.device), right=True) - 1
+    borders = F.pad(borders, (0, 1), value=len(count))
+    places, sums = borders.tolist(), ends.index_select(0, borders).diff().tolist()
+    for start, stop, summed in zip(places, places[1:], sums, strict=False):
+        if summed:
+            yield start, stop, summed
+
+
+class _EdgeTest:
+    """Finds those of many pairs of nodes that are edges.
+
+    A table of hashes refuses nearly all others in one access to memory, in place of a binary search.
+    """
+
+    def __init__(self, keys: Tensor, num_nodes: int) -> None:
+        self.keys, self.num_nodes = keys, num_nodes
+        self.mask = 2 ** (8 * len(keys)).bit_length() - 1
+        self.table = torch.zeros(self.mask + 1, dtype=torch.bool, device=keys.device)
+        if num_nodes:
+            self.table.index_fill_(0, self._hash(keys // num_nodes, keys % num_nodes), True)
+
+    def _hash(self, u: Tensor, v: Tensor) -> Tensor:
+        return (u * 2654435761 + v) & self.mask
+
+    def __call__(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the pairs u < v are edges, and which edges."""
+        maybe = self.table.index_select(0, self._hash(u, v)).nonzero().squeeze(1)
+        wanted = u.index_select(0, maybe) * self.num_nodes + v.index_select(0, maybe)
+        wanted, order = wanted.sort()  # sorting them costs less than what neighbouring searches share
+        place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
+        right = (self.keys.index_select(0, place) == wanted).nonzero().squeeze(1)
+        return maybe.index_select(0, order.index_select(0, right)), place.index_select(0, right)
+
+
+def _given_sides(triangle_index: Tensor, keys: Tensor, num_nodes: int) -> Tensor:
+    """(3, T) the sides of triangles that are known, in no order."""
+    i, j, k = triangle_index
+    wanted = torch.stack([j, i, i]) * num_nodes + torch.stack([k, k, j])
+    side = torch.searchsorted(keys, wanted)
+    ends = keys.index_select(0, side.flatten().clamp(max=len(keys) - 1)) if len(keys) else wanted.flatten() - 1
+    wrong = ((ends.view(3, -1) != wanted).any(dim=0) | (i >= j) | (j >= k)).nonzero()
+    if len(wrong):
+        nodes = triangle_index[:, wrong[0, 0]].tolist()
+        raise ValueError(
+            f"triangle_index must list triangles of the graph, nodes ascending; column {int(wrong[0, 0])} is {nodes}. "
+            "Find them again after a change of edges or of the numbers of nodes"
+        )
+    return side
 
 
 def _starts(index: Tensor, size: int) -> Tensor:
     return torch.cat([index.new_zeros(1), torch.bincount(index, minlength=size).cumsum(0)])
 
 
-def _rows(rowptr: Tensor, size: int) -> Tensor:
-    counts = rowptr.diff()
-    return torch.repeat_interleave(torch.arange(len(counts), device=rowptr.device), counts, output_size=size)
+def _grouped(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where each group begins, (size + 1,), and the places of ``index`` by group, in their order."""
+    # a radix sort: half the digits take half the time
+    return _starts(index, size), torch.argsort(index.int() if size < 2**31 else index, stable=True)

@@ -1,0 +1,80 @@
+"""Sums of products over triangles. Shapes: N nodes, E edges, T triangles, S edges that lie in triangles, R channels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_accel.ops.csr import bag_sum
+from lightning_accel.ops.float32 import at_least_float32
+
+# Bytes of one factor for a block of edges: a few of these stay in a core's cache, or are many enough to fill a GPU.
+_BLOCK_BYTES = {"cpu": 2**20, "other": 2**28}
+
+
+def triangle_product(
+    x: Tensor, y: Tensor | None, edge: Tensor, triangle_edge: Tensor, third_rowptr: Tensor, third: Tensor
+) -> Tensor:
+    """Sum ``x_j y_k + x_k y_j``, or ``x_j x_k`` without ``y``, over the triangles {i, j, k} of each node i.
+
+    Over the edges {i, j} of each node, ``x_j`` times the sum of ``y`` over the third nodes: 3 T rows are summed and S
+    multiplied, a block of edges at a time, so that nothing larger than x stays in memory. Symmetric in x and y, and
+    the gradient with respect to either is the same of the other one and the output's gradient, in any order.
+    Sums are float32 for narrower factors, also under autocast.
+
+    On CUDA the order of sums changes from call to call, unless torch.use_deterministic_algorithms fixes it.
+
+    Args:
+        x: (N, R) floating.
+        y: (N, R) floating.
+        edge: (2, E) int64.
+        triangle_edge: (S,) int64, the edges that lie in triangles, ascending.
+        third_rowptr: (E + 1,) int64, where the third nodes of each edge begin in ``third``.
+        third: (3 T,) int64.
+
+    Returns:
+        (N, R), float32 or float64.
+    """
+    x, y = at_least_float32(x), None if y is None else at_least_float32(y)
+    return torch.ops.lightning_accel.triangle_product(x, y, edge, triangle_edge, third_rowptr, third)
+
+
+@torch.library.custom_op("lightning_accel::triangle_product", mutates_args=())
+def _triangle_product_op(
+    x: Tensor, y: Tensor | None, edge: Tensor, triangle_edge: Tensor, third_rowptr: Tensor, third: Tensor
+) -> Tensor:
+    x = x.contiguous()
+    out, num_edges = torch.zeros_like(x), len(triangle_edge)
+    if not num_edges or not x.shape[1]:
+        return out
+    size = max(_BLOCK_BYTES.get(x.device.type, _BLOCK_BYTES["other"]) // (x.shape[1] * x.element_size()), 64)
+    summed = x if y is None else y.contiguous()
+    # edges in no triangle take no room in third, so that where one begins there the one before ends
+    rowptr = torch.cat([third_rowptr.index_select(0, triangle_edge), third_rowptr[-1:]])
+    borders = rowptr[:-1:size].tolist() if num_edges > size else [0]  # a host sync
+    for first, start, stop in zip(range(0, num_edges, size), borders, [*borders[1:], len(third)], strict=True):
+        last = min(first + size, num_edges)
+        u, v = edge.index_select(1, triangle_edge[first:last])
+        partial = bag_sum(rowptr[first : last + 1] - start, third[start:stop], summed)
+        out.index_add_(0, u, partial * x.index_select(0, v))
+        out.index_add_(0, v, partial.mul_(x.index_select(0, u)))
+    return out.div_(2) if y is None else out
+
+
+@_triangle_product_op.register_fake
+def _(x: Tensor, y: Tensor | None, edge: Tensor, triangle_edge: Tensor, third_rowptr: Tensor, third: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, y, *graph = ctx.saved_tensors
+    d_x = triangle_product(x if y is None else y, grad, *graph) if ctx.needs_input_grad[0] else None
+    d_y = triangle_product(x, grad, *graph) if ctx.needs_input_grad[1] else None
+    return d_x, d_y, None, None, None, None
+
+
+_triangle_product_op.register_autograd(_backward, setup_context=_setup_context)
