@@ -4,6 +4,7 @@ from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
 from lightning_accel.ops.grouped_linear import grouped_linear
 from lightning_accel.ops.scan import linear_scan
+from lightning_accel.ops.triple_memo import triples_of
 from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
 from lightning_accel.ops.two_paths import TwoPaths, num_two_paths, sample_two_paths, two_paths
 
@@ -19,5 +20,6 @@ __all__ = [
     "num_two_paths",
     "sample_two_paths",
     "triangle_sum",
+    "triples_of",
     "two_paths",
 ]

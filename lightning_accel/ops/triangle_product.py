@@ -8,8 +8,9 @@ from torch import Tensor
 from lightning_accel.ops.csr import bag_sum
 from lightning_accel.ops.float32 import at_least_float32
 
-# Bytes of one factor for a block of edges: a few of these stay in a core's cache, or are many enough to fill a GPU.
-_BLOCK_BYTES = {"cpu": 2**20, "other": 2**28}
+# Bytes of one factor for a block of edges. On CPU for each thread: a few of these stay in cache, and the operations of
+# a block are long enough that threads seldom wait for each other; elsewhere enough to fill the device.
+_BLOCK_BYTES = {"cpu": 2**21, "other": 2**28}
 
 
 def triangle_product(
@@ -47,7 +48,7 @@ def _triangle_product_op(
     out, num_edges = torch.zeros_like(x), len(triangle_edge)
     if not num_edges or not x.shape[1]:
         return out
-    size = max(_BLOCK_BYTES.get(x.device.type, _BLOCK_BYTES["other"]) // (x.shape[1] * x.element_size()), 64)
+    size = _block_size(x)
     summed = x if y is None else y.contiguous()
     # edges in no triangle take no room in third, so that where one begins there the one before ends
     rowptr = torch.cat([third_rowptr.index_select(0, triangle_edge), third_rowptr[-1:]])
@@ -59,6 +60,12 @@ def _triangle_product_op(
         out.index_add_(0, u, partial * x.index_select(0, v))
         out.index_add_(0, v, partial.mul_(x.index_select(0, u)))
     return out.div_(2) if y is None else out
+
+
+def _block_size(x: Tensor) -> int:
+    on_cpu = x.device.type == "cpu"
+    num_bytes = _BLOCK_BYTES["cpu"] * torch.get_num_threads() if on_cpu else _BLOCK_BYTES["other"]
+    return max(num_bytes // (x.shape[1] * x.element_size()), 64)
 
 
 @_triangle_product_op.register_fake

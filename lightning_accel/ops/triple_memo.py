@@ -1,0 +1,65 @@
+"""Triples that are found once for as long as their graph lives. Shapes: N nodes, M entries, T triangles."""
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from lightning_accel.ops.triples import Triples, find_triples
+
+
+class _Found(NamedTuple):
+    num_nodes: int
+    state: Tensor | int
+    given: tuple[TensorWeakRef, Tensor | int] | None
+    triples: Triples
+
+    def holds(self, edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None) -> bool:
+        if self.num_nodes != num_nodes or (self.given is None) != (triangle_index is None):
+            return False
+        if triangle_index is not None and self.given is not None:
+            reference, state = self.given
+            if reference() is not triangle_index or not _unchanged(triangle_index, state):
+                return False
+        return _unchanged(edge_index, self.state)
+
+
+_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def triples_of(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None) -> Triples:
+    """:func:`find_triples`, but only once for each ``edge_index``, so that layers and epochs share what is found.
+
+    It goes by the tensor itself, not by its values, and is forgotten with it; after a change in place it is found anew.
+    Threads may call it; two that ask for the same at once may both search. In torch.compile nothing is remembered.
+
+    Args:
+        edge_index: (2, M) int64 in [0, N).
+        num_nodes: N.
+        triangle_index: (3, T) int64, all triangles, where they are known: nodes ascending.
+    """
+    if torch.compiler.is_compiling():
+        return find_triples(edge_index, num_nodes, triangle_index)
+    with _lock:
+        found = _found.get(edge_index)
+    if found is not None and found.holds(edge_index, num_nodes, triangle_index):
+        return found.triples
+    given = None if triangle_index is None else (TensorWeakRef(triangle_index), _state(triangle_index))
+    with torch.inference_mode(False):  # a validation may come first, and training may save them for its backward
+        triples = find_triples(edge_index, num_nodes, triangle_index)
+    found = _Found(num_nodes, _state(edge_index), given, triples)
+    with _lock:
+        _found[edge_index] = found
+    return triples
+
+
+def _state(tensor: Tensor) -> Tensor | int:
+    """What tells of changes in place: torch counts them, but not for tensors made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor._version
+
+
+def _unchanged(tensor: Tensor, state: Tensor | int) -> bool:
+    return torch.equal(tensor, state) if isinstance(state, Tensor) else tensor._version == state
