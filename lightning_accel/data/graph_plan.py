@@ -26,7 +26,7 @@ class BudgetPlan:
         parts = [(_fewest_batches(costs[:cut], batch_size), _fewest_batches(costs[cut:], batch_size)) for cut in cuts]
         self._sizes, self._batches = [len(costs)], [whole]
         for cut, (large, small) in zip(cuts, parts, strict=True):
-            if large + small < min(sum(self._batches), 0.9 * whole):  # mixing is worth a tenth more batches
+            if large + small < min(sum(self._batches), 0.6 * whole):  # mixing is worth two thirds more batches
                 self._sizes, self._batches = [cut, len(costs) - cut], [large, small]
         self.fewest_rows = min(n // g for n, g in zip(self._sizes, self._batches, strict=True))
 
