@@ -173,7 +173,7 @@ def _encode(
             path,
             "for a target that is a quantity, set target_kind to regression",
         )
-        y[torch.from_numpy(present.to_numpy())] = torch.from_numpy(numbers)
+        y[torch.from_numpy(present.to_numpy(copy=True))] = torch.from_numpy(numbers)
         return y, classes
     titles = [*names, *[name] * table.shape[1]]
     columns = [as_numbers(table[i].rename(titles[i]), path, "Mend the value") for i in range(table.shape[1])]

@@ -1,0 +1,322 @@
+import gzip
+import json
+
+import networkx as nx
+import pytest
+import torch
+
+from lightning_accel.data import GraphDataModule
+from lightning_accel.data.graph_files import GraphLayout, read_graphs
+
+RING, PATH = [[0, 1], [1, 2], [0, 2]], [[0, 1], [1, 2]]
+
+
+def lines(number=12):
+    """Triangles and paths, with two features of each node, of which one is 0 or 1, and the id of the graph."""
+    return [
+        {
+            "id": f"g{i}",
+            "edges": RING if i % 2 else PATH,
+            "x": [[100.0 * i + node, node % 2] for node in range(3)],
+            "edge_attr": [i % 3, 0, 1][: 3 if i % 2 else 2],
+            "y": "ring" if i % 2 else "path",
+        }
+        for i in range(number)
+    ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        if isinstance(content, list):
+            content = "".join(one if isinstance(one, str) else json.dumps(one) + "\n" for one in content)
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make(write):
+    def make(found=None, name="graphs.jsonl", **options):
+        data = GraphDataModule(write(name, lines() if found is None else found), **options)
+        data.setup()
+        return data
+
+    return make
+
+
+def graphs_of(data):
+    return [graph for rows in (data.train_rows, data.val_rows, data.test_rows) for graph in rows.graphs]
+
+
+@pytest.mark.parametrize("name", ["graphs.jsonl", "graphs.ndjson.gz"])
+def test_json_lines(make, name):
+    data = make(name=name, val_share=0.25, test_share=0.25)
+    assert [len(rows) for rows in (data.train_rows, data.val_rows, data.test_rows)] == [6, 3, 3]
+    assert (data.level, data.target_kind, data.class_names) == ("graph", "classification", ["path", "ring"])
+    assert (data.num_features, data.edge_dim, data.num_relations, data.num_classes) == (2, None, 3, 2)
+    assert data.num_targets is data.target_mean is None
+    for graph in graphs_of(data):
+        assert graph.num_edges == (6 if int(graph.y) else 4)  # each both ways
+        assert graph.x[:, 1].tolist() == [0, 1, 0]  # as it was
+        pairs = {(a, b): t for (a, b), t in zip(graph.edge_index.t().tolist(), graph.edge_attr.tolist(), strict=True)}
+        assert all(pairs[b, a] == kind for (a, b), kind in pairs.items())
+    scaled = torch.cat([graph.x[:, 0] for graph in data.train_rows.graphs]).double()
+    assert scaled.mean().abs() < 1e-6
+    assert scaled.std(correction=0) == pytest.approx(1)
+    others = torch.cat([graph.x[:, 0] for rows in (data.val_rows, data.test_rows) for graph in rows.graphs])
+    assert others.mean().abs() > 1e-3  # what trains alone was fitted
+    assert len({*data.predict_ids}) == 3
+
+
+def test_edges_may_go_one_way_and_written_both_ways_they_stay(make):
+    one_way = make(undirected=False)
+    assert {graph.num_edges for graph in graphs_of(one_way)} == {2, 3}
+    both = [
+        line | {"edges": line["edges"] + [[b, a] for a, b in line["edges"]] + [[2, 2]], "edge_attr": None}
+        for line in lines()
+    ]
+    assert {graph.num_edges for graph in graphs_of(make(both))} == {5, 7}
+
+
+def test_only_edges_are_needed(make):
+    found = [{"edges": [[0, 1 + i % 2]], "y": i % 2} for i in range(12)] + [{"edges": [], "num_nodes": 2, "y": 0}]
+    data = make(found)
+    assert (data.num_features, data.edge_dim, data.num_relations, data.class_names) == (1, None, None, ["0", "1"])
+    for graph in graphs_of(data):
+        assert graph.x.equal(torch.ones(graph.num_nodes, 1))
+    assert sorted(graph.num_nodes for graph in graphs_of(data)) == [2] * 7 + [3] * 6
+
+
+def test_numbers_as_targets(make):
+    found = [line | {"y": [i, 2.5 * i]} for i, line in enumerate(lines())]
+    data = make(found, target_kind="regression")
+    assert (data.num_targets, data.class_names) == (2, None)
+    y = torch.cat([graph.y for graph in data.train_rows.graphs])
+    assert y.shape == (7, 2)
+    assert data.target_mean == pytest.approx(y.mean(0).tolist())
+    assert data.target_std == pytest.approx(y.std(0, correction=0).tolist())
+    batch = next(iter(data.train_dataloader()))
+    assert batch.y.shape == (7, 2)
+    two = make([line | {"a": i, "b": 1} for i, line in enumerate(lines())], target=["a", "b"], target_kind="regression")
+    assert (two.target_names, two.target_std[1]) == (["a", "b"], 1)
+    one = make([line | {"y": i} for i, line in enumerate(lines())], target_kind="regression")
+    assert next(iter(one.train_dataloader())).y.shape == (7,)
+
+
+def test_targets_of_nodes(make):
+    found = [line | {"y": ["end", "middle", "end"]} for line in lines()]
+    data = make(found, level="node")
+    assert (data.level, data.class_names) == ("node", ["end", "middle"])
+    batch = next(iter(data.train_dataloader()))
+    assert batch.y.tolist() == [0, 1, 0] * 7
+    assert batch.target_index.tolist() == list(range(21))
+    assert sorted({name.split(":")[1] for name in data.predict_ids}) == ["0", "1", "2"]
+    assert len(data.predict_ids) == 9
+
+
+def test_features_of_edges(make):
+    found = [line | {"edge_attr": [[i, 0.5]] * len(line["edges"])} for i, line in enumerate(lines())]
+    data = make(found)
+    assert (data.edge_dim, data.num_relations) == (2, None)
+    attr = torch.cat([graph.edge_attr for graph in data.train_rows.graphs])
+    assert attr[:, 0].mean().abs() < 1e-6
+    assert attr[:, 1].unique().tolist() == [0.5]  # a constant stays
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("{", "line 13 of .*graphs.jsonl is no JSON"),
+        ("[1]", "line 13 .* must hold an object"),
+        ({"y": "ring"}, "line 13 .* has no field 'edges', a list of pairs"),
+        ({"edges": [[0, 1, 2]], "y": "ring"}, "'edges' in line 13 .* must hold pairs"),
+        ({"edges": [[0, 1.5]], "y": "ring"}, "'edges' in line 13 .* whole numbers"),
+        ({"edges": [[0, 3]], "num_nodes": 3, "y": "ring"}, r"must join nodes 0 to 2, since it has 3; got \[0, 3\]"),
+        ({"edges": [[0, -1]], "y": "ring"}, r"got \[0, -1\]"),
+        (
+            {"edges": [[0, 1]], "x": [[1.0, 2.0]], "num_nodes": 2, "y": "ring"},
+            "an entry for each of its 2 nodes; got 1",
+        ),
+        ({"edges": [[0, 1]], "x": [[1.0], [1.0, 2.0]], "y": "ring"}, r"entry 1, counted from 0, is \[1.0, 2.0\]"),
+        ({"edges": [[0, 1]], "x": [["a"], ["b"]], "y": "ring"}, "got 'a' in entry 0"),
+        ({"edges": [[0, 1]], "edge_attr": [1, 2], "y": "ring"}, "an entry for each of its 1 edges; got 2"),
+        ({"edges": [[0, 1]], "num_nodes": "2", "y": "ring"}, "'num_nodes' in line 13 .* got '2'"),
+        ({"edges": [[0, 1]], "z": 1}, "line 13 .* has no field 'y', the target. Its other fields: z"),
+        ({"edges": [[0, 1]], "y": "ring"}, "graph 12 of .* and its first one differ: one alone has x"),
+        (
+            {"edges": [[0, 1]], "x": [[1], [2]], "edge_attr": [0], "y": "ring"},
+            r"x must be alike .* graph 12 has \(2, 1\)",
+        ),
+        (lines()[0], "two lines with id 'g0'"),
+        ({**lines()[0], "id": "new", "edge_attr": [-1, 0]}, "holds the type -1"),
+        ({**lines()[0], "id": "new", "y": None}, "lacks 1 of 13 values, the first in row 13"),
+        ({**lines()[0], "id": "new", "y": ["a", "b"]}, "must be equally many; got 1 and 2"),
+    ],
+)
+def test_a_wrong_line_is_named(make, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        make([*lines(), wrong if isinstance(wrong, dict) else wrong + "\n"])
+
+
+def test_graph6(write):
+    graphs = [nx.gnp_random_graph(4 + i % 3, 0.5, seed=i) for i in range(12)]
+    texts = [nx.to_graph6_bytes(graph, header=False).decode().strip() for graph in graphs]
+    inside = write("a.g6", ">>graph6<<" + "\n".join(f"{text} {i % 2}" for i, text in enumerate(texts)))
+    beside = write("b.g6", "\n".join(texts))
+    table = write("b.csv", "y\n" + "\n".join(str(i % 2) for i in range(12)))
+    for options in ({"path": inside}, {"path": beside, "graphs_path": table}):
+        data = GraphDataModule(**options)
+        data.setup()
+        assert data.class_names == ["0", "1"]
+        found = read_graphs(inside, GraphLayout())
+        assert found.ids == [str(i) for i in range(1, 13)]
+        for graph, expected in zip(found.graphs, graphs, strict=True):
+            assert graph.num_nodes == len(expected)
+            assert {*map(tuple, graph.edge_index.t().tolist())} == {
+                p for a, b in expected.edges for p in ((a, b), (b, a))
+            }
+    for path, more, said in (
+        (beside, {}, "line 1 of .*b.g6 has no target"),
+        (beside, {"graphs_path": write("c.csv", "y\n1\n")}, "has 1 rows for 12 graphs"),
+        (inside, {"level": "node"}, "no room for targets of nodes"),
+        (write("d.g6", "B"), {}, "line 1 of .*d.g6 must have 1 characters"),
+        (write("e.g6", "\n"), {}, "is empty"),
+        (write("f.txt", "B"), {}, "need a .csv or .parquet"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            GraphDataModule(path, **more).setup()
+
+
+EDGES = "graph,source,target,type,weight\n" + "".join(
+    f"m{i},a,b,{'single' if i % 2 else 'double'},{i}\nm{i},b,c,single,2\n" for i in range(12)
+)
+ATOMS = "graph,node,element,charge\n" + "".join(
+    f"m{i},{name},{'CNO'[(i + place) % 3]},{i + place}\n" for i in range(12) for place, name in enumerate("cbad")
+)
+TARGETS = "graph,y\n" + "".join(f"m{11 - i},{'toxic' if i % 2 else 'safe'}\n" for i in range(12))
+
+
+def test_tables_of_edges_nodes_and_graphs(write):
+    data = GraphDataModule(
+        write("edges.csv", EDGES), nodes_path=write("atoms.csv", ATOMS), graphs_path=write("y.csv", TARGETS)
+    )
+    data.setup()
+    assert data.feature_names == ["element=C", "element=N", "element=O", "charge"]
+    assert (data.relation_names, data.edge_dim, data.num_relations) == (["double", "single"], 3, None)
+    assert data.class_names == ["safe", "toxic"]
+    found = read_graphs(data.path, data.layout)
+    for i, graph in enumerate(found.graphs):
+        assert found.node_ids[i] == ["c", "b", "a", "d"]
+        assert graph.edge_index.tolist() == [[2, 1, 1, 0], [1, 0, 2, 1]]
+        assert graph.edge_attr.tolist() == [[i, i % 2 == 0, i % 2 == 1], [2, 0, 1]] * 2
+        assert graph.x[:, 3].tolist() == [i, i + 1, i + 2, i + 3]
+        assert graph.x[:, :3].argmax(1).tolist() == [(i + place) % 3 for place in range(4)]
+    assert [target[0] for target in found.target] == ["toxic" if i % 2 == 0 else "safe" for i in range(12)]
+
+
+def test_one_network_with_labels_of_some_nodes(write):
+    edges = write("edges.csv", "source,target\n" + "".join(f"{i},{(i + 1) % 30}\n" for i in range(30)))
+    nodes = write("nodes.csv", "node,y,age\n" + "".join(f"{i},{'' if i < 6 else 'xy'[i % 2]},{i}\n" for i in range(30)))
+    data = GraphDataModule(edges, nodes_path=nodes)
+    data.setup()
+    assert (data.level, data.class_names, data.num_relations) == ("node", ["x", "y"], None)
+    parts = [rows.rows.tolist() for rows in (data.train_rows, data.val_rows, data.test_rows)]
+    assert sorted(sum(parts, [])) == list(range(6, 30))  # nodes without a label are in no split
+    batch = next(iter(data.train_dataloader()))
+    assert batch.num_nodes == 30
+    assert sorted(batch.target_index.tolist()) == parts[0]
+    assert batch.y[batch.target_index].tolist() == [i % 2 for i in batch.target_index.tolist()]
+    ages = batch.x[parts[0], 0].double()
+    assert ages.mean().abs() < 1e-6
+    assert ages.std(correction=0) == pytest.approx(1)
+    assert data.predict_ids == [str(i) for i in range(30)]
+    sampled = GraphDataModule(edges, nodes_path=nodes, num_neighbors=[2, 2], batch_size=5)
+    sampled.setup()
+    seen = []
+    for batch in sampled.train_dataloader():
+        assert batch.num_nodes <= 5 * 5
+        seen += batch.n_id[batch.target_index].tolist()
+    assert sorted(seen) == parts[0]
+
+
+def test_types_alone_are_relations_and_nodes_need_no_table(write):
+    edges = "source,target,type,graph\n" + "".join(
+        f"10,9,{kind},{i}\n9,x,r10,{i}\n" for i in range(12) for kind in ["r2"]
+    )
+    data = GraphDataModule(
+        write("e.csv", edges),
+        graphs_path=write("y.csv", "graph,y\n" + "".join(f"{i},{i}.5\n" for i in range(12))),
+        target_kind="regression",
+    )
+    data.setup()
+    assert (data.num_relations, data.relation_names) == (2, ["r10", "r2"])
+    found = read_graphs(data.path, data.layout)
+    assert found.node_ids[0] == ["9", "10", "x"]  # numbers in order, then names
+    assert found.graphs[3].edge_index.tolist() == [[1, 0, 0, 2], [0, 2, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"edges": "graph,source,goal\nm1,a,b\n"}, "has no column 'target'"),
+        ({"nodes": "graph,name\nm1,a\n"}, "has no column 'node'"),
+        ({"nodes": "node,charge\na,1\n"}, "has a column 'graph' and .*nodes.csv has none"),
+        ({"nodes": ATOMS + "m1,a,C,1\n"}, "two rows of node 'a' in graph 'm1'"),
+        ({"edges": EDGES + "m3,a,z,single,1\n"}, "row 25 of .*edges.csv has the target 'z' in graph 'm3'"),
+        ({"edges": EDGES + "m3,a,b,single,x\n"}, "column 'weight' .* got 'x' in row 25"),
+        ({"edges": EDGES + "m3,a,b,single,\n"}, "column 'weight' .* lacks 1 of 25 values, the first in row 25"),
+        ({"edges": EDGES + "m3,,b,single,1\n"}, "column 'source' .* the first in row 25"),
+        ({"nodes": ATOMS + "m1,e,C,\n"}, "column 'charge' .* the first in row 49"),
+        ({"graphs": TARGETS.replace("m3,", "m33,")}, "no row of graph 'm3', nor of 0 others; did you mean 'm33'"),
+        ({"graphs": TARGETS + "m3,safe\n"}, "two rows of graph 'm3'"),
+        ({"graphs": "y\nsafe\n"}, "has no column 'graph'"),
+        ({"graphs": TARGETS.replace("safe", "")}, "lacks 6 of 12 values"),
+        ({"graphs": None}, "no target of theirs: give a table with the columns graph and y"),
+    ],
+)
+def test_a_wrong_table_is_named(write, change, said):
+    content = {"edges": EDGES, "nodes": ATOMS, "graphs": TARGETS} | change
+    paths = {name: text and write(f"{name}.csv", text) for name, text in content.items()}
+    with pytest.raises(ValueError, match=said):
+        GraphDataModule(paths["edges"], nodes_path=paths["nodes"], graphs_path=paths["graphs"]).setup()
+
+
+def test_a_file_to_predict_is_read_as_the_training_graphs_were(make, write):
+    new = [{key: value for key, value in line.items() if key != "y"} for line in lines()[:3]]
+    data = make(predict_path=write("new.jsonl", new))
+    assert data.predict_ids == ["g0", "g1", "g2"]
+    batch = next(iter(data.predict_dataloader()))
+    assert batch.y is None
+    trained = {tuple(graph.x.flatten().tolist()) for graph in graphs_of(data)}
+    assert all(tuple(graph.x.flatten().tolist()) in trained for graph in batch.to_data_list())  # scaled alike
+    for wrong, said in (
+        ({"x": [[1.0], [2.0], [3.0]]}, "the 2 features of the training graphs; got 1"),
+        ({"x": None}, "got none"),
+        ({"edge_attr": [3, 0]}, "holds the type 3; those trained on go up to 2"),
+        ({"edge_attr": None}, "must hold 1 whole numbers each"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(predict_path=write("new.jsonl", [new[0] | wrong]))
+
+
+def test_tables_to_predict_have_the_columns_of_those_trained_on(write):
+    trained = {
+        "path": write("edges.csv", EDGES),
+        "nodes_path": write("n.csv", ATOMS),
+        "graphs_path": write("y.csv", TARGETS),
+    }
+    edges = "graph,source,target,type,weight\nnew,p,q,single,3\n"
+    nodes = write("n2.csv", "graph,node,charge,element\nnew,q,4,N\nnew,p,5,Xe\n")
+    data = GraphDataModule(**trained, predict_path=write("e2.csv", edges), predict_nodes_path=nodes)
+    data.setup()
+    batch = next(iter(data.predict_dataloader()))
+    assert data.predict_ids == ["new"]
+    assert batch.x[:, :3].tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert batch.edge_attr[:, 1:].tolist() == [[0, 1], [0, 1]]
+    with pytest.raises(ValueError, match="has the type 'triple'; those trained on are double, single"):
+        GraphDataModule(
+            **trained, predict_path=write("e3.csv", edges.replace("single", "triple")), predict_nodes_path=nodes
+        ).setup()
