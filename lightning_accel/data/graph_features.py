@@ -38,12 +38,23 @@ def features_of(graphs: Sequence[Data], where: str) -> Features:
     Raises:
         ValueError: if they differ, or hold what is no feature; the message names the graph.
     """
+    for number, graph in enumerate(graphs):
+        _require_edges(graph, f"edge_index of graph {number} of {where}")
     nodes, edges = (_kind(graphs, key, where) for key in ("x", "edge_attr"))
     node_types, width = nodes if nodes else (None, 1)
     edge_types, edge_width = edges if edges else (None, None)
     if edge_types is not None and len(edge_types) == 1:
         return Features(width, node_types, edge_types, None, edge_types[0])
     return Features(width, node_types, edge_types, edge_width)
+
+
+def _require_edges(graph: Data, what: str) -> None:
+    edges = graph.edge_index
+    if edges.ndim != 2 or edges.shape[0] != 2 or edges.dtype != torch.int64:
+        raise ValueError(f"{what} must be (2, M) int64; got {tuple(edges.shape)} of {edges.dtype}")
+    if edges.numel() and (edges.min() < 0 or edges.max() >= (graph.num_nodes or 0)):
+        wrong = int(edges.min() if edges.min() < 0 else edges.max())
+        raise ValueError(f"{what} names node {wrong} of {graph.num_nodes}, which are counted from 0")
 
 
 def _kind(graphs: Sequence[Data], key: str, where: str) -> tuple[list[int] | None, int] | None:

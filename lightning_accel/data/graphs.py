@@ -147,7 +147,7 @@ class GraphDataModule(L.LightningDataModule):
         dataset: Dataset | None = None,
         val_dataset: Dataset | None = None,
         test_dataset: Dataset | None = None,
-        transform: Callable[[Data], Data] | None = None,
+        transform: Callable[..., Any] | None = None,
         level: Level | None = None,
         target_kind: TargetKind | None = None,
         target: str | Sequence[str] | None = None,

@@ -224,7 +224,9 @@ def test_one_network_with_labels_of_some_nodes(write):
     data.setup()
     assert (data.level, data.class_names, data.num_relations) == ("node", ["x", "y"], None)
     parts = [rows.rows.tolist() for rows in (data.train_rows, data.val_rows, data.test_rows)]
-    assert sorted(sum(parts, [])) == list(range(6, 30))  # nodes without a label are in no split
+    assert sorted(node for part in parts for node in part) == list(
+        range(6, 30)
+    )  # nodes without a label are in no split
     batch = next(iter(data.train_dataloader()))
     assert batch.num_nodes == 30
     assert sorted(batch.target_index.tolist()) == parts[0]

@@ -94,7 +94,9 @@ def test_a_stopped_epoch_goes_on_on_another_number_of_processes():
             assert sampler.first_batch == 3
             rest.append(list(sampler))
             assert len(batches_of(sampler, 6)) == len(whole)  # the next epoch is whole
-        assert [sorted(sum(rows, [])) for rows in zip(*rest, strict=True)] == [sorted(rows) for rows in whole[3:]]
+        assert [sorted(row for part in parts for row in part) for parts in zip(*rest, strict=True)] == [
+            sorted(rows) for rows in whole[3:]
+        ]
     for change, said in (
         ({"seed": 1}, "seed=0 there, 1 here"),
         ({"batch_size": 9}, "batch_size=8 there, 9 here"),
