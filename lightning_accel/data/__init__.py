@@ -7,12 +7,14 @@ from lightning_accel.data.idx import IdxDataModule
 from lightning_accel.data.idx_files import read_idx
 from lightning_accel.data.length_loader import length_batch_loader
 from lightning_accel.data.length_sampler import LengthBatchSampler
+from lightning_accel.data.relational_transform import AddRelationalTriples
 from lightning_accel.data.sequence_batch import SequenceBatch
 from lightning_accel.data.sequences import SequenceDataModule
 from lightning_accel.data.tabular import TabularDataModule
 from lightning_accel.data.text import TextDataModule
 
 __all__ = [
+    "AddRelationalTriples",
     "BarsAndStripesDataModule",
     "DigitsDataModule",
     "GraphDataModule",

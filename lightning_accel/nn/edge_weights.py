@@ -8,6 +8,13 @@ from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.ops.triples import Triples
 
 
+def make_edge_weights(channels: int, edge_dim: int | None, num_relations: int | None) -> "EdgeWeights | None":
+    """Weights of edges where one of the options asks for them."""
+    if edge_dim is None and num_relations is None:
+        return None
+    return EdgeWeights(channels, edge_dim, num_relations)
+
+
 class EdgeWeights(nn.Module):
     """One weight a channel for each undirected edge: 1 + a linear map of its features, or 1 + the vector of its type.
 

@@ -1,36 +1,28 @@
 """Layers that see triples of nodes. Shapes: N nodes, B graphs, M entries of edge_index, F features, R channels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
-from lightning_accel.nn.edge_weights import EdgeWeights
+from lightning_accel.nn.edge_weights import make_edge_weights
+from lightning_accel.nn.estimate import Estimate
+from lightning_accel.nn.triple_mlp import TripleMLP
+from lightning_accel.nn.triple_product import MAPS, ProductKernel
 from lightning_accel.nn.triple_sums import (
     Graphs,
     count_rooted,
     count_subsets,
+    path_counts,
     rooted_sums,
-    sum_edges,
-    sum_empty,
-    sum_triangles,
-    sum_wedges,
     weighted_neighbour_sum,
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum
 
 TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
-
-_MAPS = {"triangle": 1, "wedge": 2, "edge": 2, "empty": 1}  # node maps that each type multiplies
-_SUMS: dict[str, Callable[..., Tensor]] = {
-    "triangle": sum_triangles,
-    "wedge": sum_wedges,
-    "edge": sum_edges,
-    "empty": sum_empty,
-}
 
 
 class RelationalOrder3Pooling(nn.Module):
@@ -57,6 +49,12 @@ class RelationalOrder3Pooling(nn.Module):
 
     Products and sums are float32 at least, with autocast off, so that mixed precision costs no accuracy.
 
+    ``kernel="mlp"`` puts any MLP in place of the product, for the connected types alone: the sum over paths of two
+    edges, open wedges and those in triangles (each triangle through its three centres), of an MLP that is the same for
+    both orders of the leaves and is told the third edge. It costs O(paths), in bounded memory: ``max_paths`` at a
+    time. With ``samples=S``, S paths are drawn from each graph anew in every call, in evaluation as well; the output
+    is then an unbiased estimate of what all paths would give, and :meth:`estimate` tells its standard error.
+
     Args:
         in_channels: F; -1 takes it from the first input.
         out_channels: columns of the output.
@@ -65,6 +63,12 @@ class RelationalOrder3Pooling(nn.Module):
         reduce: ``"sum"``, or ``"mean"``: each type's sum over the number of subsets of that type in the graph.
         edge_dim: columns of a floating ``edge_attr``.
         num_relations: number of edge types, where ``edge_attr`` is int64.
+        kernel: ``"product"`` or ``"mlp"``; what follows is for the latter.
+        hidden_channels: width of the MLP.
+        mlp: its layers after the first, (P, hidden_channels) to (P, rank), beginning with an activation; ReLU, Linear,
+            ReLU, Linear where it is None.
+        max_paths: how many paths are in memory at a time.
+        samples: S >= 2, or None for all paths.
 
     >>> x, edge_index = torch.ones(4, 1), torch.tensor([[0, 1, 2, 3], [1, 2, 0, 0]])
     >>> RO3Pooling()(x, edge_index).shape
@@ -80,26 +84,33 @@ class RelationalOrder3Pooling(nn.Module):
         reduce: Literal["sum", "mean"] = "sum",
         edge_dim: int | None = None,
         num_relations: int | None = None,
+        kernel: Literal["product", "mlp"] = "product",
+        hidden_channels: int = 64,
+        mlp: nn.Module | None = None,
+        max_paths: int = 2**16,
+        samples: int | None = None,
     ) -> None:
         super().__init__()
-        unknown = [name for name in types if name not in _MAPS]
-        if unknown or not types or len(set(types)) < len(types):
-            raise ValueError(f"types must be some of {list(_MAPS)}, each at most once; got {list(types)}")
+        _check_kernel(kernel, mlp, samples)
+        _check_types(types, ["triangle", "wedge"] if kernel == "mlp" else list(MAPS), kernel)
         _check_reduce(reduce)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
         self.types = tuple(types)
         self.reduce = reduce
-        self.maps = Linear(in_channels, rank * sum(_MAPS[name] for name in types))
-        self.edge_weights = _edge_weights(rank * len(types), edge_dim, num_relations)
+        self.samples = samples
+        self.kernel = kernel
+        self.terms: ProductKernel | TripleMLP
+        if kernel == "product":
+            self.terms = ProductKernel(in_channels, rank, self.types, edge_dim, num_relations)
+        else:
+            self.terms = TripleMLP(in_channels, rank, hidden_channels, mlp, max_paths, edge_dim, num_relations)
         self.out = Linear(rank * len(types), out_channels, bias=False)
 
     def reset_parameters(self) -> None:
-        self.maps.reset_parameters()
+        self.terms.reset_parameters()
         self.out.reset_parameters()
-        if self.edge_weights is not None:
-            self.edge_weights.reset_parameters()
 
     def forward(
         self,
@@ -120,9 +131,9 @@ class RelationalOrder3Pooling(nn.Module):
             size: B; the last graph of ``batch`` plus one where it is None.
             triples: of the same graph, where they have been found before.
         """
-        with without_autocast(x):
-            sums = self.sums(x, edge_index, edge_attr, batch, size, triples)
-            return self.out(sums.to(self.out.weight.dtype))
+        if self.samples is not None:
+            return self.estimate(x, edge_index, edge_attr, batch, size, triples).mean
+        return self._out(self.sums(x, edge_index, edge_attr, batch, size, triples))
 
     def sums(
         self,
@@ -133,37 +144,76 @@ class RelationalOrder3Pooling(nn.Module):
         size: int | None = None,
         triples: Triples | None = None,
     ) -> Tensor:
-        """What ``out`` reads: the sum, or mean, of each type in turn, (B, R * types)."""
-        _check_inputs(type(self).__name__, x, edge_index)
-        triples = find_triples(edge_index, x.shape[0]) if triples is None else triples
+        """What ``out`` reads: the sum, or mean, of each type in turn over all its subsets, (B, R * types)."""
+        triples = _found(self, x, edge_index, triples)
         graphs = Graphs(batch, size)
-        with without_autocast(x):
-            weights: Sequence[Tensor | None] = [None] * len(self.types)
-            if self.edge_weights is not None:
-                weights = self.edge_weights(edge_attr, edge_index, triples).split(self.rank, dim=1)
-            sums = [
-                _SUMS[name](*maps, weight, triples, graphs)
-                for name, maps, weight in zip(self.types, self._split(x), weights, strict=True)
-            ]
-            counts = count_subsets(triples, graphs)
-            return torch.cat(
-                [self._reduced(total, getattr(counts, name)) for name, total in zip(self.types, sums, strict=True)],
-                dim=1,
-            )
+        totals = self.terms.sums(x, edge_attr, edge_index, triples, graphs)
+        counts = self._counts(triples, graphs)
+        # what would cancel but for rounding, where a graph has no subset of a type, is left out
+        reduced = [torch.where(counts[name] > 0, totals[name] / self._divisor(counts[name]), 0) for name in self.types]
+        return torch.cat(reduced, dim=1)
 
-    def _reduced(self, total: Tensor, count: Tensor) -> Tensor:
-        mean = total / count.clamp(min=1) if self.reduce == "mean" else total
-        return torch.where(count > 0, mean, 0)  # what would cancel but for rounding is left out
+    def estimate(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        size: int | None = None,
+        triples: Triples | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """The output (B, out_channels) from ``samples`` paths of each graph and its standard error (no gradient).
 
-    def _split(self, x: Tensor) -> list[tuple[Tensor, ...]]:
-        maps = at_least_float32(self.maps(x.to(self.maps.weight.dtype)))
-        by_type = maps.split([self.rank * _MAPS[name] for name in self.types], dim=1)
-        return [part.split(self.rank, dim=1) for part in by_type]
+        Without ``samples`` the output is exact and its error 0, as it is for a graph without paths.
+
+        Args:
+            x: (N, F).
+            edge_index: (2, M) int64.
+            edge_attr: (M, edge_dim) floating or (M,) int64.
+            batch: (N,) int64, ascending.
+            size: B.
+            triples: of the same graph, where they have been found before.
+            generator: where paths are drawn from, on the device of ``x``; torch's own where it is None.
+        """
+        if self.samples is None:
+            exact = self(x, edge_index, edge_attr, batch, size, triples)
+            return Estimate(exact, torch.zeros_like(exact))
+        assert isinstance(self.terms, TripleMLP)
+        triples = _found(self, x, edge_index, triples)
+        graphs = Graphs(batch, size)
+        values, closed = self.terms.sampled(x, edge_attr, edge_index, triples, graphs, self.samples, generator)
+        counts = self._counts(triples, graphs)
+        num_paths = graphs.sum(path_counts(triples)).squeeze(1)
+        some = num_paths.nonzero().squeeze(1)
+        # a path stands for all of its graph; of the types, it contributes to the one it is of
+        scale = {name: (num_paths[some] / self._divisor(counts[name][some, 0])).view(-1, 1, 1) for name in self.types}
+        of_type = {"triangle": closed.unsqueeze(2), "wedge": ~closed.unsqueeze(2)}
+        terms = torch.cat([values * of_type[name] * scale[name].to(values.dtype) for name in self.types], dim=2)
+        terms = self._out(terms)
+        none = terms.new_zeros(graphs.size, self.out_channels)
+        mean = terms.mean(dim=1)
+        variance = (terms - mean.unsqueeze(1)).detach().square().sum(dim=1) / (self.samples - 1)
+        error = (variance / self.samples).sqrt()
+        return Estimate(none.index_copy(0, some, mean), none.index_copy(0, some, error))
+
+    def _out(self, sums: Tensor) -> Tensor:
+        with without_autocast(sums):
+            return self.out(sums.to(self.out.weight.dtype))
+
+    def _counts(self, triples: Triples, graphs: Graphs) -> dict[str, Tensor]:
+        counts = count_subsets(triples, graphs)._asdict()
+        if isinstance(self.terms, TripleMLP):
+            counts["triangle"] = 3 * counts["triangle"]
+        return counts
+
+    def _divisor(self, count: Tensor) -> Tensor:
+        return count.clamp(min=1) if self.reduce == "mean" else torch.ones_like(count)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank}, "
-            f"types={list(self.types)}, reduce={self.reduce!r})"
+            f"types={list(self.types)}, reduce={self.reduce!r}, kernel={self.kernel!r})"
         )
 
 
@@ -218,7 +268,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         self.out_channels = out_channels
         self.rank = rank
         self.reduce = reduce
-        self.edge_weights = _edge_weights(rank, edge_dim, num_relations)
+        self.edge_weights = make_edge_weights(rank, edge_dim, num_relations)
         num_sums = 3 if self.edge_weights is None else 4
         self.maps = Linear(in_channels, 2 * rank)
         self.own = Linear(in_channels, out_channels)
@@ -243,8 +293,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
             edge_attr: (M, edge_dim) floating or (M,) int64; without either option it is not looked at.
             triples: of the same graph, where they have been found before.
         """
-        _check_inputs(type(self).__name__, x, edge_index)
-        triples = find_triples(edge_index, x.shape[0]) if triples is None else triples
+        triples = _found(self, x, edge_index, triples)
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
             neighbours, sums = self._sums(x, edge_attr, edge_index, triples)
@@ -272,18 +321,27 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"
 
 
-def _edge_weights(channels: int, edge_dim: int | None, num_relations: int | None) -> EdgeWeights | None:
-    if edge_dim is None and num_relations is None:
-        return None
-    return EdgeWeights(channels, edge_dim, num_relations)
-
-
 def _check_reduce(reduce: str) -> None:
     if reduce not in ("sum", "mean"):
         raise ValueError(f"reduce must be 'sum' or 'mean'; got {reduce!r}")
 
 
-def _check_inputs(name: str, x: Any, edge_index: Any) -> None:
+def _check_kernel(kernel: str, mlp: nn.Module | None, samples: int | None) -> None:
+    if kernel not in ("product", "mlp"):
+        raise ValueError(f"kernel must be 'product' or 'mlp'; got {kernel!r}")
+    if kernel == "product" and (mlp is not None or samples is not None):
+        raise ValueError("mlp and samples are for kernel='mlp'; the sums of kernel='product' are exact and have no MLP")
+    if samples is not None and samples < 2:
+        raise ValueError(f"samples must be at least 2, for a standard error, or None for all paths; got {samples}")
+
+
+def _check_types(types: Sequence[str], known: list[str], kernel: str) -> None:
+    if not types or len(set(types)) < len(types) or not set(types) <= set(known):
+        raise ValueError(f"with kernel={kernel!r} types must be some of {known}, each once at most; got {list(types)}")
+
+
+def _found(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:
+    name = type(layer).__name__
     if isinstance(x, tuple | list | dict) or isinstance(edge_index, dict):
         raise TypeError(
             f"{name} joins triples of nodes of one type; got x as a {type(x).__name__}, as for edges between two node "
@@ -293,3 +351,4 @@ def _check_inputs(name: str, x: Any, edge_index: Any) -> None:
     if not isinstance(edge_index, Tensor) or edge_index.is_sparse or edge_index.ndim != 2 or edge_index.shape[0] != 2:
         found = tuple(edge_index.shape) if isinstance(edge_index, Tensor) else type(edge_index).__name__
         raise ValueError(f"{name} needs edge_index (2, M) int64; got {found}")
+    return find_triples(edge_index, x.shape[0]) if triples is None else triples

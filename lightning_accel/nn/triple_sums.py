@@ -28,6 +28,10 @@ class Graphs:
             size = 1 if batch is None else int(batch.max()) + 1 if batch.numel() else 0
         self.batch, self.size = batch, size
 
+    def of(self, node: Tensor) -> Tensor:
+        """The graph of each ``node``."""
+        return torch.zeros_like(node) if self.batch is None else self.batch[node]
+
     def sum(self, value: Tensor) -> Tensor:
         """Sum ``value`` (N, R) to (B, R)."""
         if self.batch is None:
@@ -45,10 +49,16 @@ class SubsetCounts(NamedTuple):
     empty: Tensor
 
 
+def path_counts(triples: Triples) -> Tensor:
+    """Number of paths of two edges whose centre is each node, (N, 1) int64."""
+    degree = triples.rowptr.diff().unsqueeze(1)
+    return degree * (degree - 1) // 2
+
+
 def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
     degree = triples.rowptr.diff()
     corners = triples.opposite_rowptr.diff()
-    per_node = torch.stack([torch.ones_like(degree), degree, degree * (degree - 1) // 2, corners], dim=1)
+    per_node = torch.stack([torch.ones_like(degree), degree, path_counts(triples)[:, 0], corners], dim=1)
     nodes, ends, paths, corners = graphs.sum(per_node).split(1, dim=1)
     triangle = corners // 3
     wedge = paths - 3 * triangle
@@ -124,7 +134,7 @@ def count_rooted(triples: Triples) -> RootedSums:
     degree = triples.rowptr.diff().unsqueeze(1)
     triangle = triples.opposite_rowptr.diff().unsqueeze(1)
     walks = neighbour_sum(degree.double(), triples).long() - degree
-    return RootedSums(triangle, degree * (degree - 1) // 2 - triangle, walks - 2 * triangle)
+    return RootedSums(triangle, path_counts(triples) - triangle, walks - 2 * triangle)
 
 
 def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:

@@ -1,0 +1,52 @@
+"""Triples of nodes, found once, before training. Shapes: T triangles, P paths."""
+
+from typing import Any
+
+import torch
+from torch_geometric.data import Data
+from torch_geometric.transforms import BaseTransform
+
+from lightning_accel.ops.triples import find_triples
+from lightning_accel.ops.two_paths import two_paths
+
+_PATHS_AT_A_TIME = 2**20
+
+
+class AddRelationalTriples(BaseTransform):  # type: ignore[misc]  # PyG's is untyped
+    """Store the triangles of a graph with it, so that they need not be found again in every epoch.
+
+    - ``triangle_index`` (3, T) int64: each triangle once, its nodes ascending
+    - ``two_path_index`` (3, P) int64, if asked for: leaf, centre and other leaf of each path of two edges, those in
+      triangles included
+
+    Direction, repetitions and self-loops of ``edge_index`` do not count. A ``Batch`` shifts both as it does
+    ``edge_index``. ``find_triples(edge_index, num_nodes, triangle_index)`` takes the triangles as they are. Put the
+    transform last: one after it that changes edges or drops nodes leaves the stored triples as they were.
+
+    Args:
+        store_two_paths: whether to store ``two_path_index``, which grows with the squares of degrees.
+
+    Raises:
+        TypeError: for anything but ``Data``, as triples of several types of nodes have no one list.
+    """
+
+    def __init__(self, store_two_paths: bool = False) -> None:
+        self.store_two_paths = store_two_paths
+
+    def forward(self, data: Any) -> Any:
+        if not isinstance(data, Data):
+            raise TypeError(
+                f"AddRelationalTriples needs a torch_geometric.data.Data; got a {type(data).__name__}. "
+                "Make the graph homogeneous first, data.to_homogeneous()"
+            )
+        if data.edge_index is None:
+            raise ValueError("AddRelationalTriples needs data.edge_index; got none")
+        triples = find_triples(data.edge_index, int(data.num_nodes or 0))
+        data.triangle_index = triples.triangle
+        if self.store_two_paths:
+            chunks = [torch.stack(chunk[:3]) for chunk in two_paths(triples, _PATHS_AT_A_TIME)]
+            data.two_path_index = torch.cat([data.edge_index.new_empty(3, 0), *chunks], dim=1)
+        return data
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(store_two_paths={self.store_two_paths})"

@@ -1,0 +1,135 @@
+"""An MLP of every connected triple. Shapes: N nodes, B graphs, P paths, E edges, H hidden, R channels, S samples."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import Linear
+
+from lightning_accel.nn.edge_weights import make_edge_weights
+from lightning_accel.nn.triple_sums import Graphs, edge_keys
+from lightning_accel.ops.float32 import at_least_float32
+from lightning_accel.ops.triples import Triples
+from lightning_accel.ops.two_paths import TwoPaths, sample_two_paths, two_paths
+
+
+class Tables(NamedTuple):
+    """What the first layer makes of nodes and edges, before paths join it: as centre, leaf and other leaf."""
+
+    nodes: Tensor  # (N, 3 H)
+    edges: Tensor | None  # (E, 3 H): between centre and leaf, centre and other, and the two leaves
+
+
+class TripleMLP(nn.Module):
+    """An MLP of each path of two edges, the same for both orders of its leaves.
+
+    It reads the features of centre and leaves, of the two edges, of the third one where there is one, and whether
+    there is: ``(f(centre, leaf, other) + f(centre, other, leaf)) / 2``. The first layer of f is linear, so it is
+    applied to nodes and edges rather than to paths; ``mlp`` is the rest of f.
+
+    Args:
+        in_channels: F; -1 takes it from the first input.
+        channels: R.
+        hidden_channels: H.
+        mlp: maps (P, H) to (P, R), its first operation an activation; ReLU, Linear, ReLU, Linear where it is None.
+        max_paths: paths at a time. In training, a chunk is computed again in the backward pass; 25 bytes a path stay.
+        edge_dim: columns of a floating ``edge_attr``.
+        num_relations: number of edge types.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        hidden_channels: int = 64,
+        mlp: nn.Module | None = None,
+        max_paths: int = 2**16,
+        edge_dim: int | None = None,
+        num_relations: int | None = None,
+    ) -> None:
+        super().__init__()
+        if max_paths < 1:
+            raise ValueError(f"max_paths must be at least 1; got {max_paths}")
+        self.channels = channels
+        self.max_paths = max_paths
+        self.nodes = Linear(in_channels, 3 * hidden_channels)
+        self.closed = nn.Parameter(torch.empty(hidden_channels))
+        self.edges = make_edge_weights(3 * hidden_channels, edge_dim, num_relations)
+        self.mlp = mlp if mlp is not None else _default_mlp(hidden_channels, channels)
+        nn.init.uniform_(self.closed, -1, 1)
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.closed, -1, 1)
+        for module in (self.nodes, self.edges, *self.mlp.modules()):
+            if module is not None and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def sums(
+        self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples, graphs: Graphs
+    ) -> dict[str, Tensor]:
+        """Sums over the paths in triangles, three in each, and over open wedges: (B, R) each, float32 at least."""
+        tables = self._tables(x, edge_attr, edge_index, triples)
+        total = at_least_float32(tables.nodes).new_zeros(2 * graphs.size, self.channels)
+        for paths in two_paths(triples, self.max_paths):
+            if len(paths.leaf) < self.max_paths or not torch.is_grad_enabled():
+                total = total + self._chunk_sum(tables, paths, triples, graphs)
+            else:
+                total = total + checkpoint(self._chunk_sum, tables, paths, triples, graphs, use_reentrant=False)
+        triangle, wedge = total.view(graphs.size, 2, self.channels).unbind(dim=1)
+        return {"triangle": triangle, "wedge": wedge}
+
+    def sampled(
+        self,
+        x: Tensor,
+        edge_attr: Tensor | None,
+        edge_index: Tensor,
+        triples: Triples,
+        graphs: Graphs,
+        num_samples: int,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Values (G, S, R) and closed (G, S) of paths drawn uniformly from each of the G graphs that have paths."""
+        if graphs.batch is not None and bool((graphs.batch.diff() < 0).any()):
+            raise ValueError("samples need a batch whose nodes are in the order of its graphs; sort its nodes by batch")
+        paths = sample_two_paths(triples, num_samples, generator, graphs.batch)
+        values = self._values(self._tables(x, edge_attr, edge_index, triples), paths, triples)
+        return at_least_float32(values).view(-1, num_samples, self.channels), paths.closed.view(-1, num_samples)
+
+    def _tables(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tables:
+        nodes = self.nodes(x.to(self.nodes.weight.dtype))
+        edges = None if self.edges is None else self.edges(edge_attr, edge_index, triples).to(nodes.dtype)
+        return Tables(nodes, edges)
+
+    def _chunk_sum(self, tables: Tables, paths: TwoPaths, triples: Triples, graphs: Graphs) -> Tensor:
+        value = at_least_float32(self._values(tables, paths, triples))
+        owner = 2 * graphs.of(paths.centre) + ~paths.closed
+        return value.new_zeros(2 * graphs.size, self.channels).index_add(0, owner, value)
+
+    def _values(self, tables: Tables, paths: TwoPaths, triples: Triples) -> Tensor:
+        centre, leaf, other = tables.nodes.chunk(3, dim=1)
+        shared = centre[paths.centre] + paths.closed.unsqueeze(1) * self.closed
+        one = shared + leaf[paths.leaf] + other[paths.other]
+        swapped = shared + leaf[paths.other] + other[paths.leaf]
+        if tables.edges is not None:
+            near, far, third = tables.edges.chunk(3, dim=1)
+            keys = edge_keys(triples)
+            first, second = (
+                _edge(paths.centre, paths.leaf, keys, triples),
+                _edge(paths.centre, paths.other, keys, triples),
+            )
+            between = _edge(paths.leaf, paths.other, keys, triples).clamp(max=len(keys) - 1)
+            closing = paths.closed.unsqueeze(1) * third[between]
+            one = one + near[first] + far[second] + closing
+            swapped = swapped + near[second] + far[first] + closing
+        return (self.mlp(one) + self.mlp(swapped)) / 2
+
+
+def _edge(u: Tensor, v: Tensor, keys: Tensor, triples: Triples) -> Tensor:
+    return torch.searchsorted(keys, torch.minimum(u, v) * triples.num_nodes + torch.maximum(u, v))
+
+
+def _default_mlp(hidden_channels: int, channels: int) -> nn.Module:
+    return nn.Sequential(
+        nn.ReLU(), nn.Linear(hidden_channels, hidden_channels), nn.ReLU(), nn.Linear(hidden_channels, channels)
+    )
