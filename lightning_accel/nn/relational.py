@@ -20,7 +20,8 @@ from lightning_accel.nn.triple_sums import (
     weighted_neighbour_sum,
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
-from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum
+from lightning_accel.ops.triple_memo import triples_of
+from lightning_accel.ops.triples import Triples, neighbour_sum
 
 TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
 
@@ -351,4 +352,4 @@ def _found(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -
     if not isinstance(edge_index, Tensor) or edge_index.is_sparse or edge_index.ndim != 2 or edge_index.shape[0] != 2:
         found = tuple(edge_index.shape) if isinstance(edge_index, Tensor) else type(edge_index).__name__
         raise ValueError(f"{name} needs edge_index (2, M) int64; got {found}")
-    return find_triples(edge_index, x.shape[0]) if triples is None else triples
+    return triples_of(edge_index, x.shape[0]) if triples is None else triples

@@ -10,7 +10,8 @@ from lightning_accel.nn.graph_call import call_with_graph
 from lightning_accel.nn.relational import RelationalOrder3Pooling
 from lightning_accel.nn.triple_product import ProductKernel
 from lightning_accel.nn.triple_sums import Graphs, count_subsets, edge_keys
-from lightning_accel.ops.triples import Triples, find_triples
+from lightning_accel.ops.triple_memo import triples_of
+from lightning_accel.ops.triples import Triples
 from lightning_accel.ops.two_paths import two_paths
 
 _TERMS_AT_A_TIME = 2**16
@@ -102,7 +103,7 @@ def _scores(
     size: int | None = None,
     triples: Triples | None = None,
 ) -> TripleScores:
-    triples = find_triples(edge_index, x.shape[0]) if triples is None else triples
+    triples = triples_of(edge_index, x.shape[0]) if triples is None else triples
     graphs = Graphs(batch, size)
     rates = (gradient.to(pooling.out.weight.dtype) @ pooling.out.weight).split(pooling.rank, dim=1)
     counts = count_subsets(triples, graphs)._asdict()

@@ -175,7 +175,7 @@ def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, tr
     """
     if weight is None:
         return triangle_sum(x, y, triples)
-    node, opposite = triples.triangle, _opposite_edges(triples)
+    node, opposite = triples.triangle, triples.side
     if torch.compiler.is_compiling() or node.shape[1] <= _TRIANGLES_AT_A_TIME:
         return _chunk_sum(x, y, weight, node, opposite, edges)
     total = torch.zeros_like(x)
@@ -215,10 +215,3 @@ def _chunk_sum(x: Tensor, y: Tensor | None, weight: Tensor, node: Tensor, opposi
             value = value * (ws[s] * ws[t]) if edges != "opposite" else value
         total = total.index_add(0, node[r], value)
     return total
-
-
-def _opposite_edges(triples: Triples) -> Tensor:
-    """The edge opposite each corner of each triangle, (3, T)."""
-    i, j, k = triples.triangle
-    pairs = torch.stack([j, i, i]) * triples.num_nodes + torch.stack([k, k, j])
-    return torch.searchsorted(edge_keys(triples), pairs)
