@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
+    from lightning_accel.data import AddRelationalTriples as AddRelationalTriples
     from lightning_accel.data import BarsAndStripesDataModule as BarsAndStripesDataModule
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
     from lightning_accel.data import GraphDataModule as GraphDataModule
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_accel.models import RelationalGNN as RelationalGNN
     from lightning_accel.models import SequenceModel as SequenceModel
     from lightning_accel.models import Stage as Stage
+    from lightning_accel.models import draw_triples as draw_triples
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
     from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
     from lightning_accel.nn import RBM as RBM
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from lightning_accel.nn import TopKGate as TopKGate
     from lightning_accel.nn import TreeRNN as TreeRNN
     from lightning_accel.nn import UpDown as UpDown
+    from lightning_accel.nn import assert_permutation_invariant as assert_permutation_invariant
+    from lightning_accel.nn import attribute_triples as attribute_triples
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
@@ -64,6 +68,7 @@ __version__ = "0.1.0"
 
 _PACKAGE_OF = {
     "AccelDDPStrategy": "strategies",
+    "AddRelationalTriples": "data",
     "AmpPrecision": "precision",
     "AtomicCheckpointIO": "strategies",
     "AtomicModelParallelStrategy": "strategies",
@@ -113,6 +118,9 @@ _PACKAGE_OF = {
     "TreeRNN": "nn",
     "UpDown": "nn",
     "WeightedAccumulation": "callbacks",
+    "assert_permutation_invariant": "nn",
+    "attribute_triples": "nn",
+    "draw_triples": "models",
     "length_batch_loader": "data",
     "read_idx": "data",
 }
@@ -120,6 +128,7 @@ _PACKAGE_OF = {
 __all__ = [
     "RBM",
     "AccelDDPStrategy",
+    "AddRelationalTriples",
     "AmpPrecision",
     "AtomicCheckpointIO",
     "AtomicModelParallelStrategy",
@@ -169,6 +178,9 @@ __all__ = [
     "UpDown",
     "WeightedAccumulation",
     "__version__",
+    "assert_permutation_invariant",
+    "attribute_triples",
+    "draw_triples",
     "length_batch_loader",
     "read_idx",
 ]

@@ -6,5 +6,14 @@ from lightning_accel.models.language_model import MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
 from lightning_accel.models.relational import RelationalGNN
 from lightning_accel.models.rnn import SequenceModel
+from lightning_accel.models.triple_figure import draw_triples
 
-__all__ = ["DeepBeliefNetwork", "MoEClassifier", "MoELanguageModel", "RelationalGNN", "SequenceModel", "Stage"]
+__all__ = [
+    "DeepBeliefNetwork",
+    "MoEClassifier",
+    "MoELanguageModel",
+    "RelationalGNN",
+    "SequenceModel",
+    "Stage",
+    "draw_triples",
+]

@@ -24,7 +24,8 @@ from lightning_accel.models.measured import Measured, is_valid, measure
 from lightning_accel.models.sequence_predictions import name_classes
 from lightning_accel.nn.relational_pooling import RelationalPooling
 from lightning_accel.nn.running_moments import Estimate
-from lightning_accel.ops.triples import Triples, find_triples
+from lightning_accel.ops.triple_memo import triples_of
+from lightning_accel.ops.triples import Triples
 from lightning_accel.strategies import PipelineStrategy
 
 Level: TypeAlias = Literal["graph", "node"]
@@ -311,7 +312,7 @@ class RelationalGNN(L.LightningModule):
     def _triples(self, x: Tensor, edge_index: Tensor, triangle_index: Tensor | None) -> Triples | None:
         if not (self.triple_readout or self.conv == "RO3Conv"):
             return None
-        return find_triples(edge_index, len(x))
+        return triples_of(edge_index, len(x), triangle_index)
 
     def _in_own_unit(self, scores: Tensor) -> Tensor:
         if self.target_kind != "regression":

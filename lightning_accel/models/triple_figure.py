@@ -1,5 +1,7 @@
 """A picture of the triples that a prediction rests on."""
 
+from typing import Any
+
 import networkx as nx
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
@@ -39,8 +41,9 @@ def draw_triples(data: Data, scores: TripleScores, num_triples: int = 20) -> Fig
     colours = ScalarMappable(CenteredNorm(0, _largest(scores.score)), colormaps["RdBu_r"])
     for triple, kind, score in zip(*(part[largest].tolist() for part in scores), strict=True):
         corners = [places[node] for node in triple]
-        filled = {"closed": True, "linewidth": 1} if kind == 3 else {"closed": False, "fill": False, "linewidth": 4}
-        axes.add_patch(Polygon(corners, color=colours.to_rgba(score), alpha=0.4, zorder=0, **filled))
+        is_triangle = kind == 3
+        style: dict[str, Any] = {"fill": is_triangle, "linewidth": 1 if is_triangle else 4, "alpha": 0.4, "zorder": 0}
+        axes.add_patch(Polygon(corners, closed=is_triangle, color=colours.to_rgba(score), **style))
     axes.set_axis_off()
     figure.colorbar(colours, ax=axes, label="what a triple adds")
     return figure

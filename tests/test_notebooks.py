@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom."""
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+
+NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
+
+
+@pytest.fixture(autouse=True)
+def without_windows():
+    backend = matplotlib.get_backend()
+    matplotlib.use("agg")
+    yield
+    plt.close("all")
+    matplotlib.use(backend)
+
+
+def words(text: str) -> list[str]:
+    """``text`` without numbers, whose last digits differ from machine to machine."""
+    return re.sub(r"-?\d+(\.\d+)?", "", text).split()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_run_and_say_what_is_stored_below_them(path, capsys, run_folder):
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+            stored = [line for output in cell["outputs"] for line in output.get("text", [])]
+            assert words(capsys.readouterr().out) == words("".join(stored))
+
+
+def test_there_is_one():
+    assert NOTEBOOKS
