@@ -218,6 +218,9 @@ def measure(folder: Path, subject: str, file: str, seed: int, every: int) -> dic
     for index, pair in list(enumerate(read_pairs(folder, file)))[::every]:
         torch.manual_seed(100_000 * seed + 1000 * FILES.index(file) + index)
         verdicts.append(judge(SUBJECTS[subject](), pair))
+        if len(verdicts) % 20 == 0:
+            so_far = sum(verdict.told_apart for verdict in verdicts)
+            print(f"  {subject}, {file}: {so_far} of {len(verdicts)}, {perf_counter() - begin:.0f} s", flush=True)
     apart = [v for v in verdicts if v.told_apart]
     return {
         "pairs": len(verdicts), "told apart": len(apart), "reliability failures": sum(not v.reliable for v in verdicts),

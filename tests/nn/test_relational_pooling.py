@@ -2,6 +2,7 @@ import itertools
 import math
 from collections import Counter
 
+import jsonargparse
 import networkx as nx
 import pytest
 import torch
@@ -223,6 +224,23 @@ def test_samples_are_unbiased_and_their_error_is_known(kind, level):
     assert 0.85 < covered < 0.97, covered  # 8 samples: Student's t has 0.91
 
 
+@pytest.mark.parametrize("level", ["graph", "node"])
+def test_errors_do_not_depend_on_chunks(level):
+    """Nodes of the graphs are mixed; drawn from the same numbers."""
+    x, edge_index, _, batch = as_tensors(*UNEQUAL)
+    nodes = torch.randperm(len(x))
+    inputs = (x[nodes], nodes.argsort()[edge_index], None, batch[nodes])
+    pooling = pooling_of("edges", level=level)
+    expected = pooling.estimate(*inputs, samples=7, generator=torch.Generator().manual_seed(1))
+    for pooling.chunk_size in (1, 40):
+        got = pooling.estimate(*inputs, samples=7, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    drawn_all = batch[nodes] if level == "node" else torch.arange(6)
+    error = expected.standard_error[(drawn_all != 0) & (drawn_all != 4)]  # no more than 7 tuples
+    assert not error.any()
+    assert expected.standard_error.any()
+
+
 def test_one_draw_a_step_is_unbiased():
     """Training: the mean of many steps, against the exact one."""
     pooling = pooling_of("two_paths")
@@ -300,7 +318,10 @@ def test_gradients(chunk_size):
     inputs = (x.requires_grad_(), edge_attr.requires_grad_())
     assert torch.autograd.gradcheck(lambda x, attributes: pooling(x, edge_index, attributes, batch), inputs)
     pooling.zero_grad()
+    calls = []
+    pooling.base_gnn.register_forward_hook(lambda *_: calls.append(1))
     pooling(x, edge_index, edge_attr, batch).sum().backward()
+    assert len(calls) == (1 if chunk_size > 100 else 2 * 5)  # 20 hold two copies of 7, or 2 of 9
     got = [weight.grad.clone() for weight in pooling.parameters()]
     pooling.zero_grad()
     mean_by_loop(pooling, x, edge_index, edge_attr, batch).sum().backward()
@@ -388,10 +409,9 @@ def test_bfloat16_keeps_sums_and_means_in_float32():
         def forward(self, x, edge_index):
             return torch.full((len(x), 2), 1.0, dtype=torch.bfloat16)
 
-    graph = nx.path_graph(300)  # more than bfloat16 can count
-    ones, arcs, _, _ = as_tensors(graph)
+    ones, arcs, _, _ = as_tensors(nx.path_graph(301))  # no number of bfloat16
     sums = RelationalPooling(Constant(), 1).eval()(ones, arcs)
-    assert torch.equal(sums, torch.tensor([[300.0, 300, 1, 1]]))
+    assert torch.equal(sums, torch.tensor([[301.0, 301, 1, 1]]))
     pooling = RelationalPooling(Sums(4), tuples="edges", head=nn.Linear(12, 3)).eval()
     exact = pooling(x.float(), edge_index, batch=batch)
     with torch.autocast("cpu", torch.bfloat16):
@@ -443,3 +463,19 @@ def test_refuses_inputs():
     pooled = RelationalPooling(Sequential("x, edge_index", [(nn.Flatten(0), "x -> x")]))
     with pytest.raises(ValueError, match="one row for each of 3 nodes"):
         pooled.train()(x, edge_index)
+
+
+def test_config_builds_it():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(RelationalPooling, "pooling")
+    gin = {
+        "class_path": "torch_geometric.nn.GIN",
+        "init_args": {"in_channels": 3, "hidden_channels": 4, "num_layers": 2},
+    }
+    head = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 12, "out_features": 2}}
+    options = {"base_gnn": gin, "head": head, "tuples": "edges", "samples": 8}
+    path = "lightning_accel.nn.relational_pooling.RelationalPooling"
+    config = parser.parse_object({"pooling": {"class_path": path, "init_args": options}})
+    pooling = parser.instantiate(config).pooling
+    assert (pooling.marks, pooling.samples) == (2, 8)
+    assert pooling(torch.ones(2, 1), torch.tensor([[0, 1], [1, 0]])).shape == (1, 2)
