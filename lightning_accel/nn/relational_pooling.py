@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn.inits import reset
 
 from lightning_accel.nn.graph_copies import Copies, GraphLayout, copy_graphs, lay_out, mark_nodes
 from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
@@ -28,10 +29,10 @@ class RelationalPooling(nn.Module):
     Shrikhande); with ``"nodes"`` and enough layers, circulant graphs; with ``marks="full"`` all graphs, if the base is
     strong enough. The head stands before the mean, since a mean of what is linear in h says less.
 
-    In training, each graph is seen with ``train_samples`` tuples drawn uniformly, by default one (pi-SGD): the loss of
-    a mean is then bounded by the mean loss. In evaluation all tuples are, or ``samples`` of each graph, drawn without
-    replacement, all of them where there are no more; of more than 2**52, with replacement. Random numbers are those
-    of ``generator``, or else of torch's global one; each graph has its own.
+    In training, each graph is seen with ``train_samples`` tuples drawn uniformly, by default one (pi-SGD): a convex
+    loss is then on average at least that of the mean. In evaluation all tuples are averaged, or ``samples`` of each
+    graph, drawn without replacement, all of them where there are no more; of more than 2**52, with replacement. Random
+    numbers are those of ``generator``, or else of torch's global one; each graph has its own.
 
     Tuples are those of the undirected simple graph: an arc either way joins two nodes, loops and duplicates are no
     tuples (the base sees all arcs as they are given). A graph without a tuple is seen once, unmarked, its marked
@@ -52,8 +53,8 @@ class RelationalPooling(nn.Module):
         chunk_size: nodes plus arcs of the copies that are in memory at a time, at least one copy; with gradients,
             chunks are computed again in the backward pass.
 
-    Sources: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1
-    and section 2.2, there with all permutations or k-subsets, here also with connected tuples alone.
+    Sources: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1,
+    and its k-ary pooling and pi-SGD, there of all permutations, here also of connected tuples alone.
 
     >>> from torch_geometric.nn import GIN
     >>> pooling = RelationalPooling(GIN(1 + 2, 8, num_layers=3), tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
@@ -90,9 +91,8 @@ class RelationalPooling(nn.Module):
         self._takes = _optional_inputs(base_gnn)
 
     def reset_parameters(self) -> None:
-        for module in (self.base_gnn, self.head):
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+        reset(self.base_gnn)
+        reset(self.head)
 
     def forward(
         self,
@@ -118,7 +118,7 @@ class RelationalPooling(nn.Module):
         samples: int | None = None,
         generator: Generator | None = None,
     ) -> Estimate:
-        """The mean over all tuples or over samples, and its standard error, whether in training or not.
+        """The mean over all tuples or over samples, and its standard error; dropout is left as ``train()`` set it.
 
         Args:
             x: (N, F), floating.

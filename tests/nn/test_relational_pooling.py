@@ -389,7 +389,9 @@ def test_bases_of_pyg():
     for base, attributes in ((GIN(4, 3, 2), None), (Convolution(), edge_attr), (sequential, None)):
         pooling = RelationalPooling(base, tuples="edges")
         assert pooling(x, edge_index, attributes, batch).shape == (6, 9)
+        before = [weight.clone() for weight in pooling.parameters()]
         pooling.reset_parameters()
+        assert not any(torch.equal(*pair) for pair in zip(before, pooling.parameters(), strict=True) if pair[0].any())
         assert pooling.eval()(x, edge_index, attributes, batch).dtype == torch.float32
 
 
