@@ -387,7 +387,7 @@ def test_bases_of_pyg():
 
     sequential = Sequential("x, edge_index", [(nn.Linear(4, 3), "x -> x"), nn.ReLU()])
     for base, attributes in ((GIN(4, 3, 2), None), (Convolution(), edge_attr), (sequential, None)):
-        pooling = RelationalPooling(base, tuples="edges")
+        pooling = RelationalPooling(base, tuples="edges", head=nn.Linear(9, 9))
         assert pooling(x, edge_index, attributes, batch).shape == (6, 9)
         before = [weight.clone() for weight in pooling.parameters()]
         pooling.reset_parameters()
