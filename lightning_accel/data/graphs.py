@@ -107,7 +107,7 @@ class GraphDataModule(L.LightningDataModule):
         max_nodes: most nodes of a batch, of all processes together; a process holds about its share.
         max_edges: most edges of a batch, columns of ``edge_index``, likewise.
         num_neighbors: for one large graph whose nodes have targets: how many neighbours of a seed node, of each of
-            those, and so on, come with it; -1 for all.
+            those, and so on, come with it, and all edges among them; -1 for all. ``n_id`` numbers a batch's nodes.
         val_share: share of the graphs, or nodes, that validate; by default .1, of ``substructures`` .2.
         test_share: share that tests; by default .2, of ``substructures`` .5.
         seed: of the generated graphs, the split, the order and the neighbours.

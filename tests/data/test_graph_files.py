@@ -194,7 +194,7 @@ EDGES = "graph,source,target,type,weight\n" + "".join(
     f"m{i},a,b,{'single' if i % 2 else 'double'},{i}\nm{i},b,c,single,2\n" for i in range(12)
 )
 ATOMS = "graph,node,element,charge\n" + "".join(
-    f"m{i},{name},{'CNO'[(i + place) % 3]},{i + place}\n" for i in range(12) for place, name in enumerate("cbad")
+    f"m{i},{name},{'CNO'[(i + place) % 3]},{i + place}\n" for place, name in enumerate("cbad") for i in range(12)
 )
 TARGETS = "graph,y\n" + "".join(f"m{11 - i},{'toxic' if i % 2 else 'safe'}\n" for i in range(12))
 

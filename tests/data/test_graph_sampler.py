@@ -54,6 +54,18 @@ def test_graphs_of_one_size_meet_by_lot_alone():
     assert [len(rows) for rows in sampler] == [4, 4, 4]
 
 
+def test_graphs_of_unlike_sizes_meet_others_in_each_epoch():
+    sampler = GraphBudgetBatchSampler(np.arange(1, 41), max_nodes=300)
+    met = {frozenset(rows) for epoch in range(20) for rows in batches_of(sampler, epoch)}
+    assert len(met) == 20 * len(sampler)
+
+
+def test_large_and_small_graphs_are_dealt_to_and_fro():
+    nodes = np.array([1, 8, 3, 6, 2, 7, 4, 5])
+    parts = [batches_of(GraphBudgetBatchSampler(nodes, max_nodes=36, num_replicas=2, rank=rank)) for rank in (0, 1)]
+    assert [[nodes[rows].tolist() for rows in part] for part in parts] == [[[8, 5, 4, 1]], [[7, 6, 3, 2]]]
+
+
 def test_batches_hold_large_and_small_graphs_alike():
     sampler = GraphBudgetBatchSampler(NODES, max_nodes=1500)
     means = np.array([NODES[rows].mean() for rows in batches_of(sampler)])

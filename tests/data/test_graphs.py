@@ -193,6 +193,10 @@ def test_masks_of_a_dataset_split_its_nodes():
     for name in ("train", "val", "test"):
         graph[f"{name}_mask"] = torch.stack([graph[f"{name}_mask"], graph[f"{name}_mask"].flip(0)], dim=1)
     assert ready(dataset=Given([graph]), fold=1).test_rows.rows.tolist() == list(range(4, 14))
+    state = data.state_dict()
+    graph.train_mask[0] = False
+    with pytest.raises(ValueError, match="digest"):
+        ready(dataset=Given([graph]), fold=0).load_state_dict(state)
     with pytest.raises(ValueError, match="holds 2 splits; got fold=2"):
         ready(dataset=Given([graph]), fold=2)
     lacking = ready(dataset=KarateClub())  # which has a train_mask alone
@@ -242,6 +246,7 @@ def test_a_transform_is_called_once_a_graph_and_leaves_the_dataset_alone():
     data = ready(dataset=Given(made), transform=AddDegree())
     for _ in range(2):
         assert {value for batch in data.train_dataloader() for value in batch.x.flatten().tolist()} == {1, 2}
+    data.setup("test")  # a trainer calls it once a stage
     assert AddDegree.calls == 20
     assert all(a.x.equal(b.x) and a.y.equal(b.y) for a, b in zip(made, before, strict=True))
     assert next(iter(ready(transform=AddDegree()).train_dataloader())).x.unique().tolist() == [4]
@@ -361,6 +366,7 @@ def test_a_checkpoint_of_other_graphs_is_refused():
     ready(dataset=Given(made)).load_state_dict(state)
     for change, said in (
         ({"dataset": Given(made[1:])}, "digest"),
+        ({"dataset": Given(given(edge_index=lambda graph: graph.edge_index.flip(1)))}, "digest"),
         ({"dataset": Given(made), "test_share": 0.3}, "split"),
         ({"dataset": Given(given(x=lambda graph: torch.randn(3, 4)))}, "features"),
         ({"dataset": Given(given(y=lambda graph: torch.randn(1)))}, "target"),
