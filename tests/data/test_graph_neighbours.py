@@ -62,11 +62,11 @@ def test_draws_are_uniform_and_repeat():
     graph = graph_of()
     counts = torch.zeros(60)
     rows = NeighbourRows(graph, [2])
-    for rows.seed in range(3000):
+    for rows.seed in range(1000):
         counts[rows[[4]].n_id[1:]] += 1
-    shares = counts[counts > 0] / 3000
+    shares = counts[counts > 0] / 1000
     assert len(shares) == 6
-    assert (shares - 1 / 3).abs().max() < 0.04  # four deviations
+    assert (shares - 1 / 3).abs().max() < 0.06  # four deviations
     rows = NeighbourRows(graph, [2, 2])
     assert rows[[4, 9]].n_id.equal(NeighbourRows(graph, [2, 2])[[4, 9]].n_id)
     drawn = {tuple(NeighbourRows(graph, [2])[[4] * times].n_id.tolist()) for times in range(1, 9)}
