@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_accel.ops.csr import bag_sum
 from lightning_accel.ops.float32 import at_least_float32
 
-# Bytes of one factor for a block of edges. On CPU for each thread: a few of these stay in cache, and the operations of
-# a block are long enough that threads seldom wait for each other; elsewhere enough to fill the device.
-_BLOCK_BYTES = {"cpu": 2**21, "other": 2**28}
+# Bytes of one factor for a block of edges. On CPU for each thread: a few of these stay in cache; elsewhere enough to
+# fill the device.
+_BLOCK_BYTES = {"cpu": 2**20, "other": 2**28}
 
 
 def triangle_product(
@@ -36,7 +36,10 @@ def triangle_product(
     Returns:
         (N, R), float32 or float64.
     """
-    x, y = at_least_float32(x), None if y is None else at_least_float32(y)
+    x = at_least_float32(x)
+    if y is not None:
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(dtype), y.to(dtype)
     return torch.ops.lightning_accel.triangle_product(x, y, edge, triangle_edge, third_rowptr, third)
 
 
@@ -53,12 +56,14 @@ def _triangle_product_op(
     # edges in no triangle take no room in third, so that where one begins there the one before ends
     rowptr = torch.cat([third_rowptr.index_select(0, triangle_edge), third_rowptr[-1:]])
     borders = rowptr[:-1:size].tolist() if num_edges > size else [0]  # a host sync
+    buffer = x.new_empty(min(size, num_edges), x.shape[1])  # one for all blocks: fresh memory costs more than the sums
     for first, start, stop in zip(range(0, num_edges, size), borders, [*borders[1:], len(third)], strict=True):
         last = min(first + size, num_edges)
         u, v = edge.index_select(1, triangle_edge[first:last])
         partial = bag_sum(rowptr[first : last + 1] - start, third[start:stop], summed)
-        out.index_add_(0, u, partial * x.index_select(0, v))
-        out.index_add_(0, v, partial.mul_(x.index_select(0, u)))
+        for this, other in ((u, v), (v, u)):
+            factor = torch.index_select(x, 0, other, out=buffer[: last - first])
+            out.index_add_(0, this, factor.mul_(partial))
     return out.div_(2) if y is None else out
 
 

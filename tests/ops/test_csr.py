@@ -88,6 +88,12 @@ def test_narrow_factors_are_summed_in_float32(dtype):
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
 
 
+def test_the_wider_dtype_holds():
+    triples, (x, y) = graph(), factors(40, 5)
+    torch.testing.assert_close(triangle_sum(x, y.double(), triples), triangle_sum(x.double(), y.double(), triples))
+    assert triangle_sum(x.bfloat16(), y.double(), triples).dtype == torch.float64
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_bits_are_the_same_each_time(num_threads):
     triples, before = graph(500, 20_000), torch.get_num_threads()
