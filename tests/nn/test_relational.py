@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
+import torch_geometric
 from torch import Tensor
-from torch_geometric.nn import GINConv, Sequential, global_add_pool
+from torch_geometric.nn import GINConv, Sequential, global_add_pool, to_hetero
 
 from lightning_accel.nn import RO3Conv, RO3Pooling, assert_permutation_invariant
 from lightning_accel.nn.triple_sums import rooted_sums
@@ -468,9 +469,11 @@ def test_compiles_with_dynamic_shapes(typed):
     torch.testing.assert_close(whole(x, edge_index, attr), conv(x, edge_index, attr))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.fx._symbolic_trace, "List") and torch_geometric.__version__ < "2.7",
+    reason="old PyG's to_hetero fails with new torch, whatever the layer",
+)
 def test_hetero_works_within_node_types_and_is_refused_between_them():
-    from torch_geometric.nn import to_hetero
-
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
