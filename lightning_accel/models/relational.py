@@ -49,8 +49,9 @@ class RelationalGNN(L.LightningModule):
     Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
     ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) where there is
     none, or values (B,), (B, K), (N,) or (N, K), NaN where there is none; ``triangle_index`` of
-    :class:`lightning_accel.data.AddRelationalTriples` where it was applied. Of nodes, those of ``train_mask``,
-    ``val_mask`` and ``test_mask`` count in their stage, and the first ``batch_size`` in batches of sampled neighbours.
+    :class:`lightning_accel.data.AddRelationalTriples` where it was applied. Of nodes, those of ``target_index`` count,
+    as :class:`lightning_accel.data.GraphDataModule` has it; or those of ``train_mask``, ``val_mask`` and ``test_mask`` in
+    their stage, and the first ``batch_size`` of PyG's loaders of sampled neighbours.
 
     The loss is cross entropy, or the squared error of values in standard deviations of the training targets where the
     datamodule tells them: its sum over all that is valid in the batch, on all processes, divided by the number of
@@ -73,10 +74,12 @@ class RelationalGNN(L.LightningModule):
             ``num_relations`` if it has them.
         conv_options: further arguments of it.
         dim: width of all layers.
-        num_layers: convolutions.
+        num_layers: convolutions; none leaves the triples of ``triple_readout`` alone.
         marks: nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
         tuples: which nodes are: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
-        samples: tuples of each graph in evaluation, drawn at random; by default all.
+        samples: tuples of each graph in evaluation, drawn at random; None: all.
+        train_samples: likewise in training. Of one, the loss of each is lowered, which bounds that of their mean and
+            asks of each to tell the target alone; of more, that of the mean of those drawn.
         readout: of the nodes of a graph; with marks always their sum.
         triple_readout: add triangles and 2-paths to the readout.
         norm: after each convolution.
@@ -115,6 +118,7 @@ class RelationalGNN(L.LightningModule):
         marks: int = 0,
         tuples: Tuples | None = None,
         samples: int | None = None,
+        train_samples: int | None = 1,
         readout: ReadoutName = "sum",
         triple_readout: bool = False,
         norm: NormName = "batch",
@@ -138,7 +142,7 @@ class RelationalGNN(L.LightningModule):
         self.class_names = class_names
         self.conv, self.conv_options = conv, conv_options or {}
         self.dim, self.num_layers = dim, num_layers
-        self.marks, self.tuples, self.samples = marks, tuples, samples
+        self.marks, self.tuples, self.samples, self.train_samples = marks, tuples, samples, train_samples
         self.readout_name, self.triple_readout = readout, triple_readout
         self.norm, self.dropout, self.residual = norm, dropout, residual
         self.make_optimizer = optimizer
@@ -151,14 +155,17 @@ class RelationalGNN(L.LightningModule):
             self.configure_model()
 
     def _require_options(self) -> None:
-        if self.num_layers < 1 or self.dim < 1 or self.marks < 0:
+        if self.num_layers < 0 or self.dim < 1 or self.marks < 0:
             raise ValueError(
-                "num_layers and dim must be at least 1, marks at least 0; got "
-                f"num_layers={self.num_layers}, dim={self.dim}, marks={self.marks}"
+                "num_layers and marks must be at least 0, dim at least 1; got "
+                f"num_layers={self.num_layers}, marks={self.marks}, dim={self.dim}"
             )
-        if not self.marks and (self.tuples is not None or self.samples is not None):
+        if not self.num_layers and not self.triple_readout:
+            raise ValueError("num_layers=0 leaves the edges out; give layers, or triple_readout=True")
+        if not self.marks and (self.tuples, self.samples, self.train_samples) != (None, None, 1):
             raise ValueError(
-                f"tuples={self.tuples!r} and samples={self.samples} say which nodes are marked, but marks=0: give marks"
+                f"tuples={self.tuples!r}, samples={self.samples} and train_samples={self.train_samples} say which nodes "
+                "are marked, but marks=0: give marks"
             )
         if self.marks and (self.triple_readout or self.readout_name != "sum"):
             raise ValueError(
@@ -244,7 +251,13 @@ class RelationalGNN(L.LightningModule):
         self.marked: RelationalPooling | None = None
         if self.marks:
             self.marked = RelationalPooling(
-                layers, self.marks, self.tuples, level=self.level, head=self.head, samples=self.samples
+                layers,
+                self.marks,
+                self.tuples,
+                level=self.level,
+                head=self.head,
+                samples=self.samples,
+                train_samples=self.train_samples,
             )
         self.layers = layers
         self.register_buffer("target_mean", torch.zeros(num_scores))
@@ -347,7 +360,7 @@ class RelationalGNN(L.LightningModule):
     def _measure(self, batch: Data, stage: str) -> Measured:
         target = self._target(batch, stage)
         unit = self.target_std if self.target_kind == "regression" else None
-        return measure(self(*self._inputs(batch))[: len(target)], target, unit)
+        return measure(self(*self._inputs(batch))[self._rows(batch)], target, unit)
 
     def _inputs(self, batch: Data) -> tuple[Any, ...]:
         x = batch.x
@@ -383,15 +396,18 @@ class RelationalGNN(L.LightningModule):
             raise ValueError(f"RelationalGNN needs a target y in each batch of {stage}; got {batch}")
         if self.target_kind == "regression" and not target.is_floating_point():
             target = target.float()
-        if self.level == "node":
-            target = target[: getattr(batch, "batch_size", None)]
-            mask = getattr(batch, f"{stage}_mask", None)
-            if mask is not None:
-                mask = mask[: len(target)].view(-1, *[1] * (target.ndim - 1))
-                target = torch.where(mask, target, torch.nan if target.is_floating_point() else IGNORED)
-        elif self.target_kind == "classification":
-            target = target.view(-1)
-        return target
+        rows = self._rows(batch)
+        mask = None if "target_index" in batch or self.level == "graph" else getattr(batch, f"{stage}_mask", None)
+        if mask is not None:
+            mask = mask.view(-1, *[1] * (target.ndim - 1))
+            target = torch.where(mask, target, torch.nan if target.is_floating_point() else IGNORED)
+        return (target.view(-1) if self.target_kind == "classification" else target)[rows]
+
+    def _rows(self, batch: Data) -> Tensor | slice:
+        """Which rows of the output are asked for."""
+        if self.level == "graph":
+            return slice(None)
+        return batch.target_index if "target_index" in batch else slice(getattr(batch, "batch_size", None))
 
     def on_validation_epoch_start(self) -> None:
         # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
@@ -421,10 +437,10 @@ class RelationalGNN(L.LightningModule):
           (B,), and ``score`` and its ``standard_error``, (B,), of that class before the softmax.
         - ``regression``: ``value`` and its ``standard_error``, (B,), or (B, K) of several.
 
-        Of nodes in batches of sampled neighbours, the first ``batch_size`` are told.
+        Of nodes, those of ``target_index`` are told, or the first ``batch_size``, or all.
         """
-        rows = getattr(batch, "batch_size", None) if self.level == "node" else None
-        mean, error = (part[:rows] for part in self.estimate(*self._inputs(batch)))
+        rows = self._rows(batch)
+        mean, error = (part[rows] for part in self.estimate(*self._inputs(batch)))
         if self.target_kind == "regression":
             return {"value": mean.squeeze(dim=-1), "standard_error": error.squeeze(dim=-1)}
         best = mean.argmax(dim=-1, keepdim=True)

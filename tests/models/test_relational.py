@@ -169,6 +169,29 @@ def test_of_sampled_neighbours_the_seeds_alone_count():
     assert len(model.predict_step(data, 0)["class"]) == 4
 
 
+def test_of_nodes_those_of_target_index_count():
+    data = node_data()
+    data.target_index = torch.tensor([7, 2])
+    model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none").eval()
+    measured = model._measure(data, "train")
+    scores = model(data.x, data.edge_index)[[7, 2]]
+    torch.testing.assert_close(measured.loss, F.cross_entropy(scores, data.y[[7, 2]], reduction="sum"))
+    torch.testing.assert_close(model.predict_step(data, 0)["class"], scores.argmax(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [({"task": "karate"}, 0.8), ({"task": "karate", "num_neighbors": [5, 5], "batch_size": 4}, 0.8)],
+)
+def test_nodes_of_the_datamodule(options, least):
+    data = GraphDataModule(**options)
+    model = RelationalGNN(dim=16, num_layers=2, norm="none", optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    run = trainer(max_steps=60, limit_val_batches=0)
+    run.fit(model, data)
+    assert run.test(model, data, verbose=False)[0]["test/accuracy"] >= least
+    assert sum(len(part["class"]) for part in run.predict(model, data)) == 34
+
+
 def test_predictions_tell_the_error_of_samples():
     torch.manual_seed(2)
     data = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :3])])
@@ -204,7 +227,9 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
         ({"tuples": "edges"}, "say which nodes are marked, but marks=0"),
         ({"marks": 1, "triple_readout": True}, "with marks the readout is the sum"),
         ({"marks": 1, "readout": "mean"}, "with marks the readout is the sum"),
-        ({"num_layers": 0}, "num_layers and dim must be at least 1"),
+        ({"num_layers": 0}, "num_layers=0 leaves the edges out"),
+        ({"num_layers": -1}, "num_layers and marks must be at least 0"),
+        ({"train_samples": None}, "say which nodes are marked, but marks=0"),
         ({"conv": "GINKonv"}, "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
         ({"conv": "GATConv", "conv_options": {"heads": 3}}, r"gave \(2, 192\).*concat: false"),
         ({"conv": "GCNConv", "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
