@@ -166,3 +166,13 @@ def test_not_a_number_is_a_difference():
     call = lambda x, edge_index: x[:1] / (edge_index[0, 0] - 3)  # noqa: E731
     with pytest.raises(AssertionError, match="off by inf"):
         assert_permutation_invariant(call, torch.ones(6, 1) * 0, RING, trials=30)
+
+
+def test_batches_stay_in_the_order_of_their_graphs():
+    """As PyG makes them, and as some layers need them."""
+
+    def call(x, batch):
+        assert (batch.diff() >= 0).all()
+        return global_add_pool(x, batch)
+
+    assert_permutation_invariant(call, batch_of_two(), trials=20)
