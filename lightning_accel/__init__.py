@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
-    from lightning_accel.data import AddRelationalTriples as AddRelationalTriples
     from lightning_accel.data import BarsAndStripesDataModule as BarsAndStripesDataModule
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
-    from lightning_accel.data import GraphDataModule as GraphDataModule
     from lightning_accel.data import IdxDataModule as IdxDataModule
     from lightning_accel.data import LengthBatchSampler as LengthBatchSampler
     from lightning_accel.data import SequenceBatch as SequenceBatch
@@ -26,15 +24,17 @@ if TYPE_CHECKING:
     from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.data import length_batch_loader as length_batch_loader
     from lightning_accel.data import read_idx as read_idx
+    from lightning_accel.data.graphs import GraphDataModule as GraphDataModule
+    from lightning_accel.data.relational_transform import AddRelationalTriples as AddRelationalTriples
     from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
-    from lightning_accel.models import RelationalGNN as RelationalGNN
     from lightning_accel.models import SequenceModel as SequenceModel
     from lightning_accel.models import Stage as Stage
-    from lightning_accel.models import draw_triples as draw_triples
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
     from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
+    from lightning_accel.models.relational import RelationalGNN as RelationalGNN
+    from lightning_accel.models.triple_figure import draw_triples as draw_triples
     from lightning_accel.nn import RBM as RBM
     from lightning_accel.nn import ContrastiveDivergence as ContrastiveDivergence
     from lightning_accel.nn import DynamicRNN as DynamicRNN
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from lightning_accel.nn import FeedForward as FeedForward
     from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
     from lightning_accel.nn import RBMStack as RBMStack
-    from lightning_accel.nn import RelationalOrder3Pooling as RelationalOrder3Pooling
-    from lightning_accel.nn import RelationalPooling as RelationalPooling
-    from lightning_accel.nn import RO3Conv as RO3Conv
-    from lightning_accel.nn import RO3Pooling as RO3Pooling
     from lightning_accel.nn import TopKGate as TopKGate
     from lightning_accel.nn import TreeRNN as TreeRNN
     from lightning_accel.nn import UpDown as UpDown
-    from lightning_accel.nn import assert_permutation_invariant as assert_permutation_invariant
-    from lightning_accel.nn import attribute_triples as attribute_triples
+    from lightning_accel.nn.invariance import assert_permutation_invariant as assert_permutation_invariant
+    from lightning_accel.nn.relational import RelationalOrder3Pooling as RelationalOrder3Pooling
+    from lightning_accel.nn.relational import RO3Conv as RO3Conv
+    from lightning_accel.nn.relational import RO3Pooling as RO3Pooling
+    from lightning_accel.nn.relational_attribution import attribute_triples as attribute_triples
+    from lightning_accel.nn.relational_pooling import RelationalPooling as RelationalPooling
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
@@ -66,16 +66,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Not a package but a module of it where that imports scikit-learn or torch_geometric, which take seconds.
 _PACKAGE_OF = {
     "AccelDDPStrategy": "strategies",
-    "AddRelationalTriples": "data",
+    "AddRelationalTriples": "data.relational_transform",
     "AmpPrecision": "precision",
     "AtomicCheckpointIO": "strategies",
     "AtomicModelParallelStrategy": "strategies",
     "BarsAndStripesDataModule": "data",
     "Bfloat16Precision": "precision",
     "ContrastiveDivergence": "nn",
-    "DBNClassifier": "models.estimators",  # not in models, as it imports scikit-learn
+    "DBNClassifier": "models.estimators",
     "DataParallelStrategy": "strategies",
     "DeepBeliefNetwork": "models",
     "DigitsDataModule": "data",
@@ -88,7 +89,7 @@ _PACKAGE_OF = {
     "FeedForward": "nn",
     "Float8Precision": "precision",
     "FullyShardedStrategy": "strategies",
-    "GraphDataModule": "data",
+    "GraphDataModule": "data.graphs",
     "IdxDataModule": "data",
     "LengthBatchSampler": "data",
     "MixtureOfExperts": "nn",
@@ -100,11 +101,11 @@ _PACKAGE_OF = {
     "RBMMonitor": "callbacks",
     "RBMStack": "nn",
     "RBMTransformer": "models.estimators",
-    "RO3Conv": "nn",
-    "RO3Pooling": "nn",
-    "RelationalGNN": "models",
-    "RelationalOrder3Pooling": "nn",
-    "RelationalPooling": "nn",
+    "RO3Conv": "nn.relational",
+    "RO3Pooling": "nn.relational",
+    "RelationalGNN": "models.relational",
+    "RelationalOrder3Pooling": "nn.relational",
+    "RelationalPooling": "nn.relational_pooling",
     "SamplerCheck": "callbacks",
     "SaveOnSignal": "callbacks",
     "SequenceBatch": "data",
@@ -118,9 +119,9 @@ _PACKAGE_OF = {
     "TreeRNN": "nn",
     "UpDown": "nn",
     "WeightedAccumulation": "callbacks",
-    "assert_permutation_invariant": "nn",
-    "attribute_triples": "nn",
-    "draw_triples": "models",
+    "assert_permutation_invariant": "nn.invariance",
+    "attribute_triples": "nn.relational_attribution",
+    "draw_triples": "models.triple_figure",
     "length_batch_loader": "data",
     "read_idx": "data",
 }

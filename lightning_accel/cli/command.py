@@ -24,8 +24,8 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-import lightning_accel.data
-import lightning_accel.models  # as data: the parser finds a class by its name alone once it is imported
+import lightning_accel.data.graphs
+import lightning_accel.models.relational  # as data: the parser finds a class by its name alone once it is imported
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter

@@ -4,16 +4,12 @@ from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.language_model import MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
-from lightning_accel.models.relational import RelationalGNN
 from lightning_accel.models.rnn import SequenceModel
-from lightning_accel.models.triple_figure import draw_triples
 
 __all__ = [
     "DeepBeliefNetwork",
     "MoEClassifier",
     "MoELanguageModel",
-    "RelationalGNN",
     "SequenceModel",
     "Stage",
-    "draw_triples",
 ]

@@ -22,8 +22,8 @@ from lightning_accel.models.hooks import (
 )
 from lightning_accel.models.measured import Measured, is_valid, measure
 from lightning_accel.models.sequence_predictions import name_classes
+from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational_pooling import RelationalPooling
-from lightning_accel.nn.running_moments import Estimate
 from lightning_accel.ops.triple_memo import triples_of
 from lightning_accel.ops.triples import Triples
 from lightning_accel.strategies import PipelineStrategy
@@ -39,19 +39,21 @@ class RelationalGNN(L.LightningModule):
 
     Three things, alone or together, tell graphs apart that message passing cannot:
 
-    - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.nn.RO3Conv`);
+    - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
     - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
-      (:class:`lightning_accel.nn.RelationalOrder3Pooling`);
+      (:class:`lightning_accel.RelationalOrder3Pooling`);
     - ``marks``: the mean over runs in which one, two or three joined nodes are marked
-      (:class:`lightning_accel.nn.RelationalPooling`), which sees most. Training marks one random tuple a graph and
+      (:class:`lightning_accel.RelationalPooling`), which sees most. Training marks one random tuple a graph and
       step, evaluation all of them, or ``samples``.
 
     Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
     ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) where there is
     none, or values (B,), (B, K), (N,) or (N, K), NaN where there is none; ``triangle_index`` of
-    :class:`lightning_accel.data.AddRelationalTriples` where it was applied. Of nodes, those of ``target_index`` count,
-    as :class:`lightning_accel.data.GraphDataModule` has it; or those of ``train_mask``, ``val_mask`` and ``test_mask`` in
-    their stage, and the first ``batch_size`` of PyG's loaders of sampled neighbours.
+    :class:`lightning_accel.AddRelationalTriples` where it was applied.
+
+    Of nodes, those of ``target_index`` count, as :class:`lightning_accel.GraphDataModule` has it; or those of
+    ``train_mask``, ``val_mask`` and ``test_mask`` in their stage, and the first ``batch_size`` of PyG's loaders of
+    sampled neighbours.
 
     The loss is cross entropy, or the squared error of values in standard deviations of the training targets where the
     datamodule tells them: its sum over all that is valid in the batch, on all processes, divided by the number of
@@ -164,8 +166,8 @@ class RelationalGNN(L.LightningModule):
             raise ValueError("num_layers=0 leaves the edges out; give layers, or triple_readout=True")
         if not self.marks and (self.tuples, self.samples, self.train_samples) != (None, None, 1):
             raise ValueError(
-                f"tuples={self.tuples!r}, samples={self.samples} and train_samples={self.train_samples} say which nodes "
-                "are marked, but marks=0: give marks"
+                f"tuples={self.tuples!r}, samples={self.samples} and train_samples={self.train_samples} say which "
+                "nodes are marked, but marks=0: give marks"
             )
         if self.marks and (self.triple_readout or self.readout_name != "sum"):
             raise ValueError(

@@ -21,7 +21,7 @@ def draw_triples(data: Data, scores: TripleScores, num_triples: int = 20) -> Fig
 
     Args:
         data: one graph.
-        scores: of :func:`lightning_accel.nn.attribute_triples` for it.
+        scores: of :func:`lightning_accel.attribute_triples` for it.
         num_triples: how many of the largest magnitude are drawn.
 
     Raises:

@@ -3,18 +3,14 @@
 from lightning_accel.nn.adaptive import AdaptiveComputation, AdaptiveOutput
 from lightning_accel.nn.contrastive import ContrastiveDivergence
 from lightning_accel.nn.dbn import RBMStack
+from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.expert_load import ExpertLoad, LoadStatistics, summarise_load
 from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
-from lightning_accel.nn.invariance import assert_permutation_invariant
 from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
 from lightning_accel.nn.moe_weights import read_transformers, write_transformers
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentOutput
-from lightning_accel.nn.relational import RelationalOrder3Pooling, RO3Conv, RO3Pooling
-from lightning_accel.nn.relational_attribution import TripleScores, attribute_triples
-from lightning_accel.nn.relational_pooling import RelationalPooling
-from lightning_accel.nn.running_moments import Estimate
 from lightning_accel.nn.stack_likelihood import LogProbBound
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
 from lightning_accel.nn.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
@@ -41,20 +37,13 @@ __all__ = [
     "MixtureOfExperts",
     "MixtureOutput",
     "RBMStack",
-    "RO3Conv",
-    "RO3Pooling",
     "RecurrentOutput",
-    "RelationalOrder3Pooling",
-    "RelationalPooling",
     "Routing",
     "TopKGate",
     "TransformerBlock",
     "TreeLevels",
     "TreeRNN",
-    "TripleScores",
     "UpDown",
-    "assert_permutation_invariant",
-    "attribute_triples",
     "forest_from_nested",
     "join_parents",
     "plan_levels",

@@ -12,9 +12,10 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
+from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.graph_copies import Copies, GraphLayout, copy_graphs, lay_out, mark_nodes
 from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
-from lightning_accel.nn.running_moments import Estimate, RunningMoments
+from lightning_accel.nn.running_moments import RunningMoments
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
 _MOST_COPIES = 2**23

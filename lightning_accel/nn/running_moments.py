@@ -1,17 +1,9 @@
 """Means of parts that do not fit into memory together. Shapes: O owners, T rows, D numbers."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-
-class Estimate(NamedTuple):
-    """A mean over tuples, and how far it may be off."""
-
-    mean: Tensor
-    standard_error: Tensor
-    """0 where the mean is that of all tuples."""
+from lightning_accel.nn.estimate import Estimate
 
 
 class RunningMoments:

@@ -5,8 +5,8 @@ import networkx as nx
 import pytest
 import torch
 
-from lightning_accel.data import GraphDataModule
 from lightning_accel.data.graph_files import GraphLayout, read_graphs
+from lightning_accel.data.graphs import GraphDataModule
 
 RING, PATH = [[0, 1], [1, 2], [0, 2]], [[0, 1], [1, 2]]
 

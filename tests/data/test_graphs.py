@@ -11,8 +11,8 @@ from torch_geometric.datasets import FakeDataset, KarateClub
 from torch_geometric.nn import GINConv, global_add_pool
 
 from lightning_accel.callbacks import ExactResume, PredictionWriter
-from lightning_accel.data import GraphDataModule
 from lightning_accel.data.graph_neighbours import NeighbourRows
+from lightning_accel.data.graphs import GraphDataModule
 from tests.ranks import run_ranks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch_geometric.data import Batch, Data, HeteroData
 
-from lightning_accel.data import AddRelationalTriples
+from lightning_accel.data.relational_transform import AddRelationalTriples
 from lightning_accel.ops import find_triples
 
 

@@ -6,7 +6,8 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GCNConv, GINEConv, TopKPooling, global_add_pool
 
-from lightning_accel.nn import RO3Pooling, assert_permutation_invariant
+from lightning_accel.nn.invariance import assert_permutation_invariant
+from lightning_accel.nn.relational import RO3Pooling
 from lightning_accel.ops import find_triples
 
 RING = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])

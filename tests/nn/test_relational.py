@@ -11,7 +11,8 @@ import torch_geometric
 from torch import Tensor
 from torch_geometric.nn import GINConv, Sequential, global_add_pool, to_hetero
 
-from lightning_accel.nn import RO3Conv, RO3Pooling, assert_permutation_invariant
+from lightning_accel.nn.invariance import assert_permutation_invariant
+from lightning_accel.nn.relational import RO3Conv, RO3Pooling
 from lightning_accel.nn.triple_sums import rooted_sums
 from lightning_accel.ops import find_triples
 

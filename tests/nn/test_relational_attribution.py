@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch_geometric.data import Batch, Data
 
-from lightning_accel.nn import RO3Conv, RO3Pooling, attribute_triples
+from lightning_accel.nn.relational import RO3Conv, RO3Pooling
+from lightning_accel.nn.relational_attribution import attribute_triples
 from lightning_accel.nn.triple_sums import Graphs, count_subsets
 from lightning_accel.ops import find_triples
 

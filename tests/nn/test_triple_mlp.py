@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.nn import RO3Pooling, assert_permutation_invariant
+from lightning_accel.nn.invariance import assert_permutation_invariant
+from lightning_accel.nn.relational import RO3Pooling
 from lightning_accel.ops import find_triples
 
 EDGES = [{}, {"edge_dim": 3}, {"num_relations": 4}]
