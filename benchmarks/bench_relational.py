@@ -209,8 +209,8 @@ def bf16_errors(graph: Graph) -> list[dict[str, object]]:
     errors = {}
     for name, make in {
         BASE: lambda: GINConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))),
-        "RO3Conv": lambda: RO3Conv(WIDTH, WIDTH),
-        "RO3Pooling": lambda: RO3Pooling(WIDTH, WIDTH),
+        "RO3Conv": lambda: RO3Conv(WIDTH, WIDTH, rank=32),
+        "RO3Pooling": lambda: RO3Pooling(WIDTH, WIDTH, rank=32),
     }.items():
         torch.manual_seed(0)
         layer = make().to(graph.x.device)
