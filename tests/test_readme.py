@@ -42,6 +42,12 @@ def folder(run_folder, monkeypatch):
         for kind in (0, 1)
     ]
     (run_folder / "gestures.jsonl").write_text("\n".join(map(json.dumps, gestures)))
+    molecules = [
+        {"edges": [[i, i + 1] for i in range(3 + size)] + [[0, 2]] * ring, "y": ("chain", "ring")[ring]}
+        for size in range(20)
+        for ring in (0, 1)
+    ]
+    (run_folder / "molecules.jsonl").write_text("\n".join(map(json.dumps, molecules)))
     (run_folder / "texts").mkdir()
     tales = "".join(f"Once upon a time there were {i} kings and {i % 7} queens. " for i in range(1000))
     (run_folder / "texts" / "tales.txt").write_text(tales)
@@ -54,11 +60,11 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (7, 11)
+    assert (len(SCRIPTS), len(COMMANDS)) == (8, 13)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda text: re.search(r"class (\w+)|$", text)[1] or "estimators")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda text: re.search(r"class (\w+)|$", text)[1] or text.split()[1])
 def test_script_runs(folder, script):
     if "__main__" in script:  # it starts processes, which run the file again
         (folder / "script.py").write_text(script)

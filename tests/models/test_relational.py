@@ -8,7 +8,8 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
-from lightning_accel import GraphDataModule, RelationalGNN
+from lightning_accel import AddRelationalTriples, ExactResume, GraphDataModule, RelationalGNN
+from tests.ranks import run_ranks
 from tests.strategies.trained import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -256,6 +257,86 @@ def test_a_subclass_has_a_step_of_its_own():
             return F.cross_entropy(self(*self._inputs(batch)), batch.y, label_smoothing=0.1)
 
     trainer(max_steps=2).fit(Smoothed(1, 2, **GRAPHS, dim=4), Graphs(triangles_and_hexagons()))
+
+
+def weights_after(data, steps, *callbacks, ckpt_path=None, **options):
+    torch.manual_seed(4)
+    model = RelationalGNN(dim=6, num_layers=2, marks=1, norm="batch", dropout=0.2)
+    run = trainer(max_steps=steps, limit_val_batches=0, callbacks=list(callbacks), **options)
+    run.fit(model, data, ckpt_path=ckpt_path)
+    return run, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_run_with_marks_resumed_in_mid_epoch_ends_with_the_same_bits(tmp_path):
+    """Which node is marked is drawn at random, after the resumption as if there had been none."""
+
+    def data():
+        return GraphDataModule(task="csl", batch_size=16)
+
+    through = weights_after(data(), 9, ExactResume())[1]
+    run, _ = weights_after(data(), 7, ExactResume())
+    run.save_checkpoint(tmp_path / "stopped.ckpt")
+    torch.manual_seed(99)
+    resumed = weights_after(data(), 9, ExactResume(), ckpt_path=tmp_path / "stopped.ckpt")[1]
+    assert [name for name in through if not torch.equal(through[name], resumed[name])] == []
+
+
+def check_nodes_of_two_processes(rank):
+    """Two processes, each with half of the nodes that count, take the steps of one with all of them."""
+    data, model = GraphDataModule(task="karate"), node_model()
+    trainer(max_steps=4, limit_val_batches=0, devices=2, strategy="ddp").fit(model, data)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def node_model():
+    torch.manual_seed(4)
+    return RelationalGNN(dim=6, num_layers=2, norm="none", optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+
+
+@pytest.mark.slow
+def test_nodes_of_two_processes_train_as_those_of_one():
+    first, second = run_ranks(check_nodes_of_two_processes)
+    alone = node_model()
+    trainer(max_steps=4, limit_val_batches=0).fit(alone, GraphDataModule(task="karate"))
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(first[name], value.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(second[name], first[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_bfloat16_counts_triangles_as_well():
+    """Sums over triples are float32 under autocast."""
+    found = {}
+    for precision in ("32-true", "bf16-mixed"):
+        torch.manual_seed(1)
+        data = GraphDataModule(task="substructures", target="triangle", num_graphs=600, batch_size=30)
+        model = RelationalGNN(
+            dim=16, num_layers=0, triple_readout=True, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)
+        )
+        run = trainer(max_steps=300, limit_val_batches=0, precision=precision)
+        run.fit(model, data)
+        found[precision] = run.test(model, data, verbose=False)[0]["test/loss"]
+    assert found["bf16-mixed"] < 1e-3 + 2 * found["32-true"]
+
+
+def test_all_marks_can_train_at_once():
+    torch.manual_seed(3)
+    batch = Batch.from_data_list(triangles_and_hexagons(3))
+    model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, marks=1, train_samples=None, norm="none")
+    trained = model.train()(*model._inputs(batch))
+    torch.testing.assert_close(trained, model.eval()(*model._inputs(batch)))
+
+
+def test_stored_triangles_are_those_that_count():
+    """The model goes by ``triangle_index`` where a batch has it, and finds the same without."""
+    batch = Batch.from_data_list([AddRelationalTriples()(one) for one in triangles_and_hexagons(4)])
+    model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, triple_readout=True, norm="none").eval()
+    x, edge_index, _, graph, size, stored = model._inputs(batch)
+    assert stored.shape == (3, 4)
+    expected = model(x, edge_index, None, graph, size)
+    torch.testing.assert_close(model(x, edge_index.clone(), None, graph, size, stored), expected)
+    fewer = model(x, edge_index.clone(), None, graph, size, stored[:, :2])
+    assert not torch.allclose(fewer, expected)
 
 
 def test_a_convolution_of_ones_own():
