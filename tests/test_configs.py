@@ -46,6 +46,7 @@ def test_moe_lm_reaches_what_it_promises(command, run_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "figure", "least", "most"), [
     ("rnn_digits", "test/accuracy", 0.975, 1), ("rnn_adding", "test/mse", 0, 1e-3),
+    ("relational_csl", "test/accuracy", 1, 1), ("relational_counting", "test/loss", 0, 1e-5),
     ("dbn_digits", "test/accuracy", 0.94, 1), ("rbm_bars", "test/log_prob", -3.375, -2.6),
 ])  # fmt: skip
 def test_run_reaches_what_it_promises(command, name, figure, least, most):
@@ -53,3 +54,17 @@ def test_run_reaches_what_it_promises(command, name, figure, least, most):
     assert command("fit", "--config", path).status == 0
     result = command("test", "--config", path, "--ckpt_path=best")
     assert least <= float(result.out.split(figure)[1].split()[1]) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fold", "options", "expected"),
+    [*((fold, [], 1.0) for fold in range(1, 5)), (0, ["--model.marks=0"], 0.1)],
+)
+def test_circular_skip_links_of_each_fold(command, run_folder, fold, options, expected):
+    """Of five folds; without marks one class of ten is told, for good."""
+    path = next(path for path in CONFIGS if path.stem == "relational_csl")
+    options = [f"--data.fold={fold}", *options]
+    assert command("fit", "--config", path, *options).status == 0
+    result = command("test", "--config", path, "--ckpt_path=best", *options)
+    assert float(result.out.split("test/accuracy")[1].split()[1]) == pytest.approx(expected)
