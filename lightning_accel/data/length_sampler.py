@@ -1,16 +1,14 @@
 """Batches of sequences alike in length, for any number of processes. Shapes: R sequences."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_accel.data.length_plan import LengthPlan, Plan
+from lightning_accel.data.planned_sampler import PlannedSampler, share_of, whole_sizes
 
 _UNBOUNDED = 2**62
 
@@ -33,7 +31,7 @@ class LengthReport(NamedTuple):
     straggling: float  # share of time that processes wait for the one with most steps, padding included
 
 
-class LengthBatchSampler(DistributedSampler[Any]):
+class LengthBatchSampler(PlannedSampler):
     """Lists of row numbers of like length; every row once an epoch, and every process as many lists as any other.
 
     >>> sampler = LengthBatchSampler([5, 90, 4, 91], batch_size=2, window=None)
@@ -71,6 +69,9 @@ class LengthBatchSampler(DistributedSampler[Any]):
         TypeError: if it is given to a loader as ``batch_sampler``, once the Trainer looks at it.
     """
 
+    row_is = "sequence"
+    options = ("batch_size", "max_tokens", "window", "shuffle", "chunk_steps")
+
     def __init__(
         self,
         lengths: Sequence[int] | Tensor | np.ndarray,
@@ -87,8 +88,7 @@ class LengthBatchSampler(DistributedSampler[Any]):
     ) -> None:
         self.lengths = _checked(lengths)
         _require_sizes(batch_size, max_tokens, max_steps, window, chunk_steps, seed)
-        super().__init__(self.lengths, num_replicas or 1, rank or 0, shuffle, seed)  # type: ignore[arg-type]
-        self._given = None if num_replicas is None else (num_replicas, rank or 0)
+        super().__init__((self.lengths,), shuffle, seed, num_replicas, rank)
         self.chunk_steps = chunk_steps
         longest = int(self.lengths.max())
         self.max_tokens = max_tokens
@@ -102,9 +102,6 @@ class LengthBatchSampler(DistributedSampler[Any]):
             batch_size = self._size_within(max_steps, batch_size or 1)
         self.batch_size = batch_size
         self._cut = self._cut_into(batch_size)
-        self._drawn: tuple[int, Plan] | None = None
-        self._digests: dict[int, str] = {}
-        self._first: dict[int, int] = {}
 
     @property
     def drop_last(self) -> bool:
@@ -143,83 +140,12 @@ class LengthBatchSampler(DistributedSampler[Any]):
                 least = middle + 1
         return most
 
-    def _plan(self, epoch: int) -> Plan:
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, self._cut.draw(self.seed, epoch, self.shuffle)
-        return self._drawn[1]
+    def _draw(self, epoch: int) -> Plan:
+        return self._cut.draw(self.seed, epoch, self.shuffle)
 
     @property
-    def first_batch(self) -> int:
-        return self._first.get(self.epoch, 0)
-
-    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Position in the batches of all processes, whose number it does not depend on."""
-        return {
-            "seed": self.seed,
-            "epoch": epoch,
-            "batches": batches % len(self),  # of a loader that goes round more than once beside a longer one
-            "options": self._options(),
-            "plan": self._digest(epoch),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin the epoch of ``state_dict`` after the batches that are done.
-
-        Raises:
-            ValueError: if its batches are not those that this sampler makes.
-        """
-        there = {"seed": state_dict["seed"], **state_dict["options"]}
-        here = {"seed": self.seed, **self._options()}
-        differing = [
-            f"{name}={there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]
-        ]
-        if differing or state_dict["plan"] != self._digest(state_dict["epoch"]):
-            raise ValueError(
-                "the checkpoint was trained on other batches than LengthBatchSampler makes here: "
-                f"{'; '.join(differing) or 'other lengths of the sequences'}. Give it what that run had; sizes are "
-                "those of all processes together, so they stay when the number of processes changes"
-            )
-        self._first = {state_dict["epoch"]: state_dict["batches"]}
-
-    def _options(self) -> dict[str, int | bool | None]:
-        names = "batch_size", "max_tokens", "window", "shuffle", "chunk_steps"
-        return {"sequences": len(self.lengths)} | {name: getattr(self, name) for name in names}
-
-    def _digest(self, epoch: int) -> str:
-        """Of the batches of an epoch and their lengths."""
-        if epoch not in self._digests:
-            plan = self._plan(epoch)
-            parts = (plan.rows, plan.starts, self.lengths[plan.rows])
-            joined = b"".join(part.astype("<i8").tobytes() for part in parts)
-            self._digests = {epoch: hashlib.blake2b(joined, digest_size=16).hexdigest()}
-        return self._digests[epoch]
-
-    def deal_to(self, num_replicas: int, rank: int) -> None:
-        """Deal each batch to so many processes, as a strategy wants where several work on the same rows.
-
-        Raises:
-            ValueError: if the sampler was made for others.
-        """
-        if self._given not in (None, (num_replicas, rank)):
-            raise ValueError(
-                f"this LengthBatchSampler was made with num_replicas={self._given[0]} and rank={self._given[1]}, but "
-                f"the strategy deals rows to {num_replicas} processes, of which this is number {rank}. Leave both out"
-            )
-        self._given = num_replicas, rank
-
-    def _deal(self) -> tuple[int, int]:
-        """Processes, and which this is."""
-        deal = self._given
-        if deal is None:
-            deal = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
-        self.num_replicas, self.rank = deal
-        if self._cut.fewest_rows < deal[0]:
-            raise ValueError(
-                f"each of {deal[0]} processes needs a sequence of every batch, but one has {self._cut.fewest_rows}: "
-                f"batch_size={self.batch_size} and max_tokens={self.max_tokens} are those of all processes together; "
-                "raise them, or give more sequences"
-            )
-        return deal
+    def _fewest_rows(self) -> int:
+        return self._cut.fewest_rows
 
     def __len__(self) -> int:
         """Batches of each process in an epoch; chunks, where sequences come in chunks."""
@@ -236,7 +162,7 @@ class LengthBatchSampler(DistributedSampler[Any]):
         done = self._first.pop(self.epoch, 0)
         for batch in range(int(np.searchsorted(ends, done, side="right")), len(ends)):
             rows = plan.rows[plan.starts[batch] : plan.stops[batch]]
-            mine = rows[_share(len(rows), replicas, rank)]
+            mine = rows[share_of(len(rows), replicas, rank)]
             if self.chunk_steps is None:
                 yield mine.tolist()
                 continue
@@ -259,7 +185,7 @@ class LengthBatchSampler(DistributedSampler[Any]):
         for size in np.unique(plan.stops - plan.starts).tolist():  # batches of one size are dealt alike
             these = np.flatnonzero(plan.stops - plan.starts == size)
             for rank in range(replicas):
-                share = _share(size, replicas, rank)
+                share = share_of(size, replicas, rank)
                 rows[rank, these] = len(share)
                 longest[rank, these] = self.lengths[plan.rows[plan.starts[these] + share[0]]] if len(share) else 0
         work = rows * longest  # a process's part of a batch, with padding
@@ -271,22 +197,10 @@ class LengthBatchSampler(DistributedSampler[Any]):
         )
 
 
-def _share(rows: int, replicas: int, rank: int) -> np.ndarray:
-    """Places in a batch, which is sorted, of one process's rows: dealt to and fro, so that all have alike lengths."""
-    there, back = range(rank, rows, 2 * replicas), range(2 * replicas - 1 - rank, rows, 2 * replicas)
-    return np.sort(np.r_[np.array(there, np.int64), np.array(back, np.int64)])
-
-
 def _checked(lengths: Any) -> np.ndarray:
     if isinstance(lengths, Sampler):
         raise TypeError(_AS_SAMPLER)
-    found = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths)
-    if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer) or found.min() < 0:
-        raise ValueError(
-            f"lengths are numbers of steps, one for each sequence; got {found.dtype} of shape {found.shape}"
-            + (f" with {found.min()}" if found.size else "")
-        )
-    return found.astype(np.int64)
+    return whole_sizes(lengths, "lengths are numbers of steps, one for each sequence")
 
 
 _AS_SAMPLER = (

@@ -112,7 +112,7 @@ def test_a_stopped_epoch_goes_on_on_another_number_of_processes():
     for change, said in (
         ({"seed": 1}, "seed=0 there, 1 here"),
         ({"batch_size": 9}, "batch_size=8 there, 9 here"),
-        ({"nodes": NODES + 1}, "graphs of other sizes"),
+        ({"nodes": NODES + 1}, "other sizes of the graphs"),
         ({"nodes": NODES[1:], "edges": EDGES[1:]}, "graphs=300 there, 299 here"),
     ):
         other = GraphBudgetBatchSampler(**{"nodes": NODES, "edges": EDGES, "batch_size": 8, **change})

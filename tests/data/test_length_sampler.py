@@ -155,7 +155,7 @@ def test_other_batches_are_refused_on_resuming():
         (LengthBatchSampler(lengths, 16), r"batch_size=8 there, 16 here\. .*of all processes together"),
         (LengthBatchSampler(lengths, 8, seed=1), "seed=0 there, 1 here"),
         (LengthBatchSampler(lengths[:-1], 8), "sequences=100 there, 99 here"),
-        (LengthBatchSampler(lengths + (np.arange(100) == 7), 8), "other lengths of the sequences"),
+        (LengthBatchSampler(lengths + (np.arange(100) == 7), 8), "other sizes of the sequences"),
     ):
         with pytest.raises(ValueError, match=message):
             sampler.load_state_dict(state)

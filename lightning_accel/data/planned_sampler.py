@@ -1,0 +1,137 @@
+"""Batches that are planned for all processes together, and then dealt to them. Shapes: R rows of a batch."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_accel.data.length_plan import Plan
+
+
+class PlannedSampler(DistributedSampler[Any]):
+    """What samplers share that plan an epoch's batches by sizes, options, seed and epoch alone.
+
+    Each batch is dealt to the processes there are, and the position of a run is rank-free: the number of batches that
+    are done. Made of :class:`~lightning_accel.data.samplers.Resumable`.
+    """
+
+    row_is = "row"
+    options: tuple[str, ...] = ()  # names of the attributes that a plan depends on, beside the seed
+
+    def __init__(
+        self, sizes: tuple[np.ndarray, ...], shuffle: bool, seed: int, num_replicas: int | None, rank: int | None
+    ) -> None:
+        super().__init__(sizes[0], num_replicas or 1, rank or 0, shuffle, seed)  # type: ignore[arg-type]
+        self._sizes = sizes
+        self._given = None if num_replicas is None else (num_replicas, rank or 0)
+        self._drawn: tuple[int, Plan] | None = None
+        self._digests: dict[int, str] = {}
+        self._first: dict[int, int] = {}
+
+    def _draw(self, epoch: int) -> Plan:
+        raise NotImplementedError
+
+    @property
+    def _fewest_rows(self) -> int:
+        """Of any batch."""
+        raise NotImplementedError
+
+    def _plan(self, epoch: int) -> Plan:
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, self._draw(epoch)
+        return self._drawn[1]
+
+    @property
+    def first_batch(self) -> int:
+        return self._first.get(self.epoch, 0)
+
+    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Position in the batches of all processes, whose number it does not depend on."""
+        return {
+            "seed": self.seed,
+            "epoch": epoch,
+            "batches": batches % len(self),  # of a loader that goes round more than once beside a longer one
+            "options": self._options(),
+            "plan": self._digest(epoch),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin the epoch of ``state_dict`` after the batches that are done.
+
+        Raises:
+            ValueError: if its batches are not those that this sampler makes.
+        """
+        there = {"seed": state_dict["seed"], **state_dict["options"]}
+        here = {"seed": self.seed, **self._options()}
+        differing = [
+            f"{name}={there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]
+        ]
+        if differing or state_dict["plan"] != self._digest(state_dict["epoch"]):
+            raise ValueError(
+                f"the checkpoint was trained on other batches than {type(self).__name__} makes here: "
+                f"{'; '.join(differing) or f'other sizes of the {self.row_is}s'}. Give it what that run had; sizes are "
+                "those of all processes together, so they stay when the number of processes changes"
+            )
+        self._first = {state_dict["epoch"]: state_dict["batches"]}
+
+    def _options(self) -> dict[str, int | bool | None]:
+        return {f"{self.row_is}s": len(self._sizes[0])} | {name: getattr(self, name) for name in self.options}
+
+    def _digest(self, epoch: int) -> str:
+        """Of the batches of an epoch and the sizes of their rows."""
+        if epoch not in self._digests:
+            plan = self._plan(epoch)
+            parts = (plan.rows, plan.starts, *(size[plan.rows] for size in self._sizes))
+            joined = b"".join(part.astype("<i8").tobytes() for part in parts)
+            self._digests = {epoch: hashlib.blake2b(joined, digest_size=16).hexdigest()}
+        return self._digests[epoch]
+
+    def deal_to(self, num_replicas: int, rank: int) -> None:
+        """Deal each batch to so many processes, as a strategy wants where several work on the same rows.
+
+        Raises:
+            ValueError: if the sampler was made for others.
+        """
+        if self._given not in (None, (num_replicas, rank)):
+            raise ValueError(
+                f"this {type(self).__name__} was made with num_replicas={self._given[0]} and rank={self._given[1]}, "
+                f"but the strategy deals rows to {num_replicas} processes, of which this is number {rank}. Leave both "
+                "out"
+            )
+        self._given = num_replicas, rank
+
+    def _deal(self) -> tuple[int, int]:
+        """Processes, and which this is."""
+        deal = self._given
+        if deal is None:
+            deal = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+        self.num_replicas, self.rank = deal
+        if self._fewest_rows < deal[0]:
+            limits = [f"{name}={getattr(self, name)}" for name in self.options if name.startswith(("batch_", "max_"))]
+            raise ValueError(
+                f"each of {deal[0]} processes needs a {self.row_is} of every batch, but one has {self._fewest_rows}: "
+                f"{', '.join(limits)} are those of all processes together; raise them, or give more {self.row_is}s"
+            )
+        return deal
+
+
+def share_of(rows: int, replicas: int, rank: int) -> np.ndarray:
+    """Places in a batch, which is sorted by size, of one process's rows, dealt to and fro, so that sizes are alike."""
+    there, back = range(rank, rows, 2 * replicas), range(2 * replicas - 1 - rank, rows, 2 * replicas)
+    return np.sort(np.r_[np.array(there, np.int64), np.array(back, np.int64)])
+
+
+def whole_sizes(sizes: Any, what: str) -> np.ndarray:
+    """``sizes`` as (R,) int64.
+
+    Raises:
+        ValueError: if they are none.
+    """
+    found = np.asarray(sizes.cpu() if hasattr(sizes, "cpu") else sizes)
+    if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer) or found.min() < 0:
+        raise ValueError(
+            f"{what}; got {found.dtype} of shape {found.shape}" + (f" with {found.min()}" if found.size else "")
+        )
+    return found.astype(np.int64)
