@@ -301,7 +301,8 @@ class RelationalGNN(L.LightningModule):
         if self.layers is None:
             raise RuntimeError("the sizes of this RelationalGNN are not known yet; pass num_features and num_classes")
         if self.marked is not None:
-            return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size))
+            draws = self._draws_of_this_process()
+            return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
         triples = self._triples(x, edge_index, triangle_index)
         nodes = self.layers(x, edge_index, edge_attr, triples)
         if self.readout is not None:
@@ -323,6 +324,15 @@ class RelationalGNN(L.LightningModule):
             return Estimate(mean, torch.zeros_like(mean))
         mean, error = self.marked.estimate(x, edge_index, edge_attr, batch, size)
         return Estimate(self._in_own_unit(mean), error * self.target_std if self.target_kind == "regression" else error)
+
+    def _draws_of_this_process(self) -> torch.Generator | None:
+        """For the marks of training: processes that were seeded alike would mark alike.
+
+        Seeded by torch's global generator, whose state checkpoints hold.
+        """
+        if not self.training or self._trainer is None or self.trainer.world_size == 1:
+            return None
+        return torch.Generator().manual_seed(int(torch.randint(2**31, ())) + 2**31 * self.global_rank)
 
     def _triples(self, x: Tensor, edge_index: Tensor, triangle_index: Tensor | None) -> Triples | None:
         if not (self.triple_readout or self.conv == "RO3Conv"):

@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -317,6 +318,23 @@ def test_bfloat16_counts_triangles_as_well():
         run.fit(model, data)
         found[precision] = run.test(model, data, verbose=False)[0]["test/loss"]
     assert found["bf16-mixed"] < 1e-3 + 2 * found["32-true"]
+
+
+def test_processes_that_are_seeded_alike_mark_other_nodes():
+    batch = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :4]), graph(HEXAGON[:, 1:])] * 4)
+    model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, marks=1, norm="none")
+
+    def scores(rank, world_size=2):
+        model._trainer = SimpleNamespace(world_size=world_size, global_rank=rank)
+        torch.manual_seed(7)
+        found = model.train()(*model._inputs(batch))
+        model._trainer = None
+        return found
+
+    assert not torch.allclose(scores(0), scores(1))
+    torch.testing.assert_close(scores(1), scores(1), rtol=0, atol=0)
+    torch.manual_seed(7)
+    torch.testing.assert_close(scores(0, world_size=1), model(*model._inputs(batch)))
 
 
 def test_all_marks_can_train_at_once():
