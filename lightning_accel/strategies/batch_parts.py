@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
@@ -109,6 +110,12 @@ def is_graphs(batch: Any) -> bool:
     """Whether ``batch`` is one of PyTorch Geometric's, of several graphs."""
     geometric: Any = sys.modules.get("torch_geometric.data")  # where nobody imported it, nothing is of it
     return geometric is not None and isinstance(batch, geometric.Batch)
+
+
+def holds_graphs(batch: Any) -> bool:
+    """Whether anything in ``batch`` is a graph, or several, of PyTorch Geometric."""
+    geometric: Any = sys.modules.get("torch_geometric.data")
+    return geometric is not None and any(isinstance(leaf, geometric.Data) for leaf in tree_leaves(batch))
 
 
 def take_graphs(batch: Any, first: int, last: int) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils._pytree import tree_leaves
 
+from lightning_accel.strategies.batch_parts import holds_graphs
 from lightning_accel.strategies.pipeline_chain import Chain
 from lightning_accel.strategies.pipeline_message import parcels
 from lightning_accel.strategies.pipeline_stage import Header, Message, Place, StageRun
@@ -96,7 +97,8 @@ class Pipeline:
 
     def run(self, job: Job) -> None:
         """Run all micro-batches, and backward, adding to the gradients, if the job says so."""
-        key = "" if job.loss_scale is None else _signature(job)
+        # PipelineStage takes messages of one shape; in lockstep, which graphs of unequal sizes need, each has its own
+        key = "" if job.loss_scale is None or holds_graphs(job.micro_batches[0]) else _signature(job)
         plan = self._plans.get(key)
         if plan is not None:
             plan.run(job)

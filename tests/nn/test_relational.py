@@ -186,7 +186,11 @@ def test_many_triangles_are_summed_in_chunks(monkeypatch):
         torch.testing.assert_close(torch.autograd.grad(found.square().sum(), list(layer.parameters())), gradient)
 
 
-@pytest.mark.parametrize("options", EDGES, ids=EDGE_NAMES)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, marks=[pytest.mark.slow] * bool(options)) for options in EDGES],
+    ids=EDGE_NAMES,
+)
 def test_gradients(options):
     x, edge_index, attr = random_graph(6, 0.5, options)
     pool = RO3Pooling(2, 2, rank=2, types=TYPES, **options).double()

@@ -86,6 +86,7 @@ def test_threads_share_it():
         assert triples.triangle.T.tolist() == [[i, i + 1, i + 2]]
 
 
+@pytest.mark.slow
 def test_compiled_it_is_left_out():
     compiled = torch.compile(lambda e: triples_of(e, 4).triangle + 1, backend="eager")
     edge_index = edges()
