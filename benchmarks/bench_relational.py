@@ -2,8 +2,8 @@
 
 python benchmarks/bench_relational.py [--quick] [--only TEXT] [--device cpu|cuda] [--json FILE]
 
-Forward and backward, gradient of the features included, of one layer of 64 channels (R = 32) in float32: GINConv of
-PyTorch Geometric (Linear, ReLU, Linear), ``RO3Conv`` and ``RO3Pooling``, given the triples as GINConv is given its
+Forward and backward, gradient of the features included, of one layer of 64 channels in float32: GINConv of
+PyTorch Geometric (Linear, ReLU, Linear), ``RO3Conv`` (R = 16, its default, and 32) and ``RO3Pooling`` (R = 32), given the triples as GINConv is given its
 edges; ``find_triples`` alone is what it costs to find them, once for a graph. bf16 is autocast. PPGN is one block of
 Maron et al. 2019 (https://arxiv.org/abs/1905.11136) with 16 channels, whose states are dense, (N, N, 16): timed up to
 a thousand nodes, and its memory scaled by N**2 beyond.
@@ -16,7 +16,7 @@ Before the clock starts, sums over triples have to equal those over all subsets 
 interleaved in one process, on a CPU one thread and the process's CPU time; the median round of seven (three for 1e5
 nodes, one for 1e6, each after a run that is not counted) is quoted, and its ratio to GINConv on the same graph. Peak
 memory is what a run adds to the process, as the system counts it, on Linux and CUDA. ``exponent`` is the slope of log
-time over log N from 1e4 nodes on.
+time over log N from 1e4 nodes on; that of ``operations`` is the slope of nodes + edges + triangles.
 """
 
 import argparse
@@ -95,7 +95,8 @@ def subjects_of(graph: Graph) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     device, num_nodes = graph.x.device, len(graph.x)
     gin = GINConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))).to(device)
-    conv, pooling = RO3Conv(WIDTH, WIDTH, rank=32).to(device), RO3Pooling(WIDTH, WIDTH, rank=32).to(device)
+    conv, wide = (RO3Conv(WIDTH, WIDTH, rank=rank).to(device) for rank in (16, 32))
+    pooling = RO3Pooling(WIDTH, WIDTH, rank=32).to(device)
 
     def step(forward: Callable[[], Tensor], bf16: bool = False) -> Callable[[], object]:
         def run() -> None:
@@ -112,12 +113,16 @@ def subjects_of(graph: Graph) -> dict[str, Callable[[], object]]:
     def with_conv() -> Tensor:
         return conv(graph.x, graph.edge_index, triples=graph.triples)
 
+    def with_wide_conv() -> Tensor:
+        return wide(graph.x, graph.edge_index, triples=graph.triples)
+
     def with_pooling() -> Tensor:
         return pooling(graph.x, graph.edge_index, triples=graph.triples)
 
     subjects = {
         BASE: step(with_gin),
         "RO3Conv": step(with_conv),
+        "RO3Conv, R = 32": step(with_wide_conv),
         "RO3Pooling": step(with_pooling),
         "find_triples": lambda: find_triples(graph.edge_index, num_nodes),
     }
@@ -197,11 +202,16 @@ def measure(graph: Graph, rounds: int) -> list[dict[str, object]]:
             run()
             seconds[name].append(clock(device)() - start)
     times = {name: statistics.median(values) for name, values in seconds.items()}
-    rows = []
+    size = num_operations(graph)
+    rows = [row(graph.name, "nodes + edges + triangles", "operations", size, "1", 1.0)]
     for name in subjects:
         rows.append(row(graph.name, name, "time", times[name] * 1e3, "ms", times[name] / times[BASE]))
         rows.append(row(graph.name, name, "peak memory", memory[name], "MiB", memory[name] / memory[BASE]))
     return rows
+
+
+def num_operations(graph: Graph) -> int:
+    return len(graph.x) + graph.triples.edge.shape[1] + graph.triples.triangle.shape[1]
 
 
 def bf16_errors(graph: Graph) -> list[dict[str, object]]:
@@ -209,7 +219,7 @@ def bf16_errors(graph: Graph) -> list[dict[str, object]]:
     errors = {}
     for name, make in {
         BASE: lambda: GINConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))),
-        "RO3Conv": lambda: RO3Conv(WIDTH, WIDTH, rank=32),
+        "RO3Conv": lambda: RO3Conv(WIDTH, WIDTH),
         "RO3Pooling": lambda: RO3Pooling(WIDTH, WIDTH, rank=32),
     }.items():
         torch.manual_seed(0)
@@ -227,7 +237,7 @@ def exponents(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for entry in rows:
         kind, size = str(entry["case"]).split(", N ")
-        if entry["metric"] == "time" and float(size) >= 1e4:
+        if entry["metric"] in ("time", "operations") and float(size) >= 1e4:
             place = math.log(float(size)), math.log(float(entry["value"]))
             found.setdefault((kind, str(entry["subject"])), []).append(place)
     slopes = {key: slope(points) for key, points in found.items() if len(points) > 1}
@@ -248,6 +258,7 @@ def row(case: str, subject: str, metric: str, value: float, unit: str, ratio: fl
 
 
 def show_case(rows: list[dict[str, object]]) -> None:
+    rows = [entry for entry in rows if entry["metric"] != "operations"]
     for timed, held in zip(rows[::2], rows[1::2], strict=True):
         numbers = f"{timed['value']:.1f} | {timed['ratio']:.2f} | {held['value']:.0f} | {held['ratio']:.2f}"
         print(f"| {timed['case']} | {timed['subject']} | {numbers} |", flush=True)

@@ -226,13 +226,15 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
 
     With linear maps b and c of the features to R channels, node i sees
 
-    - its own features and their sum over its neighbours, as in GIN
+    - its own features plus their sum over its neighbours, as in GIN
+    - ``b_i``
     - triangle: the sum of ``b_j b_k`` over the triangles {i, j, k}
     - wedge centre: that of ``b_j b_k`` over pairs of neighbours which are not adjacent
     - wedge leaf: that of ``c_j b_k`` over paths i - j - k whose ends are not adjacent
 
-    through Linear, ReLU, Linear. Containing GIN's sum, it tells apart all that message passing (1-WL) can, and, for
-    example, two triangles from a hexagon, which 1-WL cannot. It is at most 3-WL (folklore 2-WL): it never separates
+    through Linear, ReLU, Linear. It tells apart all that message passing (1-WL) can: to GIN's sum ``b_i``, which is one
+    to one on the finitely many features of a graph for all maps b but a null set, adds which part of it is the node's
+    own, as GIN's eps does. And it tells, for example, two triangles from a hexagon, which 1-WL cannot. It is at most 3-WL (folklore 2-WL): it never separates
     strongly regular graphs of equal parameters, nor circulant graphs without triangles from each other.
 
     Values grow with the square of the degree, and of the features: in a deep stack put a normalisation after each
@@ -271,16 +273,14 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         self.rank = rank
         self.reduce = reduce
         self.edge_weights = make_edge_weights(rank, edge_dim, num_relations)
-        num_sums = 3 if self.edge_weights is None else 4
+        num_others = 4 if self.edge_weights is None else 5
         self.maps = Linear(in_channels, 2 * rank)
-        self.own = Linear(in_channels, out_channels)
-        self.neighbours = Linear(in_channels, out_channels, bias=False)
-        self.joined = Linear(num_sums * rank, out_channels, bias=False)
+        self.joined = Linear(in_channels if in_channels < 0 else in_channels + num_others * rank, out_channels)
         self.out = Linear(out_channels, out_channels)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for layer in (self.maps, self.own, self.neighbours, self.joined, self.out, self.edge_weights):
+        for layer in (self.maps, self.joined, self.out, self.edge_weights):
             if layer is not None:
                 layer.reset_parameters()
 
@@ -298,26 +298,27 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         triples = _found(self, x, edge_index, triples)
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
-            neighbours, sums = self._sums(x, edge_attr, edge_index, triples)
-            hidden = self.own(x) + self.neighbours(neighbours.to(x.dtype)) + self.joined(sums.to(x.dtype))
+            hidden = self.joined(self._seen(x, edge_attr, edge_index, triples).to(x.dtype))
         return self.out(hidden.relu())
 
-    def _sums(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> tuple[Tensor, Tensor]:
-        b, c = at_least_float32(self.maps(x)).split(self.rank, dim=1)
+    def _seen(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
+        """What ``joined`` reads: own and neighbours' features, b, and the sums, (N, F + 4 R), with weights F + 5 R."""
+        maps = at_least_float32(self.maps(x))
+        x, b = at_least_float32(x), maps[:, : self.rank]
         weight = None if self.edge_weights is None else self.edge_weights(edge_attr, edge_index, triples)
-        sums: list[Tensor] = list(rooted_sums(b, c, weight, triples))
-        counts: list[Tensor] = list(count_rooted(triples)) if self.reduce == "mean" else []
-        neighbours = neighbour_sum(at_least_float32(x), triples)
-        degree = triples.rowptr.diff().unsqueeze(1)
+        sums: list[Tensor] = list(rooted_sums(maps, weight, triples))
+        neighbours = neighbour_sum(x, triples)
         if weight is not None:
             sums.append(weighted_neighbour_sum(b, weight, triples))
-            counts.append(degree)
         if self.reduce == "mean":
+            degree = triples.rowptr.diff().unsqueeze(1)
             neighbours = neighbours / degree.clamp(min=1)
+            counts = [*count_rooted(triples), degree]
             sums = [
-                torch.where(count > 0, total / count.clamp(min=1), 0) for total, count in zip(sums, counts, strict=True)
+                torch.where(count > 0, total / count.clamp(min=1), 0)
+                for total, count in zip(sums, counts, strict=False)
             ]
-        return neighbours, torch.cat(sums, dim=1)
+        return torch.cat([x + neighbours, b, *sums], dim=1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"

@@ -57,9 +57,8 @@ def path_counts(triples: Triples) -> Tensor:
 
 def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
     degree = triples.rowptr.diff()
-    corners = triples.opposite_rowptr.diff()
-    per_node = torch.stack([torch.ones_like(degree), degree, path_counts(triples)[:, 0], corners], dim=1)
-    nodes, ends, paths, corners = graphs.sum(per_node).split(1, dim=1)
+    per_node = [torch.ones_like(degree), degree, path_counts(triples)[:, 0], triples.num_triangles]
+    nodes, ends, paths, corners = graphs.sum(torch.stack(per_node, dim=1)).split(1, dim=1)
     triangle = corners // 3
     wedge = paths - 3 * triangle
     edge = ends // 2 * (nodes - 2) - 2 * wedge - 3 * triangle  # each edge with each third node
@@ -113,10 +112,13 @@ class RootedSums(NamedTuple):
     leaf: Tensor  # c_j b_k over the open wedges i - j - k
 
 
-def rooted_sums(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples) -> RootedSums:
-    if weight is None:
-        around, squares, around_c = neighbour_sum(torch.cat([b, b * b, c], dim=1), triples).chunk(3, dim=1)
-        triangle = closed = triangle_sum(b, None, triples)
+def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> RootedSums:
+    """From ``maps`` (N, 2 R), b and c side by side."""
+    b, c = maps.chunk(2, dim=1)
+    if weight is None:  # few calls with many columns, as small graphs pay for calls
+        around, around_c, squares = neighbour_sum(torch.cat([maps, b * b], dim=1), triples).chunk(3, dim=1)
+        twice, path = triangle_sum(maps, torch.cat([b, b], dim=1), triples).chunk(2, dim=1)
+        triangle = closed = twice / 2
     else:
         around, squares, around_c = (
             weighted_neighbour_sum(value, w, triples)
@@ -124,15 +126,16 @@ def rooted_sums(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples) -
         )
         triangle = weighted_triangle_sum(b, None, weight, triples, "all")
         closed = weighted_triangle_sum(b, None, weight, triples, "spokes")
+        path = weighted_triangle_sum(c, b, weight, triples, "path")
     centre = (around * around - squares) / 2 - closed
     walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # less those that come back to i
-    return RootedSums(triangle, centre, walks - weighted_triangle_sum(c, b, weight, triples, "path"))
+    return RootedSums(triangle, centre, walks - path)
 
 
 def count_rooted(triples: Triples) -> RootedSums:
     """Number of terms in each of :func:`rooted_sums`, (N, 1) int64."""
     degree = triples.rowptr.diff().unsqueeze(1)
-    triangle = triples.opposite_rowptr.diff().unsqueeze(1)
+    triangle = triples.num_triangles.unsqueeze(1)
     walks = neighbour_sum(degree.double(), triples).long() - degree
     return RootedSums(triangle, path_counts(triples) - triangle, walks - 2 * triangle)
 

@@ -40,11 +40,11 @@ def triangle_product(
     if y is not None:
         dtype = torch.promote_types(x.dtype, y.dtype)
         x, y = x.to(dtype), y.to(dtype)
-    return torch.ops.lightning_accel.triangle_product(x, y, edge, triangle_edge, third_rowptr, third)
+    call = torch.ops.lightning_accel.triangle_product if torch.compiler.is_compiling() else _TriangleProduct.apply
+    return call(x, y, edge, triangle_edge, third_rowptr, third)
 
 
-@torch.library.custom_op("lightning_accel::triangle_product", mutates_args=())
-def _triangle_product_op(
+def _product(
     x: Tensor, y: Tensor | None, edge: Tensor, triangle_edge: Tensor, third_rowptr: Tensor, third: Tensor
 ) -> Tensor:
     x = x.contiguous()
@@ -73,6 +73,13 @@ def _block_size(x: Tensor) -> int:
     return max(num_bytes // (x.shape[1] * x.element_size()), 64)
 
 
+@torch.library.custom_op("lightning_accel::triangle_product", mutates_args=())
+def _triangle_product_op(
+    x: Tensor, y: Tensor | None, edge: Tensor, triangle_edge: Tensor, third_rowptr: Tensor, third: Tensor
+) -> Tensor:
+    return _product(x, y, edge, triangle_edge, third_rowptr, third)
+
+
 @_triangle_product_op.register_fake
 def _(x: Tensor, y: Tensor | None, edge: Tensor, triangle_edge: Tensor, third_rowptr: Tensor, third: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -90,3 +97,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _triangle_product_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _TriangleProduct(torch.autograd.Function):
+    """The same where nothing is compiled: the operation's own calls cost more than the sums of small graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _product(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, grad)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel.ops.csr import csr_sum, csr_sum_reference
+from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.triangle_product import triangle_product
 
 
@@ -22,8 +22,7 @@ class Triples(NamedTuple):
     edge: Tensor  # (2, E)
     edge_of: Tensor  # (2 E,) the edge that each entry of col stands for
     triangle: Tensor  # (3, T)
-    opposite_rowptr: Tensor  # (N + 1,) where those of each node begin in opposite
-    opposite: Tensor  # (3 T,) the edges which make a triangle with the node
+    num_triangles: Tensor  # (N,) how many have the node for a corner
     third_rowptr: Tensor  # (E + 1,) where those of each edge begin in third
     third: Tensor  # (3 T,) the nodes which make a triangle with the edge
     side: Tensor  # (3, T) the edges of each triangle, that in row r opposite to the node in row r
@@ -65,8 +64,6 @@ def find_triples(
     # in lexicographic order: by the edge between the lower nodes, then by the highest
     side = side.index_select(1, torch.argsort(side[2] * num_nodes + edge[1].index_select(0, side[0])))
     triangle = torch.cat([edge.index_select(1, side[2]), edge[1].index_select(0, side[0])[None]])
-    # a stable sort by node, and one by edge, of the three corners of all triangles
-    opposite_rowptr, by_node = _grouped(triangle.flatten(), num_nodes)
     third_rowptr, by_edge = _grouped(side.flatten(), edge.shape[1])
     return Triples(
         rowptr,
@@ -74,8 +71,7 @@ def find_triples(
         edge,
         edge_of,
         triangle,
-        opposite_rowptr,
-        side.flatten().index_select(0, by_node),
+        torch.bincount(triangle.flatten(), minlength=num_nodes),
         third_rowptr,
         triangle.flatten().index_select(0, by_edge),
         side,
@@ -106,7 +102,8 @@ def triangle_sum_reference(x: Tensor, y: Tensor | None, triples: Triples) -> Ten
     """The same by products of the ends of edges, (E, R): the twin that :func:`triangle_sum` is tested against."""
     u, v = triples.edge
     product = x[u] * x[v] if y is None else x[u] * y[v] + x[v] * y[u]
-    return csr_sum_reference(triples.opposite_rowptr, triples.opposite, product)
+    # each corner of a triangle takes the product of the side opposite to it
+    return torch.zeros_like(x).index_add(0, triples.triangle.flatten(), product[triples.side.flatten()])
 
 
 def _edge_keys(edge_index: Tensor, num_nodes: int) -> Tensor:
