@@ -93,7 +93,8 @@ def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -
     """Random graphs with ``y``, how often each of seven substructures occurs: (1, 7), or (n, 7) of each node.
 
     ``erdos_renyi``: 10 nodes, each edge with probability .3. ``regular``: of 10 nodes and degree 6, 15 and 6, 20 and 5,
-    or 30 and 5, a quarter each. What is counted: :func:`~lightning_accel.data.substructures.count_substructures`.
+    or 30 and 5, a quarter each, less as many edges, at random, as there are nodes. What is counted:
+    :func:`~lightning_accel.data.substructures.count_substructures`.
 
     Source: Chen et al. 2020, https://arxiv.org/abs/2002.04025, sec. 6 and appendix.
     """
@@ -101,7 +102,7 @@ def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -
     if family == "erdos_renyi":
         graphs = [_erdos_renyi(10, 0.3, generator) for _ in range(num_graphs)]
     else:
-        graphs = [random_regular_graph(*_REGULAR_SIZES[i % 4], generator) for i in range(num_graphs)]
+        graphs = [_thinned_regular(*_REGULAR_SIZES[i % 4], generator) for i in range(num_graphs)]
     sizes = np.array([graph.num_nodes for graph in graphs])
     for size in np.unique(sizes).tolist():
         alike = np.flatnonzero(sizes == size).tolist()
@@ -136,6 +137,14 @@ def _erdos_renyi(num_nodes: int, probability: float, generator: torch.Generator)
     pairs = torch.triu_indices(num_nodes, num_nodes, 1)
     chosen = torch.rand(pairs.shape[1], generator=generator) < probability
     return graph_of(map(tuple, pairs[:, chosen].t().tolist()), num_nodes)
+
+
+def _thinned_regular(num_nodes: int, degree: int, generator: torch.Generator) -> Data:
+    """A random regular graph from which ``num_nodes`` edges were taken: whole, all nodes would count the same stars."""
+    ends = random_regular_graph(num_nodes, degree, generator).edge_index
+    edges = ends[:, ends[0] < ends[1]].t()
+    kept = torch.randperm(len(edges), generator=generator)[num_nodes:]
+    return graph_of(map(tuple, edges[kept].tolist()), num_nodes)
 
 
 def _copies(graphs: Sequence[Data], classes: Sequence[int], num_graphs: int, seed: int) -> list[Data]:

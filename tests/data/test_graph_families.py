@@ -245,6 +245,8 @@ def test_targets_of_random_graphs_are_their_counts(family):
     if family == "erdos_renyi":
         many, _ = substructure_set(400, family, "graph", seed=0)
         assert sum(graph.num_edges for graph in many) / 2 / 400 / 45 == pytest.approx(0.3, abs=0.015)
+    else:
+        assert {(graph.num_nodes, graph.num_edges // 2) for graph in whole} == {(10, 20), (15, 30), (20, 30), (30, 45)}
 
 
 def test_the_club_is_the_one_of_networkx():
