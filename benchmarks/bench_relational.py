@@ -4,9 +4,9 @@ python benchmarks/bench_relational.py [--quick] [--only TEXT] [--device cpu|cuda
 
 Forward and backward, gradient of the features included, of one layer of 64 channels in float32: GINConv of
 PyTorch Geometric (Linear, ReLU, Linear), ``RO3Conv`` (R = 16, its default, and 32) and ``RO3Pooling`` (R = 32),
-given the triples as GINConv is given its edges; ``find_triples`` alone is what it costs to find them, once for a graph. bf16 is autocast. PPGN is one block of
-Maron et al. 2019 (https://arxiv.org/abs/1905.11136) with 16 channels, whose states are dense, (N, N, 16): timed up to
-a thousand nodes, and its memory scaled by N**2 beyond.
+given the triples as GINConv is given its edges; ``find_triples`` alone is what it costs to find them, once for a graph.
+bf16 is autocast. PPGN is one block of Maron et al. 2019 (https://arxiv.org/abs/1905.11136) with 16 channels, whose
+states are dense, (N, N, 16): timed up to a thousand nodes, and its memory scaled by N**2 beyond.
 
 Graphs of about 4 N edges, degree 8, nodes numbered at random: ``random`` ends, which make almost no triangles, and
 ``small world``, a ring whose nodes have the four next ones for neighbours, a tenth of these replaced: 4.4 triangles a
