@@ -57,7 +57,7 @@ class RelationalGNN(L.LightningModule):
 
     The loss is cross entropy, or the squared error of values in standard deviations of the training targets where the
     datamodule tells them: its sum over all that is valid in the batch, on all processes, divided by the number of
-    those, so that W processes train as one with all graphs does.
+    those, so that W processes train as one with all graphs does, but for ``norm="batch"``, which takes each process's.
 
     Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in their own unit, under ``val/`` and
     ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, or gives
@@ -293,13 +293,14 @@ class RelationalGNN(L.LightningModule):
         Args:
             x: (N, F).
             edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating, or (M,) int64 types.
+            edge_attr: (M, edge_dim) floating, or (M,) int64 types; without either option it is not looked at.
             batch: (N,) int64, the graph of each node, ascending; one graph by default.
             size: B, where the last graphs may have no nodes.
             triangle_index: (3, T) int64, where it is known.
         """
         if self.layers is None:
             raise RuntimeError("the sizes of this RelationalGNN are not known yet; pass num_features and num_classes")
+        edge_attr = edge_attr if self._knows_edges else None  # as in training
         if self.marked is not None:
             draws = self._draws_of_this_process()
             return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
@@ -322,6 +323,7 @@ class RelationalGNN(L.LightningModule):
         if self.marked is None:
             mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
             return Estimate(mean, torch.zeros_like(mean))
+        edge_attr = edge_attr if self._knows_edges else None
         mean, error = self.marked.estimate(x, edge_index, edge_attr, batch, size)
         return Estimate(self._in_own_unit(mean), error * self.target_std if self.target_kind == "regression" else error)
 
@@ -381,13 +383,17 @@ class RelationalGNN(L.LightningModule):
         size = None if batch.batch is None else _num_graphs(batch)
         return x, batch.edge_index, self._edges(batch), batch.batch, size, getattr(batch, "triangle_index", None)
 
+    @property
+    def _knows_edges(self) -> bool:
+        return self.edge_dim is not None or self.num_relations is not None
+
     def _edges(self, batch: Data) -> Tensor | None:
         """What the convolutions are given of edges.
 
         Raises:
             ValueError: if the batch lacks it.
         """
-        if self.edge_dim is None and self.num_relations is None:
+        if not self._knows_edges:
             return None
         edges = batch.edge_attr if batch.edge_attr is not None else getattr(batch, "edge_type", None)
         if edges is None:
@@ -419,7 +425,9 @@ class RelationalGNN(L.LightningModule):
         """Which rows of the output are asked for."""
         if self.level == "graph":
             return slice(None)
-        return batch.target_index if "target_index" in batch else slice(getattr(batch, "batch_size", None))
+        if "target_index" in batch:
+            return batch.target_index
+        return slice(batch.batch_size if "batch_size" in batch else None)  # of a Batch it is a property: of graphs
 
     def on_validation_epoch_start(self) -> None:
         # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update

@@ -10,6 +10,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
 from lightning_accel import AddRelationalTriples, ExactResume, GraphDataModule, RelationalGNN
+from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer
 
@@ -120,6 +121,59 @@ def test_values_are_told_in_their_own_unit():
     torch.testing.assert_close(figures["test/loss"], figures["test/mse"] / 625, rtol=1e-4, atol=1e-6)
     values = torch.cat([part["value"] for part in run.predict(model, data)])
     torch.testing.assert_close(values, torch.stack([one.y[0] for one in graphs]), atol=10, rtol=0)
+
+
+def test_outputs_are_standard_deviations_from_the_mean():
+    model = RelationalGNN(
+        1, num_targets=1, level="graph", target_kind="regression", norm="none", dim=4, marks=1, samples=2
+    )
+    batch = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :3])])
+    torch.manual_seed(2)
+    plain = model.eval().estimate(*model._inputs(batch))
+    model.target_mean.fill_(1000)
+    model.target_std.fill_(5)
+    torch.manual_seed(2)
+    scaled = model.estimate(*model._inputs(batch))
+    torch.testing.assert_close(scaled.mean, plain.mean * 5 + 1000)
+    torch.testing.assert_close(scaled.standard_error, plain.standard_error * 5)
+    assert plain.standard_error.max() > 0
+
+
+def test_graphs_without_nodes_have_a_row():
+    empty = Data(torch.ones(0, 1), torch.empty(2, 0, dtype=torch.int64), y=torch.tensor([0]))
+    batch = Batch.from_data_list([graph(HEXAGON), empty])
+    for marks in (0, 1):
+        model = RelationalGNN(1, 2, **GRAPHS, dim=4, norm="none", marks=marks).eval()
+        assert model(*model._inputs(batch)).shape == (2, 2)
+        assert len(model.predict_step(batch, 0)["class"]) == 2
+
+
+def test_of_batches_of_whole_graphs_all_nodes_count():
+    """The ``batch_size`` of a Batch is how many graphs it holds, not how many nodes were asked for."""
+    graphs = [Data(torch.ones(6, 1), HEXAGON, y=torch.arange(6) % 2) for _ in range(3)]
+    model = RelationalGNN(1, 2, level="node", target_kind="classification", dim=4, norm="none").eval()
+    batch = Batch.from_data_list(graphs)
+    assert model._measure(batch, "train").valid == 18
+    assert len(model.predict_step(batch, 0)["class"]) == 18
+
+
+def test_features_of_edges_that_it_was_not_made_for_are_not_looked_at():
+    model = RelationalGNN(1, 2, **GRAPHS, conv="GCNConv", dim=4, norm="none").eval()
+    torch.testing.assert_close(model(torch.ones(6, 1), HEXAGON, torch.rand(6)), model(torch.ones(6, 1), HEXAGON))
+
+
+def test_blocks_add_what_comes_in():
+    model = RelationalGNN(1, 2, **GRAPHS, dim=4, num_layers=1, norm="none", residual=True)
+    (block,) = model.layers.blocks
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(block(x, HEXAGON), x + block.conv(x, HEXAGON).relu())
+
+
+def test_marks_in_a_pipeline_are_refused():
+    model = RelationalGNN(1, 2, **GRAPHS, dim=4, marks=1)
+    model._trainer = SimpleNamespace(strategy=PipelineStrategy(), datamodule=None)
+    with pytest.raises(ValueError, match=r"marks run through the layers once for each.*'accel_ddp'"):
+        model.setup("fit")
 
 
 def test_targets_that_are_missing_count_for_nothing():
