@@ -394,10 +394,18 @@ def test_processes_that_are_seeded_alike_mark_other_nodes():
 
 def test_all_marks_can_train_at_once():
     torch.manual_seed(3)
-    batch = Batch.from_data_list(triangles_and_hexagons(3))
+    batch = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :4])])
     model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, marks=1, train_samples=None, norm="none")
     trained = model.train()(*model._inputs(batch))
     torch.testing.assert_close(trained, model.eval()(*model._inputs(batch)))
+
+
+def test_can_be_fitted_after_a_validation():
+    model, data = RelationalGNN(1, 2, **GRAPHS, dim=4), Graphs(triangles_and_hexagons(4))
+    run = trainer(max_steps=2)
+    run.validate(model, data, verbose=False)
+    run.fit(model, data)
+    assert 0 <= run.callback_metrics["val/accuracy"] <= 1
 
 
 def test_stored_triangles_are_those_that_count():
