@@ -11,6 +11,12 @@ from torch_geometric.data import Batch, Data
 from lightning_accel.data.sequence_batch import IGNORED
 
 
+def has_target(y: Tensor) -> Tensor:
+    """(rows,) whether ``y``, (rows,) or (rows, K), has a class there, or any of its numbers; the others are NaN."""
+    y = y.view(len(y), -1)
+    return y.isfinite().all(1) if y.is_floating_point() else y[:, 0] != IGNORED
+
+
 class GraphRows(Dataset[Any]):
     """Graphs, of which a list of numbers gives one :class:`torch_geometric.data.Batch`.
 
@@ -36,8 +42,7 @@ class GraphRows(Dataset[Any]):
         batch = Batch.from_data_list([self.graphs[row] for row in rows])
         if self.node_targets:
             y = batch.y.view(batch.num_nodes, -1)
-            known = y.isfinite().all(1) if y.is_floating_point() else y[:, 0] != IGNORED
-            batch.target_index = known.nonzero()[:, 0]
+            batch.target_index = has_target(y).nonzero()[:, 0]
         return batch
 
 

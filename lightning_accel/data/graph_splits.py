@@ -13,6 +13,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_accel.data.graph_files import FileGraphs
+from lightning_accel.data.graph_masks import MASKS, masked_nodes, masks_of
+from lightning_accel.data.graph_rows import has_target
 from lightning_accel.data.graph_tasks import (
     Family,
     Level,
@@ -129,7 +131,7 @@ def file_splits(
     """The graphs of a file with their targets; of one graph with targets of nodes, nodes are split."""
     of_nodes = read.level == "node" and len(read.graphs) == 1
     y, classes = _encode(read.target, path, kind, names, of_nodes)
-    known = np.flatnonzero(_known(y).numpy())
+    known = np.flatnonzero(has_target(y).numpy())
     rows = len(known) if of_nodes else len(read.graphs)
     stratify = y[known].numpy() if classes and (of_nodes or read.level == "graph") else None
     parts = _split(stratify, rows, shares, seed, path)
@@ -142,10 +144,6 @@ def file_splits(
     if kind == "regression":
         splits.target_names = list(names) if len(names) == (1 if y.ndim == 1 else y.shape[1]) else None
     return splits
-
-
-def _known(y: Tensor) -> Tensor:
-    return y.view(len(y), -1).isfinite().all(1) if y.is_floating_point() else y != IGNORED
 
 
 def _encode(
@@ -196,7 +194,7 @@ def dataset_splits(
     """The graphs of a dataset of the user's, or of three, which are its splits; nodes of one graph by its masks.
 
     Raises:
-        ValueError: if there is no target, or targets are not alike.
+        ValueError: if there is no target, targets are not alike, or masks do not say how to split.
     """
     graphs = [graph for part in parts for graph in part]
     for number, graph in enumerate(graphs):
@@ -206,31 +204,28 @@ def dataset_splits(
     kind = kind or ("regression" if graphs[0].y.is_floating_point() else "classification")
     of_nodes = level == "node" and len(graphs) == 1
     classes = _shape_targets(graphs, level, kind, where)
+    masks = masks_of(graphs, of_nodes and len(parts) == 1, where)
     if len(parts) == 3:
         stops = np.cumsum([len(part) for part in parts])
         train, val, test = np.split(np.arange(len(graphs)), stops[:2])
-    elif of_nodes and all(f"{name}_mask" in graphs[0] for name in ("train", "val", "test")):
-        train, val, test = (_masked(graphs[0], f"{name}_mask", fold, where) for name in ("train", "val", "test"))
+    elif masks:
+        chosen = {name: masked_nodes(graphs[0], name, fold, where) for name in masks}
+        train, test = chosen["train_mask"], chosen["test_mask"]
+        if "val_mask" in chosen:
+            val = chosen["val_mask"]
+        else:
+            train, val = split_rows(train, graphs[0].y.numpy() if classes else None, shares[0], seed, Path(where))
     else:
         y = graphs[0].y if of_nodes else torch.cat([graph.y for graph in graphs])
-        rows = np.flatnonzero(_known(y).numpy()) if of_nodes else np.arange(len(graphs))
+        rows = np.flatnonzero(has_target(y).numpy()) if of_nodes else np.arange(len(graphs))
         stratify = y[rows].numpy() if classes and (of_nodes or level == "graph") else None
         train, val, test = (rows[part] for part in _split(stratify, len(rows), shares, seed, Path(where)))
     for graph in graphs:
-        for name in ("train_mask", "val_mask", "test_mask"):
+        for name in MASKS:
             if name in graph:
                 del graph[name]  # the batches say which nodes count
     ids = [str(i) for i in range(len(graphs))]
     return GraphSplits(graphs, train, val, test, level, kind, of_nodes, classes, ids=ids)
-
-
-def _masked(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
-    mask = graph[name]
-    if mask.ndim == 2:
-        if not 0 <= fold < mask.shape[1]:
-            raise ValueError(f"{name} of {where} holds {mask.shape[1]} splits; got fold={fold}")
-        mask = mask[:, fold]
-    return np.flatnonzero((mask & _known(graph.y)).numpy())
 
 
 def _level_of(graphs: Sequence[Data]) -> Level:

@@ -66,8 +66,8 @@ class GraphDataModule(L.LightningDataModule):
     ones.
 
     **Datasets** of PyG stay as they are; whole numbers in ``x`` become a feature for each value, in ``edge_attr``
-    types. One graph with targets of nodes is split by its ``train_mask``, ``val_mask`` and ``test_mask``, if
-    it has all three.
+    types. One graph with targets of nodes is split by its ``train_mask``, ``val_mask`` and ``test_mask``; without a
+    ``val_mask``, ``val_share`` of the training nodes validate. Other masks are refused.
 
     **Splits** are of whole graphs, classes in proportion, and of nodes where there is one graph with targets of nodes,
     some of which may have none. They are the same for the same graphs and ``seed``.

@@ -1,0 +1,49 @@
+"""Masks of a dataset that say which nodes of its one graph train, validate and test. Shapes: n nodes, S splits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch_geometric.data import Data
+
+from lightning_accel.data.graph_rows import has_target
+
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[str]:
+    """The masks that split the nodes of the one graph: all three, or those of training and test; or none.
+
+    Args:
+        graphs: of the dataset, of all its parts.
+        split_by_nodes: whether it is one graph whose nodes are to be split.
+        where: the dataset, for messages.
+
+    Raises:
+        ValueError: if there are masks that cannot be honoured.
+    """
+    found = [name for name in MASKS if any(name in graph for graph in graphs)]
+    remedy = "drop them with a transform for a split at random"
+    if found and not split_by_nodes:
+        raise ValueError(
+            f"graphs of {where} have {', '.join(found)}, which would have no effect: masks split the nodes of one "
+            f"graph, given as dataset alone; others are split as whole graphs. Give val_dataset and test_dataset "
+            f"without masks, or {remedy}"
+        )
+    if found and not {"train_mask", "test_mask"} <= {*found}:
+        lacking = [name for name in MASKS if name not in found]
+        raise ValueError(
+            f"the graph of {where} has {', '.join(found)} and no {', '.join(lacking)}: train_mask and test_mask are "
+            f"needed at least, and of them val_share validates where there is no val_mask. Add {lacking[-1]}, as "
+            f"RandomNodeSplit does, or {remedy}"
+        )
+    return found
+
+
+def masked_nodes(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
+    """Nodes with a target that ``graph[name]`` holds, (n,) or (n, S), of which ``fold`` is the column."""
+    mask = graph[name]
+    if mask.ndim == 2:
+        if not 0 <= fold < mask.shape[1]:
+            raise ValueError(f"{name} of {where} holds {mask.shape[1]} splits; got fold={fold}")
+        mask = mask[:, fold]
+    return np.flatnonzero((mask & has_target(graph.y)).numpy())
