@@ -14,7 +14,7 @@ from lightning_accel.data.sequence_batch import IGNORED
 def has_target(y: Tensor) -> Tensor:
     """(rows,) whether ``y``, (rows,) or (rows, K), has a class there, or any of its numbers; the others are NaN."""
     y = y.view(len(y), -1)
-    return y.isfinite().all(1) if y.is_floating_point() else y[:, 0] != IGNORED
+    return y.isfinite().any(1) if y.is_floating_point() else y[:, 0] != IGNORED
 
 
 class GraphRows(Dataset[Any]):

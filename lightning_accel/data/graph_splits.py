@@ -65,13 +65,13 @@ class GraphSplits:
         return torch.cat([self.graphs[i].edge_attr for i in self.train.tolist()])
 
     def training_targets(self) -> Tensor:
-        """(rows, K) float64, of the graphs or nodes that train."""
+        """(rows, K) float64, of the graphs or nodes that train; NaN where a target is not known."""
         if self.of_nodes:
             y = self.graphs[0].y[torch.from_numpy(self.train)]
         else:
             y = torch.cat([self.graphs[i].y for i in self.train.tolist()])
         y = y.double().view(len(y), -1)
-        return y[y.isfinite().all(1)]
+        return y.where(y.isfinite(), torch.nan)
 
     def digest(self) -> str:
         """Of the sizes, edges and targets that train, by which another set is known."""

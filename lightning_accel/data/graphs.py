@@ -70,7 +70,7 @@ class GraphDataModule(L.LightningDataModule):
     ``val_mask``, ``val_share`` of the training nodes validate. Other masks are refused.
 
     **Splits** are of whole graphs, classes in proportion, and of nodes where there is one graph with targets of nodes,
-    some of which may have none. They are the same for the same graphs and ``seed``.
+    some of which may have none, or some of their numbers, NaN. They are the same for the same graphs and ``seed``.
 
     After ``setup``: ``level``; ``target_kind``; ``num_features``, F; ``edge_dim``, D, None unless edges have features;
     ``num_relations``, None unless they have types; ``num_classes`` and ``class_names``, None unless there are classes;
@@ -309,9 +309,14 @@ class GraphDataModule(L.LightningDataModule):
         if splits.kind == "regression":
             target = splits.training_targets()
             self.num_targets = target.shape[1]
-            self.target_mean = target.mean(dim=0).tolist()
-            std = target.std(dim=0, correction=0)
-            self.target_std = torch.where(std > 0, std, 1).tolist()
+            if lacking := target.isnan().all(0).nonzero().flatten().tolist():
+                raise ValueError(
+                    f"target {lacking[0]}, counted from 0, of {self._where()} has no value in what trains; leave it "
+                    "out, or change the split"
+                )
+            mean = target.nanmean(0)
+            std = (target - mean).square().nanmean(0).sqrt()
+            self.target_mean, self.target_std = mean.tolist(), torch.where(std > 0, std, 1).tolist()
 
     def _rows(self, splits: GraphSplits, part: np.ndarray) -> Rows:
         if not splits.of_nodes:

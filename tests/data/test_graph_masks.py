@@ -53,3 +53,39 @@ def test_masks_of_several_graphs_are_refused():
         ready(given(train_mask=lambda graph: torch.ones(3).bool()))
     with pytest.raises(ValueError, match="Give val_dataset and test_dataset without masks"):
         ready([network(*masks)], val_dataset=Given([network()]), test_dataset=Given([network()]))
+
+
+def test_each_target_counts_where_it_is_known():
+    graph = network()
+    graph.y = torch.stack([torch.arange(60.0), torch.ones(60)], 1)
+    graph.y[::2, 0] = graph.y[1::2, 1] = torch.nan
+    graph.y[:4] = torch.nan
+    data = ready([graph], batch_size=9, num_neighbors=[2])
+    train, val, test = (rows.rows for rows in (data.train_rows, data.val_rows, data.test_rows))
+    assert sorted(torch.cat([train, val, test]).tolist()) == list(range(4, 60))
+    odd = train[train % 2 == 1].double()
+    assert data.target_mean == pytest.approx([odd.mean().item(), 1])
+    assert data.target_std == pytest.approx([odd.std(correction=0).item(), 1])
+
+
+@pytest.mark.parametrize("level", ["graph", "node"])
+def test_targets_with_gaps_of_several_graphs(level):
+    rows = 1 if level == "graph" else 3
+    number = iter(range(20))
+
+    def y(graph):
+        i = next(number)
+        return torch.tensor([[float(i), torch.nan] if i % 2 else [torch.nan, 7.0]] * rows)
+
+    data = ready(given(y=y), level=level)
+    y = torch.cat([graph.y for graph in data.train_rows.graphs])
+    assert data.target_mean == pytest.approx([y[:, 0].nanmean().item(), 7])
+    batch = next(iter(data.train_dataloader()))
+    if level == "node":
+        assert batch.target_index.tolist() == list(range(batch.num_nodes))
+
+
+def test_a_target_that_no_training_row_has_is_refused():
+    graphs = given(y=lambda graph: torch.tensor([[1.0, torch.nan]]))
+    with pytest.raises(ValueError, match=r"target 1, counted from 0, of the dataset .* has no value in what trains"):
+        ready(graphs)
