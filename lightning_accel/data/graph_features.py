@@ -23,6 +23,7 @@ class Features:
         num_features: F, after types have become features.
         edge_dim: D, None unless edges have features.
         num_relations: None unless edges have one type each.
+        has_x: whether nodes have features at all; else they get one, 1.
     """
 
     num_features: int
@@ -30,6 +31,7 @@ class Features:
     edge_types: list[int] | None = None
     edge_dim: int | None = None
     num_relations: int | None = None
+    has_x: bool = True
 
 
 def features_of(graphs: Sequence[Data], where: str) -> Features:
@@ -44,8 +46,8 @@ def features_of(graphs: Sequence[Data], where: str) -> Features:
     node_types, width = nodes if nodes else (None, 1)
     edge_types, edge_width = edges if edges else (None, None)
     if edge_types is not None and len(edge_types) == 1:
-        return Features(width, node_types, edge_types, None, edge_types[0])
-    return Features(width, node_types, edge_types, edge_width)
+        return Features(width, node_types, edge_types, None, edge_types[0], nodes is not None)
+    return Features(width, node_types, edge_types, edge_width, None, nodes is not None)
 
 
 def _require_edges(graph: Data, what: str) -> None:
@@ -111,7 +113,9 @@ def apply_features(graph: Data, features: Features, where: str) -> Data:
         ValueError: if it holds other features, or types that ``features`` does not know.
     """
     graph = copy.copy(graph)
-    if features.num_features != 1 or "x" in graph:
+    if "x" in graph and not features.has_x:
+        raise ValueError(f"{where} has x, features of nodes, and the training graphs have none; leave them out")
+    if features.has_x:
         graph.x = _encoded(graph, "x", features.node_types, features.num_features, where)
     else:
         graph.x = torch.ones(graph.num_nodes or 0, 1)

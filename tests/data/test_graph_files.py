@@ -304,6 +304,17 @@ def test_a_file_to_predict_is_read_as_the_training_graphs_were(make, write):
             make(predict_path=write("new.jsonl", [new[0] | wrong]))
 
 
+def test_graphs_to_predict_have_features_if_and_only_if_those_trained_on_have(make, write):
+    one = [line | {"x": [[i + 0.5], [1], [2]]} for i, line in enumerate(lines())]
+    without = [{key: value for key, value in line.items() if key != "x"} for line in lines()]
+    with pytest.raises(ValueError, match=r"x of .*new.jsonl must have the 1 features of the training graphs; got none"):
+        make(one, predict_path=write("new.jsonl", without))
+    with pytest.raises(ValueError, match=r"new.jsonl has x, .* and the training graphs have none"):
+        make(without, predict_path=write("new.jsonl", one))
+    data = make(without, predict_path=write("new.jsonl", without))
+    assert next(iter(data.predict_dataloader())).x.unique().tolist() == [1]
+
+
 def test_tables_to_predict_have_the_columns_of_those_trained_on(write):
     trained = {
         "path": write("edges.csv", EDGES),
