@@ -39,6 +39,24 @@ def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[s
     return found
 
 
+def require_effect_beside(
+    masks: Sequence[str], graph: Data, fold: int, named_shares: Sequence[str], where: str
+) -> None:
+    """Raise a ValueError for a ``fold``, or a share that was named, which would change nothing with these masks."""
+    if fold != 0 and not any(graph[name].ndim == 2 for name in masks):
+        has = "whose masks are one split, (n,)" if masks else "which has no masks that split its nodes"
+        raise ValueError(
+            f"fold={fold} would have no effect with {where}, {has}; it chooses a column of masks (n, S). Leave it out; "
+            "for another split at random give another seed"
+        )
+    idle = [name for name in named_shares if name.replace("share", "mask") in masks]
+    if idle:
+        raise ValueError(
+            f"{', '.join(idle)} would have no effect beside {', '.join(masks)} of {where}; leave it out, or drop the "
+            "masks with a transform"
+        )
+
+
 def masked_nodes(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
     """Nodes with a target that ``graph[name]`` holds, (n,) or (n, S), of which ``fold`` is the column."""
     mask = graph[name]

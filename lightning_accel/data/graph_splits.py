@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_accel.data.graph_files import FileGraphs
-from lightning_accel.data.graph_masks import MASKS, masked_nodes, masks_of
+from lightning_accel.data.graph_masks import MASKS, masked_nodes, masks_of, require_effect_beside
 from lightning_accel.data.graph_rows import has_target
 from lightning_accel.data.graph_tasks import (
     Family,
@@ -190,11 +190,13 @@ def dataset_splits(
     shares: tuple[float, float],
     seed: int,
     fold: int,
+    named_shares: Sequence[str] = (),
 ) -> GraphSplits:
     """The graphs of a dataset of the user's, or of three, which are its splits; nodes of one graph by its masks.
 
     Raises:
-        ValueError: if there is no target, targets are not alike, or masks do not say how to split.
+        ValueError: if there is no target, targets are not alike, masks do not say how to split, or ``fold`` or one of
+            ``named_shares`` has no effect.
     """
     graphs = [graph for part in parts for graph in part]
     for number, graph in enumerate(graphs):
@@ -205,6 +207,7 @@ def dataset_splits(
     of_nodes = level == "node" and len(graphs) == 1
     classes = _shape_targets(graphs, level, kind, where)
     masks = masks_of(graphs, of_nodes and len(parts) == 1, where)
+    require_effect_beside(masks, graphs[0], fold, named_shares, where)
     if len(parts) == 3:
         stops = np.cumsum([len(part) for part in parts])
         train, val, test = np.split(np.arange(len(graphs)), stops[:2])

@@ -196,6 +196,8 @@ class GraphDataModule(L.LightningDataModule):
                 raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
         require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
         require_loading_options(batch_size or 1, seed, num_workers)
+        named_shares = {"val_share": val_share, "test_share": test_share}
+        self.named_shares = [name for name, share in named_shares.items() if share is not None]
         usual = USUAL_SHARES.get(self.task or "", (0.1, 0.2))
         self.shares = (usual[0] if val_share is None else val_share, usual[1] if test_share is None else test_share)
         if min(self.shares) <= 0 or sum(self.shares) >= 1:
@@ -277,7 +279,8 @@ class GraphDataModule(L.LightningDataModule):
             return splits, read
         parts = [[self._transformed(graph) for graph in dataset] for dataset in self.datasets]
         where = self._where()
-        return dataset_splits(parts, where, self.layout.level, self.kind, self.shares, self.seed, self.fold), None
+        options = self.layout.level, self.kind, self.shares, self.seed, self.fold, self.named_shares
+        return dataset_splits(parts, where, *options), None
 
     def _transformed(self, graph: Any) -> Data:
         graph = copy.copy(graph)  # a dataset may keep it

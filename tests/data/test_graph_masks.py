@@ -89,3 +89,31 @@ def test_a_target_that_no_training_row_has_is_refused():
     graphs = given(y=lambda graph: torch.tensor([[1.0, torch.nan]]))
     with pytest.raises(ValueError, match=r"target 1, counted from 0, of the dataset .* has no value in what trains"):
         ready(graphs)
+
+
+@pytest.mark.parametrize(
+    ("masks", "options", "said"),
+    [
+        ((), {"fold": 3}, "fold=3 would have no effect with the dataset .*, which has no masks"),
+        (("train_mask", "test_mask"), {"fold": 1}, r"whose masks are one split, \(n,\)"),
+        (("train_mask", "test_mask"), {"test_share": 0.2}, "test_share would have no effect beside train_mask"),
+        (("train_mask", "val_mask", "test_mask"), {"val_share": 0.1}, "val_share would have no effect beside"),
+        (("train_mask", "val_mask", "test_mask"), {"fold": -1}, "would have no effect"),
+    ],
+)
+def test_options_without_effect_on_masks_are_refused(masks, options, said):
+    with pytest.raises(ValueError, match=said):
+        ready([network(*masks)], **options)
+
+
+def test_fold_is_refused_with_graphs_of_three_datasets():
+    parts = {name: Given(given(4)) for name in ("dataset", "val_dataset", "test_dataset")}
+    data = GraphDataModule(**parts, fold=1)
+    with pytest.raises(ValueError, match="fold=1 would have no effect"):
+        data.setup()
+
+
+def test_one_of_the_masks_may_have_folds():
+    graph = network("train_mask", "val_mask", "test_mask")
+    graph.train_mask = torch.stack([graph.train_mask, ~graph.test_mask & ~graph.val_mask & (torch.arange(60) < 9)], 1)
+    assert ready([graph], fold=1).train_rows.rows.tolist() == list(range(9))
