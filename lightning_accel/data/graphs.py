@@ -65,9 +65,10 @@ class GraphDataModule(L.LightningDataModule):
     or in ``graphs_path``. Features are brought to mean 0 and variance 1 by what trains alone, but those of zeros and
     ones.
 
-    **Datasets** of PyG stay as they are; whole numbers in ``x`` become a feature for each value, in ``edge_attr``
-    types. One graph with targets of nodes is split by its ``train_mask``, ``val_mask`` and ``test_mask``; without a
-    ``val_mask``, ``val_share`` of the training nodes validate. Other masks are refused.
+    **Datasets** of PyG stay as they are; whole numbers in ``x`` become a feature for each value, in ``edge_attr``, or
+    ``edge_type`` where there is no ``edge_attr``, types. One graph with targets of nodes is split by its
+    ``train_mask``, ``val_mask`` and ``test_mask``; without a ``val_mask``, ``val_share`` of the training nodes
+    validate. Other masks are refused.
 
     **Splits** are of whole graphs, classes in proportion, and of nodes where there is one graph with targets of nodes,
     some of which may have none, or some of their numbers, NaN. They are the same for the same graphs and ``seed``.
@@ -290,6 +291,8 @@ class GraphDataModule(L.LightningDataModule):
                 "graphs with nodes of one kind, torch_geometric.data.Data with edge_index, are needed; "
                 f"{self._where()} gives {graph!r:.200}. HeteroData.to_homogeneous() and ToEdgeIndex make such ones"
             )
+        if "edge_type" in graph and "edge_attr" not in graph:  # as PyG names what HeteroData.to_homogeneous() gives
+            graph.edge_attr = graph.edge_type
         return graph
 
     def _fit_scales(self, splits: GraphSplits) -> dict[str, Scale]:

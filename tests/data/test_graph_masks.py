@@ -117,3 +117,14 @@ def test_one_of_the_masks_may_have_folds():
     graph = network("train_mask", "val_mask", "test_mask")
     graph.train_mask = torch.stack([graph.train_mask, ~graph.test_mask & ~graph.val_mask & (torch.arange(60) < 9)], 1)
     assert ready([graph], fold=1).train_rows.rows.tolist() == list(range(9))
+
+
+def test_edge_type_of_a_dataset_is_the_type_of_an_edge():
+    graphs = given(edge_type=lambda graph: torch.tensor([0, 2, 1, 1]))
+    data = ready(graphs)
+    assert (data.num_relations, data.edge_dim) == (3, None)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.edge_attr.tolist() == batch.edge_type.tolist() == [0, 2, 1, 1] * 14
+    assert "edge_attr" not in graphs[0]
+    both = ready(given(edge_type=lambda graph: torch.zeros(4).long(), edge_attr=lambda graph: torch.randn(4, 2)))
+    assert (both.num_relations, both.edge_dim) == (None, 2)
