@@ -124,9 +124,8 @@ def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileG
                 f"{path} holds {len(read.ids)} graphs and no target of theirs: give a table with the columns graph and "
                 f"{layout.target[0]} in graphs_path, or one of nodes with {layout.target[0]} in nodes_path"
             )
-        found.target = read_graph_targets(
-            layout.graphs_path, read.ids, layout.target, layout.separator, layout.decimal, by_order=False
-        )
+        named = layout.graphs_path, read.ids, layout.target, layout.separator, layout.decimal
+        found.target = read_graph_targets(*named, by_order=False, edges_path=path)
     return found
 
 

@@ -193,12 +193,19 @@ def _node_features(
 
 
 def read_graph_targets(
-    path: Path, ids: Sequence[str], target: Sequence[str], separator: str, decimal: str, by_order: bool
+    path: Path,
+    ids: Sequence[str],
+    target: Sequence[str],
+    separator: str,
+    decimal: str,
+    by_order: bool,
+    edges_path: Path | None = None,
 ) -> list[list[Any]]:
     """The targets of the graphs ``ids`` from a table with a column ``graph``, or a row for each in order.
 
     Raises:
-        ValueError: if a column or a graph is missing.
+        ValueError: if a column or a graph is missing; or, beside a table of edges ``edges_path``, if there are other
+            graphs, whose nodes are not known.
     """
     table = read_table(path, separator, decimal, text_columns=["graph", *target])
     require_columns(table, list(target), path)
@@ -217,4 +224,10 @@ def read_graph_targets(
         near = difflib.get_close_matches(lacking[0], names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{path} has no row of graph {lacking[0]!r}, nor of {len(lacking) - 1} others{hint}")
+    known = {*ids}
+    if edges_path is not None and (unknown := [name for name in names if name not in known]):
+        raise ValueError(
+            f"{path} has the graph {unknown[0]!r} and {len(unknown) - 1} others that {edges_path} has no edge of, nor "
+            "a table of nodes any node: list the nodes of graphs without edges in nodes_path, or remove their rows"
+        )
     return [of[name] for name in ids]

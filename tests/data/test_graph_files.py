@@ -274,6 +274,8 @@ def test_types_alone_are_relations_and_nodes_need_no_table(write):
         ({"nodes": ATOMS + "m1,e,C,\n"}, "column 'charge' .* the first in row 49"),
         ({"graphs": TARGETS.replace("m3,", "m33,")}, "no row of graph 'm3', nor of 0 others; did you mean 'm33'"),
         ({"graphs": TARGETS + "m3,safe\n"}, "two rows of graph 'm3'"),
+        ({"graphs": TARGETS + "m77,safe\nm78,safe\n"}, "the graph 'm77' and 1 others that .*edges.csv has no edge of"),
+        ({"graphs": TARGETS + "m77,safe\n", "nodes": None}, "list the nodes of graphs without edges in nodes_path"),
         ({"graphs": "y\nsafe\n"}, "has no column 'graph'"),
         ({"graphs": TARGETS.replace("safe", "")}, "lacks 6 of 12 values"),
         ({"graphs": None}, "no target of theirs: give a table with the columns graph and y"),
@@ -284,6 +286,13 @@ def test_a_wrong_table_is_named(write, change, said):
     paths = {name: text and write(f"{name}.csv", text) for name, text in content.items()}
     with pytest.raises(ValueError, match=said):
         GraphDataModule(paths["edges"], nodes_path=paths["nodes"], graphs_path=paths["graphs"]).setup()
+
+
+def test_a_graph_without_edges_stands_in_the_table_of_nodes(write):
+    paths = {"nodes_path": write("n.csv", ATOMS + "m77,a,C,1\n"), "graphs_path": write("y.csv", TARGETS + "m77,safe\n")}
+    data = GraphDataModule(write("edges.csv", EDGES), **paths)
+    data.setup()
+    assert sorted(graph.num_edges for graph in graphs_of(data)) == [0] + [4] * 12
 
 
 def test_a_file_to_predict_is_read_as_the_training_graphs_were(make, write):
