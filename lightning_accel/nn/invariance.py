@@ -58,7 +58,7 @@ def assert_permutation_invariant(
 
     Raises:
         AssertionError: if the output depends on an order; tells which one and by how much.
-        ValueError: if it has the wrong number of rows, or differs from call to call.
+        ValueError: if it has the wrong number of rows or NaN, or differs from call to call.
 
     >>> assert_permutation_invariant(lambda x: x.sum(0, keepdim=True), torch.eye(3), torch.tensor([[0, 1], [1, 2]]))
     """
@@ -70,6 +70,8 @@ def assert_permutation_invariant(
             module = deepcopy(module).double().eval()
             graph = graph.apply(lambda value: value.double() if value.is_floating_point() else value)
         output = _output(module, graph, level, name)
+        if output.isnan().any():
+            raise ValueError(f"{name} returned NaN, which equals nothing: give it a graph with finite outputs")
         allowed = _allowed(output, rtol, atol)
         if _difference(_output(module, graph, level, name), output) > allowed:
             raise ValueError(
@@ -148,17 +150,18 @@ def _reordered(graph: Data, order: _Order) -> Data:
 
 def _allowed(output: Tensor, rtol: float | None, atol: float | None) -> float:
     relative, absolute = _TOLERANCES.get(output.dtype, (1e-2, 1e-2))
-    largest = float(output.abs().max()) if output.numel() else 0.0
+    finite = output[output.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
     return (absolute if atol is None else atol) + (relative if rtol is None else rtol) * largest
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; infinite between shapes, and where one is not a number and the other is."""
+    """The largest difference; infinite between shapes, and where one is not finite and the other is not the same."""
     if found.shape != expected.shape:
         return float("inf")
     difference = (found.double() - expected.double()).abs()
-    difference = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0, difference)
-    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+    difference = torch.where(found == expected, 0, difference)
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if difference.numel() else 0.0
 
 
 def _message(name: str, order: _Order, difference: float, allowed: float, level: str, trial: int, seed: int) -> str:

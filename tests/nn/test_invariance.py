@@ -177,3 +177,23 @@ def test_batches_stay_in_the_order_of_their_graphs():
         return global_add_pool(x, batch)
 
     assert_permutation_invariant(call, batch_of_two(), trials=20)
+
+
+def test_infinite_outputs_do_not_excuse_the_others():
+    def infinite_and_first(x, edge_index):
+        return torch.stack([x.new_tensor(float("inf")), x[0, 0]])[None]
+
+    with pytest.raises(AssertionError, match="infinite_and_first depends on the order of nodes"):
+        assert_permutation_invariant(infinite_and_first, torch.arange(6.0)[:, None], RING)
+    assert_permutation_invariant(lambda x, edge_index: -1 / x.relu(), torch.arange(6.0)[:, None], RING, level="node")
+
+
+def test_infinities_stay_in_place():
+    fixed = torch.tensor([float("inf"), 1, 1, 1, 1, 1])[:, None]
+    with pytest.raises(AssertionError, match="is off by inf where"):
+        assert_permutation_invariant(lambda x, edge_index: fixed, torch.ones(6, 1), RING, level="node")
+
+
+def test_nan_is_told_as_such():
+    with pytest.raises(ValueError, match="returned NaN"):
+        assert_permutation_invariant(lambda x, edge_index: x.sum(0) * float("nan"), torch.ones(6, 1), RING)
