@@ -46,10 +46,10 @@ def lay_out(edge_index: Tensor, batch: Tensor, num_graphs: int) -> GraphLayout:
     """Order nodes and arcs by graph.
 
     Raises:
-        ValueError: if an arc joins two graphs, or ``batch`` has numbers outside 0 to ``num_graphs - 1``.
+        ValueError: if an arc joins two graphs or has an end that is no node, or ``batch`` has numbers outside 0 to
+            ``num_graphs - 1``.
     """
-    if batch.numel() and not 0 <= int(batch.min()) <= int(batch.max()) < num_graphs:
-        raise ValueError(f"batch must number {num_graphs} graphs from 0, got {int(batch.min())} to {int(batch.max())}")
+    _check_ranges(edge_index, batch, num_graphs)
     if not torch.equal(batch[edge_index[0]], batch[edge_index[1]]):
         raise ValueError("every edge must join nodes of one graph: edge_index and batch do not belong together")
     graph, node = batch.sort(stable=True)
@@ -61,6 +61,19 @@ def lay_out(edge_index: Tensor, batch: Tensor, num_graphs: int) -> GraphLayout:
         node, graph, place, torch.searchsorted(graph, bounds), arc, torch.searchsorted(arc_graph, bounds),
         place[edge_index[:, arc]],
     )  # fmt: skip
+
+
+def _check_ranges(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
+    ranges = [torch.stack(values.aminmax()) for values in (edge_index, batch) if values.numel()]
+    found = torch.stack(ranges).tolist() if ranges else []  # on CUDA one wait for the device
+    if edge_index.numel():
+        low, high = found[0]
+        if low < 0 or high >= len(batch):
+            raise ValueError(f"edge_index must hold nodes from 0 to {len(batch) - 1}; found {low} to {high}")
+    if batch.numel():
+        low, high = found[-1]
+        if low < 0 or high >= num_graphs:
+            raise ValueError(f"batch must number {num_graphs} graphs from 0, got {low} to {high}")
 
 
 def copy_graphs(layout: GraphLayout, graph: Tensor, tuples: Tensor) -> Copies:

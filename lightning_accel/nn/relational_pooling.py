@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
+from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.graph_copies import Copies, GraphLayout, copy_graphs, lay_out, mark_nodes
 from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
@@ -191,6 +192,7 @@ class RelationalPooling(nn.Module):
             raise ValueError(f"x must be floating, (nodes, features), got {x.dtype}, {tuple(x.shape)}")
         if edge_attr is not None and "edge_attr" not in self._takes:
             raise ValueError(f"edge_attr was given, and {type(self.base_gnn).__name__}.forward has none: leave it out")
+        check_edge_index(type(self).__name__, edge_index)
         if batch is None:
             batch = edge_index.new_zeros(len(x))
             size = 1 if size is None else size

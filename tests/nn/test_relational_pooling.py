@@ -467,6 +467,27 @@ def test_refuses_inputs():
         pooled.train()(x, edge_index)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("edge_index", "message"),
+    [
+        (torch.tensor([[0, -1], [1, 2]]), "nodes from 0 to 2; found -1 to 2"),
+        (torch.tensor([[0, 1], [1, 3]]), "nodes from 0 to 2; found 0 to 3"),
+        (torch.tensor([[0, 1], [1, 2], [2, 0]]), r"RelationalPooling needs edge_index \(2, M\) int64; got \(3, 2\)"),
+        (torch.tensor([[0], [1]]).int(), r"\(2, M\) int64; got torch.int32"),
+        (torch.tensor([[0.0], [1]]), r"\(2, M\) int64; got torch.float32"),
+        ([[0], [1]], r"\(2, M\) int64; got list"),
+    ],
+    ids=range(6),
+)
+def test_refuses_what_is_no_edge_index(edge_index, message, training):
+    pooling = RelationalPooling(GIN(2, 3, 1), 1).train(training)
+    with pytest.raises(ValueError, match=message):
+        pooling(torch.ones(3, 1), edge_index)
+    with pytest.raises(ValueError, match=message):
+        pooling(torch.ones(3, 1), edge_index, batch=torch.zeros(3).long())
+
+
 def test_config_builds_it():
     parser = jsonargparse.ArgumentParser()
     parser.add_subclass_arguments(RelationalPooling, "pooling")
