@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
+from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.edge_weights import make_edge_weights
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.triple_mlp import TripleMLP
@@ -147,6 +148,7 @@ class RelationalOrder3Pooling(nn.Module):
     ) -> Tensor:
         """What ``out`` reads: the sum, or mean, of each type in turn over all its subsets, (B, R * types)."""
         triples = _found(self, x, edge_index, triples)
+        _check_batch(self, batch, triples)
         graphs = Graphs(batch, size)
         totals = self.terms.sums(x, edge_attr, edge_index, triples, graphs)
         counts = self._counts(triples, graphs)
@@ -182,6 +184,7 @@ class RelationalOrder3Pooling(nn.Module):
             return Estimate(exact, torch.zeros_like(exact))
         assert isinstance(self.terms, TripleMLP)
         triples = _found(self, x, edge_index, triples)
+        _check_batch(self, batch, triples)
         graphs = Graphs(batch, size)
         values, closed = self.terms.sampled(x, edge_attr, edge_index, triples, graphs, self.samples, generator)
         counts = self._counts(triples, graphs)
@@ -352,7 +355,22 @@ def _found(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -
             "types. Make the graph homogeneous, data.to_homogeneous(), and tell its relations apart by "
             "num_relations=K with edge_attr=data.edge_type"
         )
-    if not isinstance(edge_index, Tensor) or edge_index.is_sparse or edge_index.ndim != 2 or edge_index.shape[0] != 2:
-        found = tuple(edge_index.shape) if isinstance(edge_index, Tensor) else type(edge_index).__name__
-        raise ValueError(f"{name} needs edge_index (2, M) int64; got {found}")
+    check_edge_index(name, edge_index)
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} needs x (N, F), one row for each node; got {found}")
     return triples_of(edge_index, x.shape[0]) if triples is None else triples
+
+
+def _check_batch(layer: nn.Module, batch: Tensor | None, triples: Triples) -> None:
+    if batch is None:
+        return
+    if batch.shape != (triples.num_nodes,):
+        raise ValueError(
+            f"{type(layer).__name__} needs batch of shape ({triples.num_nodes},), the graph of each node; "
+            f"got {tuple(batch.shape)}"
+        )
+    if batch.is_cpu and not torch.compiler.is_compiling():  # on CUDA it would wait for the device
+        u, v = triples.edge
+        if not torch.equal(batch.index_select(0, u), batch.index_select(0, v)):
+            raise ValueError("every edge must join nodes of one graph: edge_index and batch do not belong together")

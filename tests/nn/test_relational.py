@@ -469,7 +469,10 @@ def test_compiles_with_dynamic_shapes(typed):
     compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (9, 14, 23):
         x, edge_index, attr = random_graph(n, 0.2, options)
-        x, batch, triples = x.float(), torch.arange(n) * 2 // n, find_triples(edge_index, n)
+        x, batch = x.float(), torch.arange(n) * 2 // n
+        within = batch[edge_index[0]] == batch[edge_index[1]]
+        edge_index, attr = edge_index[:, within], attr if attr is None else attr[within]
+        triples = find_triples(edge_index, n)
         found, expected = compiled(x, edge_index, attr, batch, triples), both(x, edge_index, attr, batch, triples)
         torch.testing.assert_close(found, expected)
     whole = torch.compile(conv, dynamic=True, backend="aot_eager")  # finds triples as well, with breaks
@@ -560,6 +563,32 @@ def test_wrong_edge_attributes_are_named(options, attr, message):
 def test_sparse_adjacency_is_refused():
     with pytest.raises(ValueError, match=r"RO3Conv needs edge_index \(2, M\) int64; got \(3, 3\)"):
         RO3Conv(2, 3)(torch.randn(3, 2), torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("x", "edge_index", "message"),
+    [
+        (torch.ones(3, 2), cycle(3).int(), r"needs edge_index \(2, M\) int64; got torch.int32"),
+        (torch.ones(3, 2), cycle(3).float(), r"needs edge_index \(2, M\) int64; got torch.float32"),
+        (torch.ones(3, 2), cycle(3).tolist(), r"needs edge_index \(2, M\) int64; got list"),
+        (torch.ones(3), cycle(3), r"needs x \(N, F\), one row for each node; got \(3,\)"),
+        (None, cycle(3), r"needs x \(N, F\), one row for each node; got NoneType"),
+    ],
+    ids=range(5),
+)
+def test_wrong_inputs_are_named(x, edge_index, message):
+    for layer in (RO3Pooling(2, 3), RO3Pooling(2, 3, kernel="mlp", samples=2), RO3Conv(2, 3)):
+        with pytest.raises(ValueError, match=message):
+            layer(x, edge_index)
+
+
+def test_batches_that_do_not_fit_are_refused():
+    for layer in (RO3Pooling(2, 3), RO3Pooling(2, 3, kernel="mlp"), RO3Pooling(2, 3, kernel="mlp", samples=2)):
+        with pytest.raises(ValueError, match="every edge must join nodes of one graph"):
+            layer(torch.ones(6, 2), cycle(6), batch=torch.arange(6) // 3)
+        with pytest.raises(ValueError, match=r"needs batch of shape \(6,\).*got \(5,\)"):
+            layer(torch.ones(6, 2), cycle(6), batch=torch.zeros(5).long())
+        assert layer(torch.ones(6, 2), cycle(3, 3), batch=torch.arange(6) // 3).shape == (2, 3)
 
 
 def test_reads_out_what_convs_made():
