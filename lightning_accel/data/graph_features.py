@@ -61,9 +61,11 @@ def _require_edges(graph: Data, what: str) -> None:
 
 def _kind(graphs: Sequence[Data], key: str, where: str) -> tuple[list[int] | None, int] | None:
     """Values of each column, None for floating ones, and features that they make; None if there is nothing."""
-    first: Any = graphs[0].to_dict().get(key)
+    first: Any = next((graph.to_dict().get(key) for graph in graphs if _has_rows(graph, key)), None)
     most: Tensor | None = None
     for number, graph in enumerate(graphs):
+        if not _has_rows(graph, key):
+            continue  # of no edges, no features tell anything
         found = graph.to_dict().get(key)
         rows = graph.num_nodes if key == "x" else graph.num_edges
         if (found is None) != (first is None):
@@ -98,6 +100,10 @@ def _kind(graphs: Sequence[Data], key: str, where: str) -> tuple[list[int] | Non
     return types, sum(types)
 
 
+def _has_rows(graph: Data, key: str) -> bool:
+    return bool(graph.num_nodes if key == "x" else graph.num_edges)
+
+
 def _columns(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values
 
@@ -113,6 +119,7 @@ def apply_features(graph: Data, features: Features, where: str) -> Data:
         ValueError: if it holds other features, or types that ``features`` does not know.
     """
     graph = copy.copy(graph)
+    _fill_empty(graph, features)
     if "x" in graph and not features.has_x:
         raise ValueError(f"{where} has x, features of nodes, and the training graphs have none; leave them out")
     if features.has_x:
@@ -124,6 +131,19 @@ def apply_features(graph: Data, features: Features, where: str) -> Data:
     elif features.edge_dim is not None:
         graph.edge_attr = _encoded(graph, "edge_attr", features.edge_types, features.edge_dim, where)
     return graph
+
+
+def _fill_empty(graph: Data, features: Features) -> None:
+    """Give a graph without nodes or edges no rows of what the others have, whatever stands there."""
+    for key, types, width, has in (
+        ("x", features.node_types, features.num_features, features.has_x),
+        ("edge_attr", features.edge_types, features.edge_dim, features.edge_dim or features.num_relations),
+    ):
+        if not _has_rows(graph, key):
+            if key in graph:
+                del graph[key]
+            if has:
+                graph[key] = torch.zeros(0, width or 1) if types is None else torch.zeros(0, len(types)).long()
 
 
 def _encoded(graph: Data, key: str, types: list[int] | None, width: int, where: str) -> Tensor:

@@ -208,7 +208,8 @@ def _as_tensor(values: np.ndarray, name: str) -> Tensor:
     """Whole numbers, one for each edge, are its types; all else are quantities."""
     if name == "edge_attr" and values.ndim == 1 and values.dtype.kind in "iu":
         return torch.from_numpy(values.astype(np.int64))
-    return torch.from_numpy(values.astype(np.float64).reshape(len(values), -1))
+    values = values.astype(np.float64)
+    return torch.from_numpy(values if values.ndim == 2 else values[:, None])
 
 
 def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: int, where: str) -> list[list[Any]]:

@@ -126,6 +126,28 @@ def test_features_of_edges(make):
     assert attr[:, 1].unique().tolist() == [0.5]  # a constant stays
 
 
+@pytest.mark.parametrize("kind", ["types", "features", "none"])
+@pytest.mark.parametrize("empty", [{}, {"edge_attr": []}, {"edge_attr": None}])
+@pytest.mark.parametrize("first", [True, False])
+def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, empty, first):
+    def attr(line, i):
+        size = len(line["edges"])
+        return {"types": [i % 3, 0, 1][:size], "features": [[i, 0.5]] * size, "none": None}[kind]
+
+    found = [line | {"edge_attr": attr(line, i)} for i, line in enumerate(lines())]
+    more = [{"edges": [], "x": [[1.0, 0]], "y": "ring", "id": "lonely"} | empty, {"edges": [], "x": [], "y": "path"}]
+    new = write("new.jsonl", [{key: value for key, value in line.items() if key != "y"} for line in more])
+    data = make(more + found if first else found + more, predict_path=new)
+    assert (data.num_features, data.edge_dim) == (2, 2 if kind == "features" else None)
+    assert (data.num_relations is None) == (kind != "types")
+    assert sorted(graph.num_edges for graph in graphs_of(data)) == [0, 0] + [4] * 6 + [6] * 6
+    for loader in (data.train_dataloader(), data.test_dataloader(), data.predict_dataloader()):
+        for batch in loader:
+            assert batch.x.shape == (batch.num_nodes, 2)
+            shape = {"types": (batch.num_edges,), "features": (batch.num_edges, 2), "none": None}[kind]
+            assert (batch.edge_attr.shape if "edge_attr" in batch else None) == shape
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
