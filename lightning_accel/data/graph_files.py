@@ -1,5 +1,6 @@
 """Graphs from the user's files. Shapes: R graphs, n nodes of one, M edges, F features, K targets."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,19 +161,37 @@ _FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     """Lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
+    places = []
     for where, line in lines_of(path):
         entry = parse_object(line, where)
         graph = _graph_of_entry(entry, where)
         found.graphs.append(graph)
         found.ids.append(str(entry.get("id", where.split()[1])))
+        places.append(where.split()[1])
         if with_target and layout.graphs_path is None:
             found.target += _entry_targets(entry, layout, found.level, graph.num_nodes or 0, where)
+        _require_known(entry, layout, where)
     if with_target and layout.graphs_path is not None:
         named = layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal
         found.target = read_graph_targets(*named, by_order=False)
     if twice := pd.Series(found.ids)[pd.Series(found.ids).duplicated()].tolist():
-        raise ValueError(f"{path} has two lines with id {twice[0]!r}; give each graph its own")
+        lines = [place for name, place in zip(found.ids, places, strict=True) if name == twice[0]]
+        raise ValueError(
+            f"{path} has two lines with id {twice[0]!r}, {' and '.join(lines[:2])}, where a line without a field 'id' "
+            "has its number; give each graph its own"
+        )
     return found
+
+
+def _require_known(entry: dict[str, Any], layout: GraphLayout, where: str) -> None:
+    known = list(dict.fromkeys([*_FIELDS, *layout.target, "y"]))
+    if unknown := [name for name in entry if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"{where} has the field {unknown[0]!r}, which would not be read{hint} Known ones are {', '.join(known)}; "
+            "leave out the others, or name a target in target"
+        )
 
 
 def _graph_of_entry(entry: dict[str, Any], where: str) -> Data:

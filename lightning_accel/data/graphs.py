@@ -60,10 +60,10 @@ class GraphDataModule(L.LightningDataModule):
     there are several, its ``type``, and columns of numbers, its features; ``nodes_path``, a table with ``node``,
     ``graph`` and features, columns of text being one for each text; the target stands there, or in ``graphs_path``, a
     table with ``graph``. ``.jsonl``: a graph a line, ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1],
-    [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``, of which ``edges`` alone must be there; whole numbers in
-    ``edge_attr`` are types, lists or fractions are features. ``.g6``: graph6, a graph a line, its target after a blank
-    or in ``graphs_path``. Features are brought to mean 0 and variance 1 by what trains alone, but those of zeros and
-    ones.
+    [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``, of which ``edges`` alone must be there, and no other field
+    but the target; whole numbers in ``edge_attr`` are types, lists or fractions are features. ``.g6``: graph6, a graph
+    a line, its target after a blank or in ``graphs_path``. Features are brought to mean 0 and variance 1 by what trains
+    alone, but those of zeros and ones.
 
     **Datasets** of PyG stay as they are; whole numbers in ``x`` become a feature for each value, in ``edge_attr``, or
     ``edge_type`` where there is no ``edge_attr``, types. One graph with targets of nodes is split by its

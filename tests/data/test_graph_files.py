@@ -172,7 +172,10 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
             {"edges": [[0, 1]], "x": [[1], [2]], "edge_attr": [0], "y": "ring"},
             r"x must be alike .* graph 12 has \(2, 1\)",
         ),
-        (lines()[0], "two lines with id 'g0'"),
+        (lines()[0], "two lines with id 'g0', 1 and 13"),
+        ({"edges": [], "edge_atr": [], "y": "ring"}, "line 13 .* the field 'edge_atr', .*; did you mean 'edge_attr'"),
+        ({"edges": [], "nodes": 3, "y": "ring"}, r"the field 'nodes', .* Known ones are edges, num_nodes, .*, y;"),
+        ({"edges": [], "zzz": 3, "y": "ring"}, r"would not be read\. Known ones are"),
         ({**lines()[0], "id": "new", "edge_attr": [-1, 0]}, "holds the type -1"),
         ({**lines()[0], "id": "new", "y": None}, "lacks 1 of 13 values, the first in row 13"),
         ({**lines()[0], "id": "new", "y": ["a", "b"]}, "must be equally many; got 1 and 2"),
@@ -181,6 +184,12 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
 def test_a_wrong_line_is_named(make, wrong, said):
     with pytest.raises(ValueError, match=said):
         make([*lines(), wrong if isinstance(wrong, dict) else wrong + "\n"])
+
+
+def test_an_id_that_is_the_number_of_another_line(make):
+    named = [{"edges": PATH, "y": 0, "id": "2"}, {"edges": RING, "y": 1}]
+    with pytest.raises(ValueError, match="id '2', 1 and 2, where a line without a field 'id' has its number"):
+        make(named)
 
 
 def test_graph6(write):
