@@ -11,7 +11,9 @@ from lightning_accel.nn.edge_weights import make_edge_weights
 from lightning_accel.nn.triple_sums import Graphs, edge_keys
 from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.ops.triples import Triples
-from lightning_accel.ops.two_paths import TwoPaths, sample_two_paths, two_paths
+from lightning_accel.ops.two_paths import TwoPathIndex, TwoPaths, index_two_paths, sample_two_paths
+
+_MOST_PATHS = 2**28  # a step of training takes some minutes then
 
 
 class Tables(NamedTuple):
@@ -33,7 +35,7 @@ class TripleMLP(nn.Module):
         channels: R.
         hidden_channels: H.
         mlp: maps (P, H) to (P, R), its first operation an activation; ReLU, Linear, ReLU, Linear where it is None.
-        max_paths: paths at a time. In training, a chunk is computed again in the backward pass; 25 bytes a path stay.
+        max_paths: paths at a time. In training, a chunk is found and computed again in the backward pass.
         edge_dim: columns of a floating ``edge_attr``.
         num_relations: number of edge types.
     """
@@ -71,11 +73,18 @@ class TripleMLP(nn.Module):
         """Sums over the paths in triangles, three in each, and over open wedges: (B, R) each, float32 at least."""
         tables = self._tables(x, edge_attr, edge_index, triples)
         total = at_least_float32(tables.nodes).new_zeros(2 * graphs.size, self.channels)
-        for paths in two_paths(triples, self.max_paths):
-            if len(paths.leaf) < self.max_paths or not torch.is_grad_enabled():
-                total = total + self._chunk_sum(tables, paths, triples, graphs)
+        paths = index_two_paths(triples)
+        if paths.num_paths > _MOST_PATHS:
+            raise ValueError(
+                f"the graphs have {paths.num_paths} paths of two edges, more than the {_MOST_PATHS} that "
+                "kernel='mlp' runs through at a time: draw some of them, samples=, or give fewer graphs at a time"
+            )
+        for start in range(0, paths.num_paths, self.max_paths):
+            stop = min(start + self.max_paths, paths.num_paths)
+            if stop - start < self.max_paths or not torch.is_grad_enabled():
+                total = total + self._chunk_sum(tables, paths, start, stop, graphs)
             else:
-                total = total + checkpoint(self._chunk_sum, tables, paths, triples, graphs, use_reentrant=False)
+                total = total + checkpoint(self._chunk_sum, tables, paths, start, stop, graphs, use_reentrant=False)
         triangle, wedge = total.view(graphs.size, 2, self.channels).unbind(dim=1)
         return {"triangle": triangle, "wedge": wedge}
 
@@ -101,8 +110,9 @@ class TripleMLP(nn.Module):
         edges = None if self.edges is None else self.edges(edge_attr, edge_index, triples).to(nodes.dtype)
         return Tables(nodes, edges)
 
-    def _chunk_sum(self, tables: Tables, paths: TwoPaths, triples: Triples, graphs: Graphs) -> Tensor:
-        value = at_least_float32(self._values(tables, paths, triples))
+    def _chunk_sum(self, tables: Tables, index: TwoPathIndex, start: int, stop: int, graphs: Graphs) -> Tensor:
+        paths = index.between(start, stop)
+        value = at_least_float32(self._values(tables, paths, index.triples))
         owner = 2 * graphs.of(paths.centre) + ~paths.closed
         return value.new_zeros(2 * graphs.size, self.channels).index_add(0, owner, value)
 

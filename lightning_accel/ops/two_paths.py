@@ -23,6 +23,24 @@ def num_two_paths(triples: Triples) -> int:
     return int(_num_paths(triples).sum())
 
 
+class TwoPathIndex(NamedTuple):
+    """Finds any of the paths by its place in the order of :func:`two_paths`; O(E) memory."""
+
+    triples: Triples
+    num_paths: int
+    ends: Tensor  # (2 E,)
+    keys: Tensor  # (E,)
+
+    def between(self, start: int, stop: int) -> TwoPaths:
+        index = torch.arange(start, stop, device=self.ends.device)
+        return _paths(index, self.ends, self.keys, self.triples)
+
+
+def index_two_paths(triples: Triples) -> TwoPathIndex:
+    ends = _path_ends(triples)
+    return TwoPathIndex(triples, int(ends[-1]) if len(ends) else 0, ends, _edge_keys(triples))
+
+
 def two_paths(triples: Triples, max_paths: int) -> Iterator[TwoPaths]:
     """Every path of two edges once, ordered by centre, leaf and other, ``max_paths`` at a time; the last may be fewer.
 
@@ -35,12 +53,9 @@ def two_paths(triples: Triples, max_paths: int) -> Iterator[TwoPaths]:
     """
     if max_paths < 1:
         raise ValueError(f"max_paths must be at least 1; got {max_paths}")
-    ends = _path_ends(triples)
-    num_paths = int(ends[-1]) if len(ends) else 0
-    keys = _edge_keys(triples)
-    for start in range(0, num_paths, max_paths):
-        index = torch.arange(start, min(start + max_paths, num_paths), device=ends.device)
-        yield _paths(index, ends, keys, triples)
+    index = index_two_paths(triples)
+    for start in range(0, index.num_paths, max_paths):
+        yield index.between(start, min(start + max_paths, index.num_paths))
 
 
 def sample_two_paths(

@@ -1,6 +1,7 @@
 """The MLP kernel of order-3 pooling: against all paths one by one, in chunks, and sampled."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from lightning_accel.nn.invariance import assert_permutation_invariant
 from lightning_accel.nn.relational import RO3Pooling
+from lightning_accel.nn.triple_mlp import TripleMLP
 from lightning_accel.ops import find_triples
 
 EDGES = [{}, {"edge_dim": 3}, {"num_relations": 4}]
@@ -78,20 +80,41 @@ def test_chunks_have_the_gradient_of_the_whole():
     assert torch.autograd.gradcheck(lambda x: pool(x, edge_index, attr), [x])
 
 
-def test_memory_is_bounded_by_a_chunk():
-    """What stays for the backward pass of a path is its indices, not its hidden units."""
+@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=["plain", "features"])
+def test_memory_is_bounded_by_a_chunk(options, monkeypatch):
+    """Neither hidden units nor indices of paths stay for the backward pass, but those of the last chunk."""
     star = torch.stack([torch.zeros(300).long(), torch.arange(1, 301)])
-    kept = []
+    chunks, kept = [], []
+    values = TripleMLP._values
+
+    def watched(self, tables, paths, triples):
+        chunks.append([weakref.ref(tensor) for tensor in paths])
+        return values(self, tables, paths, triples)
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor.numel())
         return tensor
 
-    pool = RO3Pooling(2, 3, kernel="mlp", max_paths=1000)
+    monkeypatch.setattr(TripleMLP, "_values", watched)
+    pool = RO3Pooling(2, 3, kernel="mlp", max_paths=1000, **options)
+    x = torch.randn(301, 2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        pool(torch.randn(301, 2), star).sum().backward()
-    assert max(kept) <= 1000 * 64
-    assert sum(kept) < 300 * 299 / 2 * 15  # hidden units would be some 500 numbers a path
+        loss = pool(x, star, torch.randn(300, 3) if options else None).sum()
+    assert len(chunks) == 45  # of 300 * 299 / 2 paths
+    alive = [sum(reference() is not None for reference in chunk) for chunk in chunks]
+    assert alive[:-1] == [0] * 44
+    assert sum(kept) < 300 * 299 / 2 * 25  # hidden units of all paths would be some 500 numbers each
+    loss.backward()
+    assert len(chunks) == 45 + 44
+
+
+def test_too_many_paths_are_refused():
+    leaves = torch.arange(1, 30_001)
+    star = torch.stack([torch.zeros_like(leaves), leaves])
+    message = "have 449985000 paths of two edges, more than the 268435456.*samples="
+    with pytest.raises(ValueError, match=message):
+        RO3Pooling(2, 3, kernel="mlp")(torch.ones(30_001, 2), star)
+    assert RO3Pooling(2, 3, kernel="mlp", samples=2)(torch.ones(30_001, 2), star).shape == (1, 3)
 
 
 @pytest.mark.parametrize("options", EDGES, ids=EDGE_NAMES)
