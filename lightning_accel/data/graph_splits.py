@@ -130,6 +130,8 @@ def file_splits(
 ) -> GraphSplits:
     """The graphs of a file with their targets; of one graph with targets of nodes, nodes are split."""
     of_nodes = read.level == "node" and len(read.graphs) == 1
+    if read.level == "node" and not of_nodes:
+        _require_targets(read, path, names)
     y, classes = _encode(read.target, path, kind, names, of_nodes)
     known = np.flatnonzero(has_target(y).numpy())
     rows = len(known) if of_nodes else len(read.graphs)
@@ -144,6 +146,20 @@ def file_splits(
     if kind == "regression":
         splits.target_names = list(names) if len(names) == (1 if y.ndim == 1 else y.shape[1]) else None
     return splits
+
+
+def _require_targets(read: FileGraphs, path: Path, names: Sequence[str]) -> None:
+    """Raise a ValueError for a node without a target, where there are several graphs."""
+    nodes = [(of, node) for of, graph in enumerate(read.graphs) for node in range(graph.num_nodes or 0)]
+    lacking = [pair for pair, row in zip(nodes, read.target, strict=True) if pd.isna(np.array(row, object)).any()]
+    if lacking:
+        of, node = lacking[0]
+        name = read.node_ids[of][node] if read.node_ids else str(node)
+        raise ValueError(
+            f"node {name} of graph {read.ids[of]} of {path} has no {' and '.join(names)}, nor have "
+            f"{len(lacking) - 1} others all targets; only nodes of one graph alone may lack them. Fill them in, or "
+            "leave these graphs out"
+        )
 
 
 def _encode(

@@ -117,6 +117,20 @@ def test_targets_of_nodes(make):
     assert len(data.predict_ids) == 9
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_a_node_without_target_in_one_of_several_graphs_is_named(make, write, kind):
+    found = [line | {"y": [i, 1, 2]} for i, line in enumerate(lines())]
+    found[4]["y"] = [1, None, 2]
+    with pytest.raises(ValueError, match=r"node 1 of graph g4 of .*graphs.jsonl has no y, nor have 0 others"):
+        make(found, level="node", target_kind=kind)
+    nodes = "graph,node,y\n" + "".join(
+        f"m{i},{node},{'' if (i, node) == (7, 'b') else i % 2}\n" for node in "abc" for i in range(12)
+    )
+    data = GraphDataModule(write("edges.csv", EDGES), nodes_path=write("n.csv", nodes), target_kind=kind)
+    with pytest.raises(ValueError, match=r"node b of graph m7 of .*edges.csv has no y"):
+        data.setup()
+
+
 def test_features_of_edges(make):
     found = [line | {"edge_attr": [[i, 0.5]] * len(line["edges"])} for i, line in enumerate(lines())]
     data = make(found)
