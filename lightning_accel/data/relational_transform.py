@@ -7,9 +7,10 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
 from lightning_accel.ops.triples import find_triples
-from lightning_accel.ops.two_paths import two_paths
+from lightning_accel.ops.two_paths import num_two_paths, two_paths
 
 _PATHS_AT_A_TIME = 2**20
+_MOST_PATHS = 10**7  # of a graph: 240 MB
 
 
 class AddRelationalTriples(BaseTransform):  # type: ignore[misc]  # PyG's is untyped
@@ -24,9 +25,10 @@ class AddRelationalTriples(BaseTransform):  # type: ignore[misc]  # PyG's is unt
     transform last: one after it that changes edges or drops nodes leaves the stored triples as they were.
 
     Args:
-        store_two_paths: whether to store ``two_path_index``, which grows with the squares of degrees.
+        store_two_paths: whether to store ``two_path_index``, which grows with the squares of degrees: 24 bytes a path.
 
     Raises:
+        ValueError: if ``edge_index`` lacks, or a graph has more than ten million paths to store.
         TypeError: for anything but ``Data``, as triples of several types of nodes have no one list.
     """
 
@@ -44,6 +46,12 @@ class AddRelationalTriples(BaseTransform):  # type: ignore[misc]  # PyG's is unt
         triples = find_triples(data.edge_index, int(data.num_nodes or 0))
         data.triangle_index = triples.triangle
         if self.store_two_paths:
+            if (paths := num_two_paths(triples)) > _MOST_PATHS:
+                raise ValueError(
+                    f"store_two_paths is for graphs with {_MOST_PATHS} paths of two edges at most; this one of "
+                    f"{data.num_nodes} nodes has {paths}, {paths * 24 / 1e9:.1f} GB. Leave it out, and go through them "
+                    "with lightning_accel.ops.two_paths, a part at a time, or draw some with sample_two_paths"
+                )
             chunks = [torch.stack(chunk[:3]) for chunk in two_paths(triples, _PATHS_AT_A_TIME)]
             data.two_path_index = torch.cat([data.edge_index.new_empty(3, 0), *chunks], dim=1)
         return data

@@ -48,3 +48,11 @@ def test_what_has_no_one_list_of_triples_is_refused():
         AddRelationalTriples()(HeteroData())
     with pytest.raises(ValueError, match=r"needs data\.edge_index; got none"):
         AddRelationalTriples()(Data(x=torch.ones(3, 1)))
+
+
+def test_a_hub_with_too_many_paths_is_refused_before_they_are_listed():
+    leaves = torch.arange(1, 5001)
+    hub = Data(edge_index=torch.stack([torch.zeros_like(leaves), leaves]), num_nodes=5001)
+    assert AddRelationalTriples()(hub).triangle_index.shape == (3, 0)
+    with pytest.raises(ValueError, match=r"this one of 5001 nodes has 12497500, 0\.3 GB\. Leave it out"):
+        AddRelationalTriples(store_two_paths=True)(hub)
