@@ -49,7 +49,8 @@ def find_triples(
         max_wedges: candidates that are tested at a time, about 60 bytes each.
 
     Raises:
-        ValueError: if a node is not in [0, N), or a column of ``triangle_index`` is not a triangle, nodes ascending.
+        ValueError: if a node is not in [0, N), or a column of ``triangle_index`` is not a triangle, nodes ascending, or
+            comes twice.
 
     >>> find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4).triangle.T
     tensor([[0, 1, 2]])
@@ -62,7 +63,10 @@ def find_triples(
     else:
         side = _given_sides(triangle_index, keys, num_nodes)
     # in lexicographic order: by the edge between the lower nodes, then by the highest
-    side = side.index_select(1, torch.argsort(side[2] * num_nodes + edge[1].index_select(0, side[0])))
+    place, order = (side[2] * num_nodes + edge[1].index_select(0, side[0])).sort()
+    if triangle_index is not None:
+        _check_unique(triangle_index, place, order)
+    side = side.index_select(1, order)
     triangle = torch.cat([edge.index_select(1, side[2]), edge[1].index_select(0, side[0])[None]])
     third_rowptr, by_edge = _grouped(side.flatten(), edge.shape[1])
     return Triples(
@@ -210,6 +214,15 @@ def _given_sides(triangle_index: Tensor, keys: Tensor, num_nodes: int) -> Tensor
             "Find them again after a change of edges or of the numbers of nodes"
         )
     return side
+
+
+def _check_unique(triangle_index: Tensor, place: Tensor, order: Tensor) -> None:
+    """``place`` (T,), ascending, tells triangles apart; ``order`` (T,) is the column of each."""
+    again = (place[1:] == place[:-1]).nonzero()
+    if len(again):
+        columns = sorted(order[again[0, 0] : again[0, 0] + 2].tolist())
+        nodes = triangle_index[:, columns[0]].tolist()
+        raise ValueError(f"triangle_index must list each triangle once; columns {columns} are both {nodes}")
 
 
 def _starts(index: Tensor, size: int) -> Tensor:

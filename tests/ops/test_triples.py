@@ -90,6 +90,12 @@ def test_what_is_no_triangle_is_refused(known):
         find_triples(edge_index[:, :0], 4, torch.tensor([known]).T)
 
 
+def test_triangles_that_are_known_twice_are_refused():
+    edge_index = torch.tensor([[0, 1, 2, 2, 3], [1, 2, 0, 3, 1]])
+    with pytest.raises(ValueError, match=r"columns \[0, 2\] are both \[0, 1, 2\]"):
+        find_triples(edge_index, 4, torch.tensor([[0, 1, 2], [1, 2, 3], [0, 1, 2]]).T)
+
+
 @pytest.mark.parametrize("edges", [[[0], [4]], [[-1], [2]]])
 def test_nodes_past_the_last_are_refused(edges):
     with pytest.raises(ValueError, match="nodes from 0 to num_nodes - 1 = 3; found"):
