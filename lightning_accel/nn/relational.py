@@ -55,7 +55,11 @@ class RelationalOrder3Pooling(nn.Module):
     edges, open wedges and those in triangles (each triangle through its three centres), of an MLP that is the same for
     both orders of the leaves and is told the third edge. It costs O(paths), in bounded memory: ``max_paths`` at a
     time. With ``samples=S``, S paths are drawn from each graph anew in every call, in evaluation as well; the output
-    is then an unbiased estimate of what all paths would give, and :meth:`estimate` tells its standard error.
+    is then an unbiased estimate of what all paths would give, and :meth:`estimate` tells its standard error. Without,
+    more than 2**28 paths are refused.
+
+    torch.compile breaks the graph where triples are looked for: with ``fullgraph=True`` call ``find_triples`` outside
+    and give ``triples=``.
 
     Args:
         in_channels: F; -1 takes it from the first input.
@@ -133,6 +137,7 @@ class RelationalOrder3Pooling(nn.Module):
             size: B; the last graph of ``batch`` plus one where it is None.
             triples: of the same graph, where they have been found before.
         """
+        triples = _found(self, x, edge_index, triples)  # here, so that torch.compile breaks the graph here alone
         if self.samples is not None:
             return self.estimate(x, edge_index, edge_attr, batch, size, triples).mean
         return self._out(self.sums(x, edge_index, edge_attr, batch, size, triples))
@@ -247,6 +252,9 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     The graph is undirected, as in :class:`RelationalOrder3Pooling`. With ``edge_dim`` or ``num_relations``, a term is
     multiplied by ``w_e`` (R,) = 1 + a map of the edge's features or type for each edge among its nodes, and the node
     sees the weighted sum of ``w_ij b_j`` over its neighbours besides.
+
+    torch.compile breaks the graph where triples are looked for: with ``fullgraph=True`` call ``find_triples`` outside
+    and give ``triples=``.
 
     ``torch_geometric.nn.to_hetero`` makes one layer for each relation within a node type; a relation between two node
     types is refused, as a wedge would span several relations: use ``data.to_homogeneous()`` and ``num_relations``.

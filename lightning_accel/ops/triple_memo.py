@@ -30,19 +30,20 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes of what is found depend on the data
 def triples_of(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None) -> Triples:
     """:func:`find_triples`, but only once for each ``edge_index``, so that layers and epochs share what is found.
 
-    It goes by the tensor itself, not by its values, and is forgotten with it; after a change in place it is found anew.
-    Threads may call it; two that ask for the same at once may both search. In torch.compile nothing is remembered.
+    It goes by the tensor itself, not by its values, and is forgotten with it; after a change in place it is found anew,
+    unless torch does not count the change: one through ``edge_index.data``, or of a NumPy array that shares its memory,
+    is not seen, and what was found before it is returned. Threads may call it; two that ask for the same at once may
+    both search. torch.compile breaks the graph here; with ``fullgraph=True`` call it outside.
 
     Args:
         edge_index: (2, M) int64 in [0, N).
         num_nodes: N.
         triangle_index: (3, T) int64, all triangles, where they are known: nodes ascending.
     """
-    if torch.compiler.is_compiling():
-        return find_triples(edge_index, num_nodes, triangle_index)
     with _lock:
         found = _found.get(edge_index)
     if found is not None and found.holds(edge_index, num_nodes, triangle_index):

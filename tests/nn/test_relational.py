@@ -479,6 +479,22 @@ def test_compiles_with_dynamic_shapes(typed):
     torch.testing.assert_close(whole(x, edge_index, attr), conv(x, edge_index, attr))
 
 
+@pytest.mark.parametrize("make", [lambda: RO3Conv(2, 3), lambda: RO3Pooling(2, 3)], ids=["conv", "pooling"])
+def test_compiled_it_looks_for_triples_with_one_break(make):
+    layer, graphs = make(), []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    x, edge_index = torch.randn(6, 2), cycle(3, 3)
+    expected = layer(x, edge_index)
+    torch.testing.assert_close(torch.compile(layer, backend=backend)(x, edge_index), expected)
+    assert len(graphs) <= 2
+    whole = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(whole(x, edge_index, triples=find_triples(edge_index, 6)), expected)
+
+
 @pytest.mark.skipif(
     not hasattr(torch.fx._symbolic_trace, "List") and torch_geometric.__version__ < "2.7",
     reason="old PyG's to_hetero fails with new torch, whatever the layer",
