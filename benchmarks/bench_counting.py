@@ -51,7 +51,7 @@ CASES = {
     "3-star": Case("star_3", CONVS, epochs=40, options={"num_layers": 2}),
     "3-star, regular": Case("star_3", CONVS, epochs=40, options={"num_layers": 2}, family="regular"),
     "chordal 4-cycle, 1 mark": Case(
-        "chordal_cycle_4", CONVS, epochs=40, options={"num_layers": 3, "marks": 1, "train_samples": None}
+        "chordal_cycle_4", CONVS, epochs=300, options={"num_layers": 2, "marks": 1, "train_samples": None}
     ),
 }
 SUBJECTS = ("GINConv", "RO3Conv", "RO3Pooling")
