@@ -148,7 +148,7 @@ def cells() -> list[object]:
         for way in ways()
         for precision in PRECISIONS
         for callbacks in CALLBACKS
-        for is_short in [precision == "32-true" or (precision, callbacks) == ("auto", "ours")]
+        for is_short in [precision == "32-true" or (module, precision, callbacks) == ("plain", "auto", "ours")]
         if is_short or turns.get((module, precision)) == callbacks
     ]
 
