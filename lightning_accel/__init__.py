@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_accel.data import read_idx as read_idx
     from lightning_accel.data.graphs import GraphDataModule as GraphDataModule
     from lightning_accel.data.relational_transform import AddRelationalTriples as AddRelationalTriples
+    from lightning_accel.models import Classifier as Classifier
     from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
     from lightning_accel.models import MoEClassifier as MoEClassifier
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
@@ -75,6 +76,7 @@ _PACKAGE_OF = {
     "AtomicModelParallelStrategy": "strategies",
     "BarsAndStripesDataModule": "data",
     "Bfloat16Precision": "precision",
+    "Classifier": "models",
     "ContrastiveDivergence": "nn",
     "DBNClassifier": "models.estimators",
     "DataParallelStrategy": "strategies",
@@ -135,6 +137,7 @@ __all__ = [
     "AtomicModelParallelStrategy",
     "BarsAndStripesDataModule",
     "Bfloat16Precision",
+    "Classifier",
     "ContrastiveDivergence",
     "DBNClassifier",
     "DataParallelStrategy",

@@ -17,11 +17,12 @@ PACKAGE = ROOT / "lightning_accel"
 FLOORS = {
     "ops": 0,
     "nn": 1, "data": 1, "strategies": 1, "precision": 1,
-    "models": 2, "callbacks": 2,
-    "tune": 3, "doctor": 3, "report": 3,
-    "cli": 4, "__main__": 5,
+    "compress": 2,
+    "models": 3, "callbacks": 3,
+    "tune": 4, "doctor": 4, "report": 4,
+    "cli": 5, "__main__": 6,
 }  # fmt: skip
-WITHOUT_LIGHTNING = {"ops", "nn"}
+WITHOUT_LIGHTNING = {"ops", "nn", "compress"}
 
 SHORT_NAMES = {"RO3Pooling": "RelationalOrder3Pooling"}
 

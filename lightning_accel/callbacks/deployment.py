@@ -1,0 +1,255 @@
+"""The part of a LightningModule that is deployed: what it is called with, and what the user's metrics say of it."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import Metric
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Deployed(NamedTuple):
+    """The module that other programs call, with what validation batches called it with."""
+
+    name: str  # "" is the LightningModule itself
+    module: nn.Module
+    inputs: list[Inputs]  # positional and keyword arguments of each call, detached
+
+
+class WholeCopy:
+    """Copies of a module that may be sharded, on the CPU, with no tie to its Trainer.
+
+    Made in ``setup``, before a strategy lays the parameters out; holds no second set of weights.
+    """
+
+    def __init__(self, pl_module: L.LightningModule) -> None:
+        self._skeleton = _copy(pl_module, {id(value): _on_meta(value) for value in _tensors(pl_module)})
+
+    def make(self, trainer: L.Trainer, pl_module: L.LightningModule) -> L.LightningModule | None:
+        """Copy with the weights that ``pl_module`` has now, in evaluation mode.
+
+        Returns:
+            The copy in the first process, None in the others, all of which must call it.
+        """
+        tensors = _tensors(pl_module)
+        if any(value.is_meta for value in tensors):  # the parts of other processes of a pipeline
+            state = trainer.strategy.lightning_module_state_dict()
+        elif any(isinstance(value, DTensor) for value in tensors):
+            state = {name: whole(value) for name, value in pl_module.state_dict().items()}
+        else:
+            return _forget_run(_copy(pl_module, {}).cpu()) if trainer.is_global_zero else None
+        if not trainer.is_global_zero:
+            return None
+        made = copy.deepcopy(self._skeleton).to_empty(device="cpu")
+        for name, buffer in pl_module.named_buffers():  # those too that state_dict leaves out
+            if not buffer.is_meta:
+                made.get_buffer(name).copy_(buffer)
+        made.load_state_dict(state)
+        return _forget_run(made)
+
+
+def whole(value: Any) -> Any:
+    """A tensor on the CPU, gathered where it is sharded; other values as they are."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def find_deployed(
+    module: L.LightningModule,
+    loader: Any,
+    name: str | None = None,
+    num_batches: int = 1,
+    datamodule: L.LightningDataModule | None = None,
+) -> Deployed:
+    """Run ``validation_step`` on the first batches of ``loader`` and see what is called.
+
+    Deployed is ``module`` itself if the step calls it (``self(x)``), else the submodule it calls that holds the most
+    parameters.
+
+    Args:
+        module: on the CPU, with no Trainer, as :class:`WholeCopy` makes it.
+        loader: batches as ``validation_step`` takes them; those of training will do.
+        name: of the submodule to deploy, ``""`` for ``module``, where the rule above picks another.
+        num_batches: whose calls are kept.
+        datamodule: whose hooks move and change batches.
+
+    Raises:
+        ValueError: if there is no submodule of that name, or the step calls neither ``module`` nor a submodule with
+            parameters.
+        TypeError: if ``module`` has no ``validation_step``.
+    """
+    if name is not None and name not in dict(module.named_modules()):
+        children = ", ".join(child for child, _ in module.named_children())
+        raise ValueError(f"{type(module).__name__} has no submodule {name!r}; give one of its own: {children}")
+    calls: dict[str, list[Inputs]] = {}
+    handles = [
+        one.register_forward_pre_hook(_Recorder(path, calls), with_kwargs=True)
+        for path, one in module.named_modules()
+        if name in (None, path) and any(True for _ in one.parameters())
+    ]
+    try:
+        evaluate(module, loader, limit_batches=num_batches, datamodule=datamodule)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not calls:
+        raise ValueError(
+            f"validation_step of {type(module).__name__} calls {'no module' if name is None else repr(name)}, so what "
+            "is to be deployed is not known. Name the submodule that it calls: module='network'"
+        )
+    sizes = {path: sum(value.numel() for value in module.get_submodule(path).parameters()) for path in calls}
+    found = max(sizes, key=lambda path: sizes[path])  # the first of equals is the outermost
+    return Deployed(found, module.get_submodule(found), calls[found])
+
+
+def evaluate(
+    module: L.LightningModule,
+    loader: Any,
+    deployed: str = "",
+    run: Callable[..., Any] | None = None,
+    limit_batches: float = 1.0,
+    datamodule: L.LightningDataModule | None = None,
+) -> dict[str, float]:
+    """What ``validation_step`` logs over ``loader`` on this process alone, on the CPU.
+
+    Args:
+        module: with no Trainer, as :class:`WholeCopy` makes it.
+        loader: of batches, or several loaders.
+        deployed: name of the submodule in whose place ``run`` stands.
+        run: takes what that submodule's ``forward`` takes, and returns the same.
+        limit_batches: batches of each loader, or a share of them.
+        datamodule: whose hooks move and change batches.
+
+    Raises:
+        TypeError: if ``module`` has no ``validation_step``.
+    """
+    if type(module).validation_step is L.LightningModule.validation_step:
+        raise TypeError(
+            f"{type(module).__name__} needs a validation_step: what it logs tells how good a form of the module is"
+        )
+    with _in_place_of_forward(module.get_submodule(deployed), run), _lent(datamodule), _quietly():
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=limit_batches,
+            inference_mode=False,  # metrics that were updated in it could not be reset outside of it
+        )
+        trainer.validate(module, datamodule=_Loaders(loader, datamodule), verbose=False)
+    module._trainer = None
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def all_rows(loader: Any) -> Any:
+    """The loader, or loaders, with the rows that a DistributedSampler left to other processes."""
+    return tree_map_only(DataLoader, _undistributed, loader)
+
+
+def _undistributed(loader: DataLoader[Any]) -> DataLoader[Any]:
+    if not isinstance(loader.sampler, DistributedSampler):
+        return loader
+    return DataLoader(
+        loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+    )
+
+
+def _forget_run(module: L.LightningModule) -> L.LightningModule:
+    for one in module.modules():
+        if isinstance(one, Metric):
+            one.reset()
+            one.sync_on_compute = False  # other processes do not take part
+    return module.eval()
+
+
+class _Recorder:
+    def __init__(self, name: str, calls: dict[str, list[Inputs]]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kept: Inputs = tree_map_only(torch.Tensor, lambda value: value.detach().clone(), (args, kwargs))
+        self.calls.setdefault(self.name, []).append(kept)
+
+
+class _Loaders(L.LightningDataModule):
+    """Loaders with the batch hooks of the user's datamodule."""
+
+    def __init__(self, loader: Any, hooks: L.LightningDataModule | None) -> None:
+        super().__init__()
+        self.loader = loader
+        if hooks is not None:
+            for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+                setattr(self, hook, getattr(hooks, hook))
+
+    def val_dataloader(self) -> Any:
+        return self.loader
+
+
+@contextmanager
+def _lent(datamodule: L.LightningDataModule | None) -> Iterator[None]:
+    """Without its Trainer, which says that it trains: hooks would augment the batches."""
+    if datamodule is None:
+        yield
+        return
+    kept, datamodule.trainer = datamodule.trainer, None
+    try:
+        yield
+    finally:
+        datamodule.trainer = kept
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what the Trainer tells of itself, which is about a run of the user's."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def _in_place_of_forward(module: nn.Module, run: Callable[..., Any] | None) -> Iterator[None]:
+    if run is None:
+        yield
+        return
+    own = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", run)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "forward")
+        if own is not None:
+            object.__setattr__(module, "forward", own)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _on_meta(value: torch.Tensor) -> torch.Tensor:
+    empty = value.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModule:
+    """A deep copy that knows no Trainer; ``memo`` gives the places of some tensors to others."""
+    ties = [one.__dict__[name] for one in module.modules() for name in ("_trainer", "_fabric") if name in one.__dict__]
+    made = copy.deepcopy(module, {**memo, **{id(tie): None for tie in ties if tie is not None}})
+    made._metric_attributes = None  # names by the identity of the metrics of ``module``
+    return made

@@ -1,0 +1,103 @@
+"""A plain classifier. Shapes: B rows, C classes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Classifier(L.LightningModule):
+    """Classify images or rows by convolutions and a perceptron: what other models and their compression are held to.
+
+    Each convolution is 3 by 3, with a batch norm and a ReLU; all but the first halve height and width. Features of
+    the last are averaged over the image. Without ``channels`` inputs are flattened. Batches are pairs of inputs,
+    (B, ``in_features``, H, W) with ``channels``, else (B, ...) with ``in_features`` values a row, floating, and
+    classes, (B,) int64. Logged: ``train/loss``; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
+
+    Args:
+        in_features: channels of an image, or values in a row.
+        num_classes: classes to tell apart.
+        channels: width of each convolution.
+        hidden_dims: width of each hidden layer of the perceptron.
+        optimizer: called with the parameters.
+
+    Raises:
+        ValueError: if a size is below 1.
+
+    >>> Classifier(1, 3, channels=[4, 6])(torch.randn(5, 1, 8, 8)).shape
+    torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        in_features: int = 64,
+        num_classes: int = 10,
+        *,
+        channels: Sequence[int] = (),
+        hidden_dims: Sequence[int] = (),
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "in_features": [in_features],
+            "num_classes": [num_classes],
+            "channels": channels,
+            "hidden_dims": hidden_dims,
+        }
+        for name, values in sizes.items():
+            if any(value < 1 for value in values):
+                raise ValueError(f"{name} must be at least 1; got {values}")
+        self.save_hyperparameters(ignore="optimizer")
+        layers: list[nn.Module] = []
+        width = in_features
+        for number, out in enumerate(channels):
+            stride = 1 if number == 0 else 2
+            layers += [nn.Conv2d(width, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+            width = out
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()] if channels else [nn.Flatten()]
+        for out in hidden_dims:
+            layers += [nn.Linear(width, out), nn.ReLU()]
+            width = out
+        self.network = nn.Sequential(*layers, nn.Linear(width, num_classes))
+        self.make_optimizer = optimizer
+        self.val_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, C) of ``x``."""
+        logits: Tensor = self.network(x)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, target = batch
+        loss = F.cross_entropy(self(x), target)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_accuracy)
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: Metric) -> None:
+        x, target = batch
+        logits = self(x)
+        accuracy(logits, target)
+        self.log(f"{stage}/loss", F.cross_entropy(logits, target), batch_size=len(target), sync_dist=True)
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """The likeliest class of each row, (B,) int64, and its probability, (B,)."""
+        x = batch if isinstance(batch, Tensor) else batch[0]
+        probability, label = self(x).softmax(dim=-1).max(dim=-1)
+        return {"class": label, "probability": probability}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
