@@ -32,6 +32,7 @@ class WholeCopy:
     """
 
     def __init__(self, pl_module: L.LightningModule) -> None:
+        pl_module.configure_model()  # which may build what is to be copied, and does so once
         self._skeleton = _copy(pl_module, {id(value): _on_meta(value) for value in _tensors(pl_module)})
 
     def make(self, trainer: L.Trainer, pl_module: L.LightningModule) -> L.LightningModule | None:
@@ -170,8 +171,12 @@ def _forget_run(module: L.LightningModule) -> L.LightningModule:
     for one in module.modules():
         if isinstance(one, Metric):
             one.reset()
-            one.sync_on_compute = False  # other processes do not take part
+            one.distributed_available_fn = _has_no_peers  # other processes do not take part
     return module.eval()
+
+
+def _has_no_peers() -> bool:
+    return False
 
 
 class _Recorder:

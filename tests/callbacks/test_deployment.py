@@ -88,6 +88,16 @@ def test_copy_of_a_sharded_module_is_whole():
     assert sum(len(args[0]) for args, _ in everything) == 20
 
 
+def check_copy_of_layers_that_the_datamodule_sizes(rank):
+    made, trainer = fit(MoEClassifier(), DigitsDataModule(), strategy="accel_fsdp2", devices=2)
+    if rank == 0:
+        assert find_deployed(made, trainer.val_dataloaders).name == ""
+
+
+def test_copy_of_layers_that_the_datamodule_sizes():
+    run_ranks(check_copy_of_layers_that_the_datamodule_sizes)
+
+
 def check_copy_of_a_pipeline_is_whole(rank):
     module = Plain()
     made, trainer = fit(module, DataLoader(TensorDataset(torch.randn(16, 5), torch.arange(16) % 3), 8),
