@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_accel.data.graph_lines import lines_of, number_list, parse_object, read_graph6
+from lightning_accel.data.graph_lines import number_list, read_graph6
 from lightning_accel.data.graph_tables import read_edge_list, read_graph_targets
 from lightning_accel.data.graph_tasks import Level
+from lightning_accel.data.text_lines import lines_of, parse_object
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileG
 
 def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     graphs, targets, places = [], [], []
-    for where, line in lines_of(path):
+    for where, line in lines_of(path, "a graph"):
         text, *rest = line.removeprefix(">>graph6<<").split(maxsplit=1)
         graphs.append(read_graph6(text, where))
         targets.append(rest)
@@ -162,8 +163,8 @@ def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
     """Lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
     places = []
-    for where, line in lines_of(path):
-        entry = parse_object(line, where)
+    for where, line in lines_of(path, "a graph"):
+        entry = parse_object(line, where, '{"edges": [[0, 1]], "y": 0}')
         graph = _graph_of_entry(entry, where)
         found.graphs.append(graph)
         found.ids.append(str(entry.get("id", where.split()[1])))

@@ -1,9 +1,5 @@
 """Graphs that stand a line each, in JSON or graph6. Shapes: n nodes of a graph."""
 
-import gzip
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,32 +7,6 @@ import torch
 from torch_geometric.data import Data
 
 _LARGEST = 1e30  # as in tables: the normalisation squares it
-
-
-def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each after words that say where it stands."""
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    found = False
-    try:
-        with opened(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found = True
-                    yield f"line {number} of {path}", line.strip()
-    except (UnicodeDecodeError, OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    if not found:
-        raise ValueError(f"{path} is empty; a graph a line was needed")
-
-
-def parse_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON: {error}. Each line must hold one whole object") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f'{where} must hold an object, such as {{"edges": [[0, 1]], "y": 0}}; got {line[:60]!r}')
-    return entry
 
 
 def number_list(found: Any, name: str, where: str, whole: bool = False) -> np.ndarray:

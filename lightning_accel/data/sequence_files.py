@@ -1,9 +1,7 @@
 """Sequences from the user's files. Shapes: R sequences, N steps of all, F features, K values of a target."""
 
 import difflib
-import gzip
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lightning_accel.data.tables import as_numbers, as_text, read_table, require_columns
+from lightning_accel.data.text_lines import lines_of, parse_object
 
 TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 
@@ -82,29 +81,13 @@ def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> File
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each after words that say where it stands."""
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    found = False
-    try:
-        with opened(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found = True
-                    yield f"line {number} of {path}", line.rstrip("\r\n")
-    except (UnicodeDecodeError, OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    if not found:
-        raise ValueError(f"{path} is empty; a sequence a line was needed")
-
-
 def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSequences:
     """Lines such as ``{"id": "a7", "values": [[0.1, 2], [0.3, 1]], "target": "walk"}``."""
     sequences: list[np.ndarray] = []
     targets, ids, places = [], [], []
     field = ""
-    for where, line in _lines(path):
-        entry = _parse_object(line, where)
+    for where, line in lines_of(path, "a sequence"):
+        entry = parse_object(line, where, '{"values": [1, 2], "target": 0}')
         field = field or _sequence_field(entry, layout, where)
         _require_field(entry, field, where)
         sequences.append(_read_sequence(entry[field], field, where))
@@ -119,16 +102,6 @@ def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
     names = [field] if steps.ndim == 1 else [f"{field}_{i}" for i in range(steps.shape[1])]
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     return FileSequences(steps, lengths, ids, names, _join_targets(targets, places, layout) if with_target else None)
-
-
-def _parse_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON: {error}. Each line must hold one whole object") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f'{where} must hold an object, such as {{"values": [1, 2], "target": 0}}; got {line[:60]!r}')
-    return entry
 
 
 def _sequence_field(entry: dict[str, Any], layout: Layout, where: str) -> str:
@@ -250,7 +223,7 @@ def _read_text_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
             "text and target"
         )
     texts, targets, ids = [], [], []
-    for where, line in _lines(path):
+    for where, line in lines_of(path, "a sequence"):
         label, tab, text = line.partition("\t")
         if with_target and not tab:
             raise ValueError(f"{where} has no tab between a label and its text; got {line[:60]!r}")

@@ -24,6 +24,7 @@ from lightning_accel.models.hooks import (
     list_of_str,
     take_from_datamodule,
 )
+from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import Hidden, Visible
 from lightning_accel.nn.rbm_units import GaussianVisible
@@ -193,11 +194,7 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
-        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
-            raise ValueError(
-                "DeepBeliefNetwork has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits "
-                "its weights, or 'ddp'"
-            )
+        refuse_tensor_parallelism(self, "'ddp'")
         if self.stack is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup

@@ -20,6 +20,7 @@ from lightning_accel.models.hooks import (
     list_of_str,
     take_from_datamodule,
 )
+from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.ops.expert_mlp import Activation
@@ -138,11 +139,7 @@ class MoEClassifier(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
-        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
-            raise ValueError(
-                "MoEClassifier has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits its "
-                "weights, or 'accel_expert_parallel', which deals its experts to processes"
-            )
+        refuse_tensor_parallelism(self, "'accel_expert_parallel', which deals its experts to them")
         if self.head is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup

@@ -22,6 +22,7 @@ from lightning_accel.models.hooks import (
 )
 from lightning_accel.models.measured import Measured, is_valid, measure
 from lightning_accel.models.sequence_predictions import name_classes
+from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational_pooling import RelationalPooling
 from lightning_accel.ops.triple_memo import triples_of
@@ -194,11 +195,7 @@ class RelationalGNN(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
-        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
-            raise ValueError(
-                "RelationalGNN has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits its "
-                "weights over processes"
-            )
+        refuse_tensor_parallelism(self)
         if self.layers is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup

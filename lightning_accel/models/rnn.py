@@ -24,6 +24,7 @@ from lightning_accel.models.measured import Measured, is_valid, measure
 from lightning_accel.models.sequence_export import export_step, export_whole
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
 from lightning_accel.models.sequence_targets import target_of, within
+from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
@@ -184,11 +185,7 @@ class SequenceModel(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
-        if self.device_mesh is not None and self.device_mesh.size() > 1:  # only ModelParallelStrategy sets one
-            raise ValueError(
-                "SequenceModel has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which splits its "
-                "weights over processes"
-            )
+        refuse_tensor_parallelism(self)
         if self.head is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup

@@ -1,5 +1,6 @@
 """Weight matrices split over devices, by a plan of ``torch.distributed.tensor.parallel`` that a model declares."""
 
+import lightning as L
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,19 @@ def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
             "the gradients of this model. Set data_parallel_size=1, or take the strategy 'accel_fsdp2'"
         )
     return mesh["tensor_parallel"]
+
+
+def refuse_tensor_parallelism(module: L.LightningModule, alternative: str = "") -> None:
+    """Called in ``configure_model`` of a model without a plan; ``alternative`` is one more strategy that it has.
+
+    Raises:
+        ValueError: if Lightning's ``ModelParallelStrategy``, which alone gives a mesh, has several devices.
+    """
+    if module.device_mesh is not None and module.device_mesh.size() > 1:
+        raise ValueError(
+            f"{type(module).__name__} has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which "
+            f"splits its weights over processes{alternative and f', or {alternative}'}"
+        )
 
 
 def split_(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:

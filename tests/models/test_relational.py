@@ -307,11 +307,22 @@ def test_sizes_that_nobody_tells_are_asked_for():
 
 
 def test_a_subclass_has_a_step_of_its_own():
-    class Smoothed(RelationalGNN):
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self(*self._inputs(batch)), batch.y, label_smoothing=0.1)
+    class Constant(RelationalGNN):
+        """Trains its readout alone, whatever the classes are."""
 
-    trainer(max_steps=2).fit(Smoothed(1, 2, **GRAPHS, dim=4), Graphs(triangles_and_hexagons()))
+        def training_step(self, batch, batch_idx):
+            return self(*self._inputs(batch))[:, 0].sum() * 0 + self.readout_sum()
+
+        def readout_sum(self):
+            return list(self.parameters())[-1].sum()
+
+    model = Constant(1, 2, **GRAPHS, dim=4, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    model.configure_model()
+    before = [value.clone() for value in model.parameters()]
+    trainer(max_steps=2).fit(model, Graphs(triangles_and_hexagons()))
+    *same, last = zip(before, model.parameters(), strict=True)
+    torch.testing.assert_close(last[0] - 1, last[1].detach())  # two steps of 0.5 down a slope of 1
+    assert all(torch.equal(old, new) for old, new in same)
 
 
 def weights_after(data, steps, *callbacks, ckpt_path=None, **options):
