@@ -3,6 +3,7 @@
 from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
+from lightning_accel.callbacks.pruning import Pruning
 from lightning_accel.callbacks.rbm_monitor import RBMMonitor
 from lightning_accel.callbacks.sampler_check import SamplerCheck
 from lightning_accel.callbacks.save_on_signal import SaveOnSignal
@@ -12,6 +13,7 @@ __all__ = [
     "ExactResume",
     "ExpertLoadMonitor",
     "PredictionWriter",
+    "Pruning",
     "RBMMonitor",
     "SamplerCheck",
     "SaveOnSignal",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning as L
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Criterion = str | Callable[[str, Tensor], Tensor]
@@ -20,7 +20,7 @@ class StructureOptions:
         criterion: name of it, or a function of a parameter's name and value that returns scores of its shape, of
             which the lowest are pruned.
         scope: ``"layer"``, ``"global"`` or ``"erk"``.
-        exclude: names or globs of parameters or modules (``"network.6"``, ``"*.head.*"``), or class names of modules.
+        exclude: names or globs of parameters or modules (``"network.6"``, ``"*.head.*"``), or classes, or their names.
         regrowth: ``None``, ``"rigl"`` or ``"set"``.
         seed: of random criteria and regrowth; equal on all processes.
         target: share that is zero, or removed, at the end.
@@ -29,7 +29,7 @@ class StructureOptions:
     structure: str
     criterion: Criterion
     scope: str
-    exclude: Sequence[str]
+    exclude: Sequence[str | type[nn.Module]]
     regrowth: str | None
     seed: int
     target: float
@@ -60,7 +60,7 @@ class Structure(Protocol):
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         """Have a share of ``sparsity`` pruned, of all that is to be pruned: absolute, never of what is left.
 
-        What is pruned is chosen anew, so that a share below the present one brings some back.
+        Shares never shrink from one call to the next within a run.
         """
 
     def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:

@@ -1,0 +1,374 @@
+"""Weights that are kept at zero by masks, in each process for the part that it holds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lightning_accel.callbacks.averaged_model import averaged_weights
+from lightning_accel.callbacks.pruning_structure import StructureOptions
+from lightning_accel.callbacks.weight_part import (
+    WeightPart,
+    find_holders,
+    local,
+    num_processes,
+    pack_bits,
+    unpack_bits,
+)
+from lightning_accel.callbacks.weight_scores import WeightScores
+from lightning_accel.compress.masks import choose_groups, choose_weights, parse_structure
+from lightning_accel.compress.prunable import find_prunable
+from lightning_accel.compress.selection import Part, choose_lowest, hash_uniform
+
+
+class MaskStructure:
+    """The lowest scores of single weights, or of N:M groups of them, are zero, and stay so until they are regrown."""
+
+    def __init__(self, options: StructureOptions) -> None:
+        self.options = options
+        self.pattern = parse_structure(options.structure)
+        self.parts: list[WeightPart] = []
+        self.pruned: dict[str, Tensor] = {}  # bool, of the part that this process holds
+        self.left_out: dict[str, str] = {}
+        self.scores = WeightScores(options)
+        self.wants_gradients = False  # set before a step after which connections regrow
+        self._gradients: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}  # pruned weights, over all processes
+        self._loaded: dict[str, Any] | None = None
+        self._holders: list[int] | None = None
+        self._is_split = False
+        self._device = torch.device("cpu")
+
+    # ---- setting up
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
+        found, self.left_out = find_prunable(pl_module, self.options.exclude)
+        before = self.pruned
+        self.parts = [WeightPart(*one) for one in found]
+        self._device = trainer.strategy.root_device
+        self._holders = None
+        self._find_layout(trainer)
+        self._leave_out_what_does_not_fit()
+        if not self.parts:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
+            raise ValueError(f"{type(pl_module).__name__} has no weight to prune: {reasons}")
+        self.pruned = {}
+        for part in self._held():
+            mask = before.get(part.name)
+            fits = mask is not None and mask.shape == part.value.shape
+            self.pruned[part.name] = (
+                mask.to(part.value.device)
+                if fits and mask is not None
+                else torch.zeros_like(part.value, dtype=torch.bool)
+            )
+        self.scores.attach(trainer, self.parts, self._is_split)
+        self._count()
+        if self._loaded is not None:
+            self._apply_state()
+        return dict(self.left_out)
+
+    def _find_layout(self, trainer: L.Trainer) -> None:
+        self._is_split = any(part.is_split for part in self.parts)
+        if num_processes(trainer) == 1:
+            return
+        holders = find_holders(self.parts, self._device)
+        anywhere_meta = torch.tensor(int(not all(part.is_held for part in self.parts)), device=self._device)
+        dist.all_reduce(anywhere_meta, dist.ReduceOp.MAX)
+        if bool(anywhere_meta):
+            self._holders = holders
+            self._is_split = True
+
+    def _leave_out_what_does_not_fit(self) -> None:
+        kept = []
+        for part in self.parts:
+            reason = self._misfit(part)
+            if reason is None:
+                kept.append(part)
+            else:
+                self.left_out[part.name] = reason
+        if self._holders is not None:
+            of = {part.name: holder for part, holder in zip(self.parts, self._holders, strict=True)}
+            self._holders = [of[part.name] for part in kept]
+        self.parts = kept
+
+    def _misfit(self, part: WeightPart) -> str | None:
+        if self.pattern is not None:
+            length, size = part.shape[part.input_dim], self.pattern[1]
+            if length % size:
+                return f"has {length} inputs, no multiple of {size}, for {self.options.structure}"
+            if part.is_split_along_input:
+                return f"its inputs are split over processes, so that groups of {self.options.structure} would be"
+        return self.scores.misfit(part)
+
+    def _held(self) -> list[WeightPart]:
+        return [part for part in self.parts if part.is_held]
+
+    def detach(self, pl_module: L.LightningModule) -> None:
+        self.scores.detach()
+
+    # ---- choosing
+
+    def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
+        numbers = {part.name: number for number, part in enumerate(self.parts)}
+        scores = {part.name: self._part(part, self._scores_of(part, numbers[part.name])) for part in self.parts}
+        if self.pattern is not None:
+            share = sparsity / self.options.target
+            dims = {part.name: part.input_dim for part in self.parts}
+            chosen = choose_groups(scores, dims, self.pattern, share, self._reduce(), self._device)
+        else:
+            shapes = {part.name: part.shape for part in self.parts}
+            stacked = [part.name for part in self.parts if hasattr(part.module, "expert_parameters")]
+            scope: Any = self.options.scope
+            chosen = choose_weights(scores, shapes, sparsity, scope, self._reduce(), self._device, stacked)
+        for part in self._held():
+            mask = chosen[part.name]
+            assert mask is not None
+            self.pruned[part.name] = mask
+        self.scores.forget()
+        self._masks_changed(trainer)
+        self._warn_of_empty_layers()
+
+    def _scores_of(self, part: WeightPart, number: int) -> Tensor | None:
+        if not part.is_held:
+            return None
+        scores = self.scores.of(part, number)
+        # what is pruned comes first: masks are nested, whatever the criterion makes of zeros
+        return scores.masked_fill(self.pruned[part.name], -torch.inf)
+
+    def _part(self, part: WeightPart, scores: Tensor | None) -> Part:
+        return Part(scores, part.numel, part.to_whole, part.counts)
+
+    def _reduce(self) -> Any:
+        return _sum_over_processes if self._is_split else None
+
+    def regrow(self, trainer: L.Trainer, fraction: float, step: int) -> None:
+        """Exchange a ``fraction`` of the connections of each layer: the weakest are dropped, as many others grow.
+
+        RigL grows those with the largest gradients, SET others at random (Evci et al. 2020, section 3; Mocanu et al.
+        2018, https://arxiv.org/abs/1707.04780, algorithm 2). Weights that grow begin at zero.
+        """
+        gradients, self._gradients = self._gradients, {}
+        if self.options.regrowth == "rigl" and not self._all_finite(gradients):
+            return  # AMP skipped the step
+        counts = [self._num_exchanged(part, fraction) for part in self.parts]
+        drop = [self._part(part, self._weakness(part)) for part in self.parts]
+        dropped = choose_lowest([[one] for one in drop], counts, self._reduce(), self._device)
+        for part, (mask,) in zip(self.parts, dropped, strict=True):
+            if mask is not None:
+                self.pruned[part.name] = self.pruned[part.name] | mask
+        grow = [self._part(part, self._wish(part, gradients, number, step)) for number, part in enumerate(self.parts)]
+        grown = choose_lowest([[one] for one in grow], counts, self._reduce(), self._device)
+        for part, (mask,) in zip(self.parts, grown, strict=True):
+            if mask is not None:
+                self.pruned[part.name] = self.pruned[part.name] & ~mask
+        self._masks_changed(trainer)
+
+    def _all_finite(self, gradients: dict[str, Tensor]) -> bool:
+        finite = all(bool(one.isfinite().all()) for one in gradients.values())
+        flags = torch.tensor([float(finite), float(bool(gradients) or not self._held())], device=self._device)
+        if self._is_split:
+            dist.all_reduce(flags, dist.ReduceOp.MIN)
+        return bool(flags.min() > 0)
+
+    def _num_exchanged(self, part: WeightPart, fraction: float) -> int:
+        pruned = self._counts[part.name]
+        return min(round(fraction * (part.numel - pruned)), pruned)
+
+    def _weakness(self, part: WeightPart) -> Tensor | None:
+        if not part.is_held:
+            return None
+        return part.value.abs().float().masked_fill(self.pruned[part.name], torch.inf)
+
+    def _wish(self, part: WeightPart, gradients: dict[str, Tensor], number: int, step: int) -> Tensor | None:
+        """Low for those that should grow; what lives cannot."""
+        if not part.is_held:
+            return None
+        if self.options.regrowth == "rigl":
+            zeros = torch.zeros_like(part.value, dtype=torch.float32)
+            wish = -gradients.get(part.name, zeros)
+        else:
+            wish = hash_uniform(part.places(), (self.options.seed * 65537 + number + 1) * 1000003 + step)
+        return wish.masked_fill(~self.pruned[part.name], torch.inf)
+
+    def _masks_changed(self, trainer: L.Trainer) -> None:
+        if num_processes(trainer) > 1 and not self._is_split:
+            self._take_masks_of_first_process()
+        self._count()
+        self.apply(trainer)
+
+    def _take_masks_of_first_process(self) -> None:
+        held = self._held()
+        packed = torch.cat([pack_bits(self.pruned[part.name]) for part in held]).to(self._device)
+        dist.broadcast(packed, src=0)
+        start = 0
+        for part in held:
+            length = -(-part.numel // 8)
+            mask = unpack_bits(packed[start : start + length], part.shape)
+            self.pruned[part.name] = mask.to(part.value.device)
+            start += length
+
+    def _count(self) -> None:
+        counts = torch.tensor(
+            [int(self.pruned[part.name].sum()) if part.counts else 0 for part in self.parts], device=self._device
+        )
+        if self._is_split:
+            counts = _sum_over_processes(counts)
+        elif num_held := len(self._held()):  # every process holds all
+            assert num_held == len(self.parts)
+            counts = torch.tensor([int(self.pruned[part.name].sum()) for part in self.parts])
+        self._counts = {part.name: count for part, count in zip(self.parts, counts.tolist(), strict=True)}
+
+    def _warn_of_empty_layers(self) -> None:
+        empty = [part.name for part in self.parts if self._counts[part.name] == part.numel]
+        if empty:
+            rank_zero_warn(
+                f"no weight of {', '.join(empty)} is left, so that nothing passes it. Take scope='erk' or 'layer', a "
+                "lower target, or exclude it"
+            )
+
+    # ---- keeping zeros
+
+    def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        members = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        mine = [part for part in self._held() if id(part.weight) in members]
+        with torch.no_grad():
+            self.scores.add_gradients(trainer, mine, optimizer)
+            for part in mine:
+                gradient = part.gradient()
+                if gradient is None:
+                    continue
+                if self.wants_gradients:
+                    self._gradients[part.name] = gradient.detach().abs().float()
+                gradient.masked_fill_(self.pruned[part.name], 0)
+
+    def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        with torch.no_grad():
+            for part in self._held():
+                part.value.masked_fill_(self.pruned[part.name], 0)
+
+    def apply(self, trainer: L.Trainer) -> None:
+        """Zero weights, moments and averaged weights under the masks."""
+        for one in _model_of(trainer).modules():
+            if isinstance(one, FSDPModule):
+                one.reshard()  # else a gathered copy of an evaluation would be used
+        with torch.no_grad():
+            for part in self._held():
+                mask = self.pruned[part.name]
+                part.value.masked_fill_(mask, 0)
+                for optimizer in trainer.optimizers:
+                    for value in optimizer.state.get(part.weight, {}).values():
+                        if isinstance(value, Tensor) and local(value).shape == mask.shape:
+                            local(value).masked_fill_(mask, 0)
+        self.apply_to_averages(trainer)
+
+    def apply_to_averages(self, trainer: L.Trainer) -> None:
+        """Weights that another callback averages."""
+        with torch.no_grad():
+            for weights in averaged_weights(trainer):
+                for name, mask in self.pruned.items():
+                    if name in weights and weights[name].shape == mask.shape:
+                        weights[name].masked_fill_(mask.to(weights[name].device), 0)
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Zeros are where they should be."""
+
+    # ---- telling
+
+    def sparsity(self) -> float:
+        total = sum(part.numel for part in self.parts)
+        return sum(self._counts.values()) / total if total else 0.0
+
+    def sparsities(self) -> dict[str, float]:
+        return {part.name: self._counts[part.name] / part.numel for part in self.parts}
+
+    def report_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": part.name,
+                "shape": list(part.shape),
+                "parameters": part.numel,
+                "nonzero": part.numel - self._counts[part.name],
+                "sparsity": self._counts[part.name] / part.numel,
+                "note": "",
+            }
+            for part in self.parts
+        ]
+
+    def masks(self) -> dict[str, Tensor]:
+        """What is kept, bool, by the names of weights, whole, on the CPU; all processes call it."""
+        return {
+            part.name: ~self._whole(number, None if not part.is_held else self.pruned[part.name].to(torch.uint8)).bool()
+            for number, part in enumerate(self.parts)
+        }
+
+    def _whole(self, number: int, value: Tensor | None) -> Tensor:
+        holder = None if self._holders is None else self._holders[number]
+        return self.parts[number].gather(value, holder, self._device)
+
+    # ---- resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.parts:
+            return self._loaded or {}
+        return {
+            "structure": self.options.structure,
+            "shapes": {part.name: list(part.shape) for part in self.parts},
+            "pruned": {name: pack_bits(~kept) for name, kept in self.masks().items()},
+            "scores": self.scores.state_dict(self._whole),
+            "gradients": {
+                part.name: self._whole(number, self._gradients.get(part.name))
+                for number, part in enumerate(self.parts)
+                if self._gradients
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+        if self.parts:
+            self._apply_state()
+
+    def _apply_state(self) -> None:
+        state, self._loaded = self._loaded, None
+        if not state:
+            return
+        shapes = {part.name: list(part.shape) for part in self.parts}
+        if state["shapes"] != shapes or state["structure"] != self.options.structure:
+            raise ValueError(_what_differs(state, shapes, self.options.structure))
+        for part in self._held():
+            whole = unpack_bits(state["pruned"][part.name], part.shape)
+            self.pruned[part.name] = part.cut(whole)
+        self._gradients = {part.name: part.cut(state["gradients"][part.name]) for part in self._held()
+                           if part.name in state["gradients"]}  # fmt: skip
+        self.scores.load_state_dict(state["scores"])
+        self._count()
+
+    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+        """Shapes are those of a dense module."""
+
+
+def _what_differs(state: dict[str, Any], shapes: dict[str, list[int]], structure: str) -> str:
+    if state["structure"] != structure:
+        return f"the checkpoint was pruned with structure={state['structure']!r}, this run has {structure!r}"
+    saved = state["shapes"]
+    names: Sequence[str] = [name for name in {**saved, **shapes} if saved.get(name) != shapes.get(name)]
+    return (
+        f"the checkpoint has masks for other weights than this run prunes: {', '.join(names[:5])}. Give Pruning the "
+        "exclude of that run, or load the weights alone"
+    )
+
+
+def _sum_over_processes(value: Tensor) -> Tensor:
+    dist.all_reduce(value)
+    return value
+
+
+def _model_of(trainer: L.Trainer) -> torch.nn.Module:
+    model = trainer.strategy.model
+    assert model is not None
+    return model

@@ -1,0 +1,416 @@
+"""Prune a module while it trains."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_accel.callbacks.compression_phase import hold_back_checkpoints
+from lightning_accel.callbacks.mask_structure import MaskStructure
+from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
+from lightning_accel.callbacks.rewinding import Rewinding
+from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
+from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
+
+CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "random"]
+_MEASURED = "movement", "taylor", "wanda"  # in steps before weights are pruned
+
+
+class Pruning(L.Callback):
+    """Set a growing share of the weights to zero while the module trains, and keep it there.
+
+    Masks live here: parameters keep their names and their order, so that optimizers, EMA, SWA, DDP and checkpoints see
+    the module that they know. Gradients are masked before each optimizer step (and before they are clipped), weights
+    after it, and whatever optimizers and averages remember of a pruned weight is zero too. ``target`` is the share of
+    zeros at the end among all weights that are pruned, see :func:`~lightning_accel.compress.find_prunable`: those of
+    linear layers, convolutions, recurrent layers, attention and experts, the last layer among them; embeddings,
+    normalisations, biases and gates are left out. All that is left out is named with its reason in ``left_out`` and in
+    the log. What is pruned stays so, unless ``regrowth`` exchanges it.
+
+    Steps are optimizer steps: batches that are accumulated count once, and so do those in which several optimizers
+    step. Under DDP all processes have the masks of the first one; under FSDP2 and in a pipeline each has those of its
+    part, the same as one process would have. A run that is killed and resumed goes on with equal bits, on another
+    number of processes or strategy, too. ``ModelCheckpoint`` takes no model for the best before the target is reached.
+    Logged: ``pruning/sparsity``. At the end a table of the layers is printed.
+
+    Zeros make neither files smaller nor computing faster by themselves; ``structure="channel"`` does.
+
+    Args:
+        target: share of zeros at the end, of weights, or of channels; by default 0.9, or what N:M means.
+        structure: ``"unstructured"``; ``"2:4"`` or another N:M, where N of M neighbours along a layer's input are kept;
+            ``"channel"``, which removes whole channels.
+        criterion: what makes a weight important: ``"magnitude"``; ``"movement"``, ``"taylor"`` (of gradients),
+            ``"wanda"`` (of inputs), which measure in all steps before; ``"random"``; or a function of a parameter's
+            name and value (the part that the process holds) that returns scores of that shape, the lowest of which go.
+        scope: shares are equal in each ``"layer"``; or the lowest scores of all go (``"global"``); or smaller layers
+            keep more (``"erk"``). N:M is the same in all layers.
+        schedule: ``"cubic"`` (Zhu and Gupta 2017), ``"linear"`` or ``"geometric"`` from 0 at ``begin`` to the target at
+            ``end``; ``"one_shot"``, all at ``begin``; ``"constant"``, the same with ``regrowth`` from ``begin`` to
+            ``end``.
+        begin: optimizer step, or share of the run if a float in [0, 1].
+        end: the same; weights are pruned no more from then on.
+        every_n_steps: steps from one pruning to the next, the last is at ``end``; by default a hundredth of the ramp.
+        regrowth: ``"rigl"`` or ``"set"``: at each pruning the weakest connections give way to others, those with the
+            largest gradients, or random ones. With ``schedule="constant"`` the run is sparse from ``begin`` on.
+        drop_fraction: share of the connections that is exchanged at first; it falls to 0 at ``end`` by half a cosine.
+        rewind: at each pruning what is left goes back to its weights after this step (lottery tickets; a copy of all
+            parameters is kept), and optimizers begin anew. ``schedule="geometric"`` with few prunings is the usual way.
+        exclude: names or patterns of parameters or submodules (``"head"``, ``"blocks.*.norm"``), or classes by name.
+        log_layers: log ``pruning/sparsity/<weight>`` too.
+        seed: of random choices.
+
+    Raises:
+        ValueError: if an option is out of range or contradicts another; before training, if nothing can be pruned, the
+            target would not be reached, or the length of the run is needed and unknown.
+        TypeError: before training, under strategies that flatten parameters (FSDP1, DeepSpeed), and for weights that
+            FSDP and tensor parallelism split at once.
+
+    Attributes:
+        left_out: why parameters are not pruned, by name.
+    """
+
+    def __init__(
+        self,
+        target: float | None = None,
+        *,
+        structure: str = "unstructured",
+        criterion: CriterionName | Callable[[str, Tensor], Tensor] = "magnitude",
+        scope: Scope = "erk",
+        schedule: ScheduleName = "cubic",
+        begin: int | float = 0.0,
+        end: int | float = 0.6,
+        every_n_steps: int | None = None,
+        regrowth: Literal["rigl", "set"] | None = None,
+        drop_fraction: float = 0.3,
+        rewind: int | None = None,
+        exclude: Sequence[str | type[nn.Module]] = (),
+        log_layers: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        pattern = None if structure == "channel" else parse_structure(structure)
+        self.target = require_target(target, pattern)
+        require_scope(scope)
+        _require_one_of("schedule", schedule, SCHEDULES)
+        if not callable(criterion):
+            _require_one_of("criterion", criterion, get_args(CriterionName))
+        _require_moment("begin", begin)
+        _require_moment("end", end)
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
+        if regrowth is not None:
+            _require_regrowth(regrowth, structure, drop_fraction)
+        elif schedule == "constant":
+            raise ValueError("schedule='constant' needs regrowth='rigl' or 'set'; without, take schedule='one_shot'")
+        if rewind is not None and (rewind < 0 or structure == "channel" or regrowth is not None):
+            raise ValueError(
+                "rewind is a step, 0 or later, and goes with masks without regrowth; got "
+                f"rewind={rewind}, structure={structure!r}, regrowth={regrowth!r}"
+            )
+        self.structure = structure
+        self.schedule: ScheduleName = schedule
+        self.begin = begin
+        self.end = end
+        self.every_n_steps = every_n_steps
+        self.regrowth = regrowth
+        self.drop_fraction = drop_fraction
+        self.rewind = rewind
+        self.criterion = criterion
+        self.log_layers = log_layers
+        self.left_out: dict[str, str] = {}
+        self._options = StructureOptions(structure, criterion, scope, tuple(exclude), regrowth, seed, self.target)
+        self._masks: Structure = _make_structure(self._options)
+        self._rewinding = Rewinding()
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._step = 0  # optimizer steps that this callback has seen
+        self._seen = 0  # trainer.global_step then; several optimizers make it run ahead
+        self._reached = 0.0
+        self._first, self._last, self._every = 0, 0, 1
+        self._is_set_up = False
+        self._loaded: dict[str, Any] | None = None
+        self._module: L.LightningModule | None = None
+
+    # ---- phases
+
+    @property
+    def phase(self) -> str:
+        if self.is_final_phase:
+            return f"at {self.target:g}"
+        return "dense" if self._reached == 0 else f"ramp to {self.target:g}"
+
+    @property
+    def is_final_phase(self) -> bool:
+        """Whether the target is reached."""
+        return self._reached >= self.target
+
+    def sparsity(self) -> float:
+        """Share that is pruned, of all that is to be pruned."""
+        return self._masks.sparsity()
+
+    def report_rows(self) -> list[dict[str, Any]]:
+        """A row for each pruned layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""
+        return self._masks.report_rows()
+
+    def masks(self) -> dict[str, Tensor]:
+        """What is kept, bool, by the names of weights, whole, on the CPU; all processes call it."""
+        return self._masks.masks() if isinstance(self._masks, MaskStructure) else {}
+
+    # ---- setting up
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(structure=self.structure)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        _require_strategy(trainer.strategy)
+        if trainer.global_step == 0:
+            self._start_anew()
+            self._masks = _make_structure(self._options)
+            self._rewinding = Rewinding()
+        if self.structure == "channel" and trainer.ckpt_path is not None:
+            state = _saved_state(trainer.ckpt_path, self.state_key)
+            if state is not None:
+                self._masks.rebuild(pl_module, state["masks"])
+        hold_back_checkpoints(trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._module = pl_module
+        self.left_out = self._masks.attach(trainer, pl_module)
+        if self.rewind is not None and any(one.is_meta for one in pl_module.parameters()):
+            raise TypeError("rewind does not work in a pipeline, whose processes hold some layers each; leave it out")
+        self._rewinding.attach(pl_module)
+        self._settle_steps(trainer)
+        self._is_set_up = True
+        _tell_left_out(self.left_out)
+
+    def _settle_steps(self, trainer: L.Trainer) -> None:
+        """Steps of the ramp: those of the checkpoint where its options are those of now."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded["ramp"] == self._ramp():
+            self._first, self._last, self._every = loaded["steps"]
+            return
+        if self._is_set_up and loaded is None and self._step:  # the same run goes on
+            return
+        total = _num_steps(trainer)
+        self._first = _to_step("begin", self.begin, total)
+        self._last = _to_step("end", self.end, total)
+        if self.schedule == "one_shot" and self.regrowth is None:
+            self._last = self._first
+        elif self._last <= self._first:
+            raise ValueError(f"end must come after begin; got begin={self.begin}, end={self.end} of {total} steps")
+        if total is not None and self._last > total:
+            raise ValueError(
+                f"pruning would end at step {self._last}, but the run has {total} optimizer steps: the target would "
+                "not be reached. Lower end, or train longer"
+            )
+        if self._first == 0 and self.criterion in _MEASURED and self.schedule in ("one_shot", "constant"):
+            raise ValueError(
+                f"{self.criterion!r} measures in the steps before weights are pruned, but begin is 0: raise it"
+            )
+        if self.rewind is not None and self.rewind >= max(self._last, 1):
+            raise ValueError(f"rewind must be a step before pruning ends, at {self._last}; got {self.rewind}")
+        self._every = self.every_n_steps or max(1, (self._last - self._first) // 100)
+
+    def _ramp(self) -> list[Any]:
+        return [self.target, self.schedule, self.begin, self.end, self.every_n_steps]
+
+    # ---- steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._step == 0 and self._seen == 0 and trainer.global_step:  # the run had no pruning before
+            self._step = self._seen = trainer.global_step
+        if self._step == 0:
+            self._update(trainer, pl_module)
+        else:  # it may have been saved between the optimizer's step and ours
+            self._masks.after_step(trainer, pl_module)
+            self._advance(trainer, pl_module)
+        self._prepare()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._masks.before_optimizer_step(trainer, pl_module, optimizer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        self._advance(trainer, pl_module)
+        if not trainer.barebones:
+            pl_module.log("pruning/sparsity", self.sparsity())
+            if self.log_layers:
+                pl_module.log_dict({f"pruning/sparsity/{name}": one for name, one in self._masks.sparsities().items()})
+
+    def _advance(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == self._seen:
+            return
+        self._seen = trainer.global_step
+        self._step += 1
+        self._masks.after_step(trainer, pl_module)
+        self._update(trainer, pl_module)
+        self._prepare()
+        if isinstance(self._masks, MaskStructure):
+            self._masks.apply_to_averages(trainer)
+
+    def _updates_at(self, step: int) -> bool:
+        on_time = step == self._last or (step - self._first) % self._every == 0
+        return self._first <= step <= self._last and on_time
+
+    def _prepare(self) -> None:
+        if isinstance(self._masks, MaskStructure):
+            self._masks.wants_gradients = self.regrowth == "rigl" and self._updates_at(self._step + 1)
+
+    def _update(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.rewind is not None and self._step == self.rewind:
+            self._rewinding.keep(pl_module)
+        is_late = self._step > self._last and not self.is_final_phase  # of a run that had no pruning before
+        if not (self._updates_at(self._step) or is_late):
+            return
+        sparsity = sparsity_at(self._step, self._first, self._last, self.target, self.schedule)
+        if sparsity > self._reached:
+            self._reached = sparsity
+            self._masks.prune_to(trainer, pl_module, sparsity)
+            if self.rewind is not None:
+                self._rewind(trainer, pl_module)
+            if self.is_final_phase:
+                self._masks.finish(trainer, pl_module)
+        if self.regrowth is not None and isinstance(self._masks, MaskStructure) and self._step > self._first:
+            fraction = drop_fraction_at(self._step, self._first, self._last, self.drop_fraction)
+            self._masks.regrow(trainer, fraction, self._step)
+
+    def _rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self._rewinding.copies:
+            raise ValueError(f"weights are pruned at step {self._step}, before those of step {self.rewind} are known")
+        self._rewinding.rewind(trainer, pl_module)
+        assert isinstance(self._masks, MaskStructure)
+        self._masks.apply(trainer)
+
+    # ---- ending
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(self._masks, MaskStructure):
+            self._masks.apply_to_averages(trainer)
+        if not self.is_final_phase:
+            rank_zero_warn(
+                f"training ended after {self._step} optimizer steps, at a sparsity of {self.sparsity():.3f}; the "
+                f"target of {self.target:g} is reached at step {self._last}"
+            )
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._masks.detach(pl_module)
+        rank_zero_info(table(self.report_rows()))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._masks.detach(pl_module)
+
+    # ---- resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks as bits, sums of the criterion, where the ramp is; all processes call it."""
+        if self._module is None:
+            return {}
+        return {
+            "step": self._step,
+            "seen": self._seen,
+            "reached": self._reached,
+            "ramp": self._ramp(),
+            "steps": [self._first, self._last, self._every],
+            "masks": self._masks.state_dict(),
+            "rewinding": self._rewinding.state_dict(self._module),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._step, self._seen = state_dict["step"], state_dict["seen"]
+        self._reached = state_dict["reached"]
+        self._loaded = state_dict
+        self._masks.load_state_dict(state_dict["masks"])
+        self._rewinding.load_state_dict(state_dict["rewinding"])
+        if self._is_set_up and self._module is not None:  # a strategy that restores after its setup
+            self._rewinding.attach(self._module)
+            self._settle_steps(self._module.trainer)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Layers and what is left of them, one a line."""
+    width = max([len(row["name"]) for row in rows] + [5])
+    lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
+    total = {"name": "total", "parameters": 0, "nonzero": 0}
+    for row in rows:
+        total["parameters"] += row["parameters"]
+        total["nonzero"] += row["nonzero"]
+    for row in [*rows, total]:
+        sparsity = 1 - row["nonzero"] / max(row["parameters"], 1)
+        lines.append(f"{row['name']:<{width}}  {row['parameters']:>12,}  {row['nonzero']:>12,}  {sparsity:>8.4f}")
+    return "\n".join(lines)
+
+
+def _make_structure(options: StructureOptions) -> Structure:
+    if options.structure == "channel":
+        made: Structure = import_module("lightning_accel.callbacks.channel_structure").ChannelStructure(options)
+        return made
+    return MaskStructure(options)
+
+
+def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _require_moment(name: str, value: int | float) -> None:
+    if isinstance(value, float) and not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a share of the run in [0, 1], or a step, an int; got {value}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative; got {value}")
+
+
+def _require_regrowth(regrowth: str, structure: str, drop_fraction: float) -> None:
+    _require_one_of("regrowth", regrowth, ("rigl", "set"))
+    if structure != "unstructured":
+        raise ValueError(f"regrowth={regrowth!r} needs structure='unstructured'; got {structure!r}")
+    if not 0 < drop_fraction <= 1:
+        raise ValueError(f"drop_fraction must lie in (0, 1]; got {drop_fraction}")
+
+
+def _require_strategy(strategy: Strategy) -> None:
+    if isinstance(strategy, FSDPStrategy | DeepSpeedStrategy):
+        raise TypeError(
+            f"{type(strategy).__name__} flattens parameters, so that weights of a layer cannot be told apart; take the "
+            "strategy 'accel_fsdp2'"
+        )
+
+
+def _num_steps(trainer: L.Trainer) -> int | None:
+    """Optimizer steps of the run, None if that is not known."""
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") or steps < 0 else int(steps)
+
+
+def _to_step(name: str, moment: int | float, total: int | None) -> int:
+    if isinstance(moment, int):
+        return moment
+    if moment == 0:
+        return 0
+    if total is None:
+        raise ValueError(
+            f"{name}={moment} is a share of the run, whose length is not known; give a step, an int, or set max_steps"
+        )
+    return round(moment * total)
+
+
+def _tell_left_out(left_out: dict[str, str]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    rank_zero_info(f"Pruning leaves out {told}" if told else "Pruning leaves out no parameter")
+
+
+def _saved_state(path: Any, key: str) -> dict[str, Any] | None:
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    state: dict[str, Any] | None = checkpoint.get("callbacks", {}).get(key)
+    return state

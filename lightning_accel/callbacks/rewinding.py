@@ -1,0 +1,50 @@
+"""Weights of an earlier step, to which a run goes back."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_accel.callbacks.weight_part import WeightPart
+from lightning_accel.compress.prunable import clean_name
+
+
+class Rewinding:
+    """Copies of all parameters that train, on their devices, each process of what it holds."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, Tensor] = {}
+        self._loaded: dict[str, Tensor] = {}
+
+    def keep(self, pl_module: L.LightningModule) -> None:
+        self.copies = {part.name: part.value.clone() for part in _parts(pl_module)}
+
+    def rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Bring parameters back; what optimizers remember of a way that was not gone is forgotten."""
+        with torch.no_grad():
+            for part in _parts(pl_module):
+                part.value.copy_(self.copies[part.name])
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+
+    def state_dict(self, pl_module: L.LightningModule) -> dict[str, Tensor]:
+        if not self.copies:
+            return {}
+        parts = {part.name: part for part in _parts(pl_module)}
+        device = torch.device("cpu")
+        return {name: parts[name].gather(value, None, device).clone() for name, value in self.copies.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._loaded = state
+
+    def attach(self, pl_module: L.LightningModule) -> None:
+        """Cut what was loaded as parameters are laid out now."""
+        if self._loaded:
+            self.copies = {part.name: part.cut(self._loaded[part.name]) for part in _parts(pl_module)}
+            self._loaded = {}
+
+
+def _parts(pl_module: L.LightningModule) -> list[WeightPart]:
+    named: Any = pl_module.named_parameters()
+    return [WeightPart(clean_name(name), value, 0, pl_module) for name, value in named if value.requires_grad]

@@ -1,0 +1,242 @@
+"""Which weights are pruned. Shapes: N of M weights are kept in a group of neighbours along the input dimension."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.prunable import Exclusion, find_prunable
+from lightning_accel.compress.selection import Part, Reduce, choose_lowest, hash_uniform
+
+Scope: TypeAlias = Literal["layer", "global", "erk"]
+SCOPES: tuple[str, ...] = get_args(Scope)
+ScoreFunction: TypeAlias = Callable[[str, Tensor], Tensor]
+
+
+def prune_(
+    module: nn.Module,
+    sparsity: float | None = None,
+    *,
+    structure: str = "unstructured",
+    criterion: Literal["magnitude", "random"] | ScoreFunction = "magnitude",
+    scope: Scope = "erk",
+    exclude: Sequence[Exclusion] = (),
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Set the least important weights of ``module`` to zero, once.
+
+    Args:
+        module: any; see :func:`~lightning_accel.compress.find_prunable` for which of its parameters are weights.
+        sparsity: share of all weights that is zero afterwards; may be left out where ``structure`` says it.
+        structure: ``"unstructured"``, or ``"2:4"`` and such: two of four neighbours along the input are kept.
+        criterion: ``"magnitude"``, ``"random"``, or a function of a parameter's name and value that returns scores
+            of its shape, of which the lowest go.
+        scope: where shares are equal: in each ``"layer"``, over all layers (``"global"``), or with more left in
+            smaller layers (``"erk"``).
+        exclude: see :func:`~lightning_accel.compress.find_prunable`.
+        seed: of ``"random"``.
+
+    Returns:
+        What is kept, bool, by the name of the parameter.
+
+    Raises:
+        ValueError: if ``sparsity`` is not in [0, 1) or does not fit the structure, or there is no weight to prune.
+
+    >>> layer = nn.Linear(4, 5)
+    >>> kept = prune_(layer, 0.8)
+    >>> int(layer.weight.count_nonzero())
+    4
+    """
+    pattern = parse_structure(structure)
+    target = require_target(sparsity, pattern)
+    require_scope(scope)
+    found, left_out = find_prunable(module, exclude)
+    if pattern is not None:
+        found = [one for one in found if one.weight.shape[one.input_dim] % pattern[1] == 0]
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no weight to prune; left out: {left_out}")
+    scores = {}
+    for number, one in enumerate(found):
+        value = one.weight.detach()
+        scores[one.name] = Part(score(criterion, one.name, value, number, seed), value.numel())
+    if pattern is not None:
+        dims = {one.name: one.input_dim for one in found}
+        pruned = choose_groups(scores, dims, pattern, 1.0)
+    else:
+        shapes = {one.name: one.weight.shape for one in found}
+        pruned = choose_weights(scores, shapes, target, scope)
+    kept = {}
+    with torch.no_grad():
+        for one in found:
+            mask = pruned[one.name]
+            assert mask is not None
+            one.weight.masked_fill_(mask, 0)
+            kept[one.name] = ~mask
+    return kept
+
+
+def score(
+    criterion: str | ScoreFunction, name: str, value: Tensor, number: int, seed: int, places: Tensor | None = None
+) -> Tensor:
+    """Importance of each element of ``value``, float32, by a criterion that needs nothing but the weights.
+
+    ``number`` is that of the parameter; ``places`` (int64, shape of ``value``) are those of its elements in the whole.
+    """
+    if callable(criterion):
+        scores = criterion(name, value)
+        if not isinstance(scores, Tensor) or scores.shape != value.shape:
+            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"the criterion must return scores of shape {tuple(value.shape)} for {name}; got {shape}")
+        return scores.detach().float()
+    if criterion == "magnitude":
+        return value.abs().float()
+    if places is None:
+        places = torch.arange(value.numel(), device=value.device).view(value.shape)
+    return hash_uniform(places, seed * 65537 + number + 1)
+
+
+def parse_structure(structure: str) -> tuple[int, int] | None:
+    """``(2, 4)`` of ``"2:4"``, None of ``"unstructured"``.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if structure == "unstructured":
+        return None
+    match = re.fullmatch(r"(\d+):(\d+)", structure)
+    if match is None or not 0 < int(match[1]) < int(match[2]):
+        raise ValueError(
+            "structure must be 'unstructured', 'channel', or 'N:M' with 0 < N < M, such as '2:4', of which N of M "
+            f"neighbours are kept; got {structure!r}"
+        )
+    return int(match[1]), int(match[2])
+
+
+def require_target(target: float | None, pattern: tuple[int, int] | None) -> float:
+    """The share that is pruned; by default 0.9, or what ``pattern`` says."""
+    if pattern is not None:
+        share = 1 - pattern[0] / pattern[1]
+        if target is not None and not math.isclose(target, share, abs_tol=1e-6):
+            raise ValueError(
+                f"structure='{pattern[0]}:{pattern[1]}' leaves {pattern[0]} of {pattern[1]} weights, so that {share:g} "
+                f"are pruned; got a target of {target:g}. Leave the target out, or take another structure"
+            )
+        return share
+    target = 0.9 if target is None else target
+    if not 0 <= target < 1:
+        raise ValueError(f"the target must be a share in [0, 1): 0.9 prunes nine of ten weights; got {target}")
+    return target
+
+
+def require_scope(scope: str) -> None:
+    if scope not in SCOPES:
+        raise ValueError(f"scope must be one of {', '.join(SCOPES)}; got {scope!r}")
+
+
+def counts_by_erk(shapes: Mapping[str, Sequence[int]], sparsity: float, is_stacked: Sequence[str] = ()) -> list[int]:
+    """How many weights of each layer are pruned, such that small layers keep more.
+
+    What is kept of a layer is proportional to the sum of its dimensions over their product, and at most all: the
+    Erdos-Renyi-Kernel of Evci et al. 2020, https://arxiv.org/abs/1911.11134, section 3.
+
+    >>> counts_by_erk({"small": (4, 4), "large": (40, 40)}, 0.9)
+    [1, 1453]
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    raw = []
+    for name, shape in shapes.items():
+        dims = shape[1:] if name in is_stacked else shape
+        raw.append(sum(dims) / math.prod(dims))
+    keep = (1 - sparsity) * sum(sizes)
+    dense: set[int] = set()
+    while True:
+        rest = [number for number in range(len(sizes)) if number not in dense]
+        left = keep - sum(sizes[number] for number in dense)
+        level = left / sum(raw[number] * sizes[number] for number in rest) if rest else 0.0
+        over = {number for number in rest if level * raw[number] > 1}
+        if not over:
+            break
+        dense |= over
+    return [0 if number in dense else round(size * (1 - level * raw[number])) for number, size in enumerate(sizes)]
+
+
+def choose_weights(
+    parts: Mapping[str, Part],
+    shapes: Mapping[str, Sequence[int]],
+    sparsity: float,
+    scope: Scope,
+    reduce: Reduce | None = None,
+    device: torch.device | str | None = None,
+    is_stacked: Sequence[str] = (),
+) -> dict[str, Tensor | None]:
+    """Mark the lowest scores: a share of ``sparsity``, rounded, of each layer or of all."""
+    if scope == "global":
+        total = sum(part.numel for part in parts.values())
+        chosen = choose_lowest([[*parts.values()]], [round(sparsity * total)], reduce, device)[0]
+        return dict(zip(parts, chosen, strict=True))
+    if scope == "erk":
+        counts = counts_by_erk({name: shapes[name] for name in parts}, sparsity, is_stacked)
+    else:
+        counts = [round(sparsity * part.numel) for part in parts.values()]
+    lists = choose_lowest([[part] for part in parts.values()], counts, reduce, device)
+    return {name: one[0] for name, one in zip(parts, lists, strict=True)}
+
+
+def choose_groups(
+    parts: Mapping[str, Part],
+    input_dims: Mapping[str, int],
+    pattern: tuple[int, int],
+    share: float,
+    reduce: Reduce | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor | None]:
+    """Mark the M - N lowest scores in a ``share`` of the groups of each layer: those in which least is lost."""
+    kept, size = pattern
+    groups: list[list[Part]] = []
+    lowest: dict[str, Tensor | None] = {}
+    for name, part in parts.items():
+        if part.scores is None:
+            lowest[name] = None
+            groups.append([Part(None, part.numel, None, part.counts)])
+            continue
+        rows = _grouped(part.scores, input_dims[name], size)
+        lowest[name] = torch.zeros_like(rows, dtype=torch.bool).scatter_(
+            1, rows.argsort(dim=1, stable=True)[:, : size - kept], True
+        )
+        cost = rows.masked_fill(~lowest[name], 0).sum(1)  # type: ignore[operator]  # set above
+        places = torch.arange(part.scores.numel(), device=rows.device).view(part.scores.shape)
+        first = _grouped(places, input_dims[name], size)[:, 0]
+        groups.append([Part(cost, part.numel, _Compose(first, part.to_whole), part.counts)])
+    counts = [round(share * part.numel / size) for part in parts.values()]
+    chosen = choose_lowest(groups, counts, reduce, device)
+    masks: dict[str, Tensor | None] = {}
+    for (name, part), (taken,) in zip(parts.items(), chosen, strict=True):
+        low = lowest[name]
+        masks[name] = None
+        if low is not None and taken is not None and part.scores is not None:
+            masks[name] = _ungrouped(low & taken[:, None], part.scores.shape, input_dims[name])
+    return masks
+
+
+class _Compose:
+    """Positions of groups to those of their first elements in the whole tensor."""
+
+    def __init__(self, first: Tensor, to_whole: Callable[[Tensor], Tensor] | None) -> None:
+        self.first = first
+        self.to_whole = to_whole
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        first = self.first[positions]
+        return first if self.to_whole is None else self.to_whole(first)
+
+
+def _grouped(value: Tensor, input_dim: int, size: int) -> Tensor:
+    return value.movedim(input_dim, -1).reshape(-1, size)
+
+
+def _ungrouped(rows: Tensor, shape: Sequence[int], input_dim: int) -> Tensor:
+    moved = [length for dim, length in enumerate(shape) if dim != input_dim] + [shape[input_dim]]
+    return rows.view(moved).movedim(-1, input_dim).contiguous()

@@ -1,0 +1,128 @@
+"""Which parameters of a module are weights to prune, and why the others are not."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+Exclusion = str | type[nn.Module]
+
+_EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
+_NORMS = nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
+_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+
+
+class Prunable(NamedTuple):
+    """A weight, of which a layer's output is a product with its input."""
+
+    name: str  # of the parameter, without what torch.compile puts in
+    weight: nn.Parameter
+    input_dim: int  # of the weight, along which it meets the layer's input
+    module: nn.Module  # that holds it
+
+
+def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple[list[Prunable], dict[str, str]]:
+    """The weights of layers that multiply, and why each other parameter is none.
+
+    Weights are parameters of at least two dimensions whose name tells so: ``weight`` of linear layers and
+    convolutions, ``weight_ih_l0`` and such of recurrent ones, ``in_proj_weight`` of attention, stacked weights of
+    experts. Embeddings, normalisations, gates and routers, vectors, and what does not train are none. The last layer
+    is a layer like the others.
+
+    Args:
+        module: whose parameters may be on the meta device.
+        exclude: names of parameters or submodules, or patterns of them (``"head"``, ``"blocks.*.out"``,
+            ``"*.weight_hh_l*"``), names of classes (``"Conv2d"``), or classes: what such a module holds is left out.
+
+    Returns:
+        The weights in the order of ``module.named_parameters()``, and reasons by names of parameters.
+
+    Raises:
+        ValueError: if an entry of ``exclude`` fits nothing.
+
+    >>> found, left_out = find_prunable(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)))
+    >>> [one.name for one in found], left_out
+    (['1.weight'], {'0.weight': 'an embedding', '1.bias': 'a vector'})
+    """
+    modules = {clean_name(name): one for name, one in module.named_modules()}
+    excluded, unused = _excluded(modules, exclude)
+    owners: dict[int, list[tuple[str, str, nn.Module]]] = {}
+    for path, one in modules.items():
+        for own, parameter in one.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((path, own, one))
+    found: list[Prunable] = []
+    left_out: dict[str, str] = {}
+    for raw_name, parameter in module.named_parameters():
+        name = clean_name(raw_name)
+        named = [entry for entry in exclude if isinstance(entry, str) and fnmatchcase(name, entry)]
+        unused -= set(named)
+        reasons = [f"excluded by {named[0]!r}"] if named else []
+        for path, own, owner in owners[id(parameter)]:
+            reason = _excluded_above(path, excluded) or _unfit(own, owner, parameter)
+            reasons += [reason] if reason else []
+        if reasons:
+            left_out[name] = reasons[0]
+        else:
+            _, _, owner = owners[id(parameter)][0]
+            found.append(Prunable(name, parameter, _input_dim(owner, parameter), owner))
+    if unused:
+        entry = next(iter(unused))
+        shown = entry if isinstance(entry, str) else entry.__name__
+        raise ValueError(
+            f"exclude has {shown!r}, which is no name of a parameter, submodule or class in {type(module).__name__}, "
+            f"nor a pattern of one; there are {', '.join([*modules][1:9])}"
+        )
+    return found, left_out
+
+
+def clean_name(name: str) -> str:
+    """Without what ``torch.compile`` puts into names."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
+
+
+def _excluded(modules: dict[str, nn.Module], exclude: Sequence[Exclusion]) -> tuple[dict[str, str], set[Exclusion]]:
+    """Reasons by the names of excluded modules, and entries that fit none."""
+    excluded: dict[str, str] = {}
+    unused = set(exclude)
+    for entry in exclude:
+        for path, one in modules.items():
+            classes = {kind.__name__ for kind in type(one).__mro__}
+            is_one = isinstance(one, entry) if isinstance(entry, type) else entry in classes or fnmatchcase(path, entry)
+            if is_one and (path or not isinstance(entry, str) or entry in classes):
+                shown = entry.__name__ if isinstance(entry, type) else entry
+                excluded.setdefault(path, f"excluded by {shown!r}")
+                unused.discard(entry)
+    return excluded, unused
+
+
+def _excluded_above(path: str, excluded: dict[str, str]) -> str | None:
+    parts = path.split(".") if path else []
+    above = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    return next((excluded[one] for one in above if one in excluded), None)
+
+
+def _unfit(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
+    if parameter.ndim < 2:
+        return "a vector" if parameter.ndim else "a number"
+    if isinstance(owner, _EMBEDDINGS):
+        return "an embedding"
+    if isinstance(owner, _NORMS):
+        return "a normalisation"
+    if isinstance(owner, ParametrizationList):
+        return "computed by a parametrization"
+    if getattr(owner, "keep_float32", False) or type(owner).__name__.endswith(("Gate", "Router")):
+        return "a gate, which says where rows go"
+    if "weight" not in own:
+        return f"a parameter of {type(owner).__name__} that is not called a weight"
+    return None if parameter.requires_grad else "frozen"
+
+
+def _input_dim(owner: nn.Module, weight: Tensor) -> int:
+    if isinstance(owner, _TRANSPOSED):
+        return 0
+    if type(owner).__name__ == "Conv1D":  # a linear layer of transformers
+        return 0
+    is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
+    return 1 if is_convolution or weight.ndim == 2 else weight.ndim - 1

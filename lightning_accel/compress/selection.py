@@ -1,0 +1,154 @@
+"""Which numbers are the lowest among all processes, exactly, without gathering them.
+
+Shapes: G groups. Each group is a list of parts; a part is what one process holds of one tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over processes; with one process, returns it."""
+
+_FLOAT_DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and bits of each, of 32 bits
+_INDEX_DIGITS = ((36, 12), (24, 12), (12, 12), (0, 12))
+_SIGN = 2**31
+
+
+class Part(NamedTuple):
+    """Scores of a tensor, or of the part of it that a process holds."""
+
+    scores: Tensor | None  # float32, of any shape; None where the process holds nothing of the tensor
+    numel: int  # of the whole tensor
+    to_whole: Callable[[Tensor], Tensor] | None = None  # int64 positions in ``scores`` to those in the whole tensor
+    counts: bool = True  # False where another process has the same part, and counts it
+
+
+def choose_lowest(
+    groups: Sequence[Sequence[Part]],
+    counts: Sequence[int],
+    reduce: Reduce | None = None,
+    device: torch.device | str | None = None,
+) -> list[list[Tensor | None]]:
+    """Mark the ``counts`` lowest scores of each group of tensors; of equal ones those that come first.
+
+    The result does not depend on how tensors are split into parts. It takes seven sums over processes, however many
+    groups there are: a digit of the scores at a time (radix selection), and where equal scores straddle the limit,
+    their places.
+
+    Args:
+        groups: all processes list the same tensors in the same order.
+        counts: of each group, at most its size.
+        reduce: of several processes.
+        device: that ``reduce`` works on; by default that of the first scores.
+
+    Returns:
+        bool tensors of the shape of the scores.
+
+    >>> choose_lowest([[Part(torch.tensor([3.0, 1.0, 1.0, 2.0]), 4)]], [2])
+    [[tensor([False,  True,  True, False])]]
+    """
+    keys = [[None if part.scores is None else _order(part.scores) for part in group] for group in groups]
+    where = device or next((key.device for group in keys for key in group if key is not None), "cpu")
+    wanted = torch.tensor(list(counts), dtype=torch.int64, device=where)
+    counted = [
+        [key.flatten() for key, part in zip(*pair, strict=True) if key is not None and part.counts]
+        for pair in zip(keys, groups, strict=True)
+    ]
+    limits, wanted, ties = _find(counted, wanted, _FLOAT_DIGITS, _SIGN, reduce)
+    limit = limits.tolist()
+    chosen = [
+        [None if key is None else key < limit[number] for key in group]  # those at the limit follow
+        for number, group in enumerate(keys)
+    ]
+    places = [
+        [
+            None if key is None else _places(key, limit[number], start, part)
+            for key, part, start in zip(*of, strict=True)
+        ]
+        for number, of in enumerate(zip(keys, groups, map(_starts, groups), strict=True))
+    ]
+    if bool((wanted < ties).any()):
+        counted = [
+            [place for place, part in zip(*pair, strict=True) if place is not None and part.counts]
+            for pair in zip(places, groups, strict=True)
+        ]
+        found = _find(counted, wanted, _INDEX_DIGITS, 0, reduce)[0]
+        last = torch.where(wanted < ties, found, torch.iinfo(torch.int64).max).tolist()
+    else:
+        last = [torch.iinfo(torch.int64).max] * len(groups)
+    for number, at_limit in enumerate(wanted.tolist()):
+        for key, mask, place in zip(keys[number], chosen[number], places[number], strict=True):
+            if at_limit and key is not None and mask is not None and place is not None:
+                mask[key == limit[number]] = place <= last[number]
+    return chosen
+
+
+def hash_uniform(places: Tensor, seed: int) -> Tensor:
+    """Numbers in [0, 1), float32, that depend on ``places`` (int64) and ``seed`` alone: equal in any process.
+
+    Source: the finalizer of SplitMix64, Steele et al. 2014, Fast Splittable Pseudorandom Number Generators.
+    """
+    mixed = places + _signed(seed * 0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ _shift(mixed, shift)) * _signed(factor)
+    mixed = mixed ^ _shift(mixed, 31)
+    return _shift(mixed, 40).float() / 2**24
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """To the right, zeros come in."""
+    return (value >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _order(scores: Tensor) -> Tensor:
+    """int32 that are ordered as ``scores``; 0.0 and -0.0 are equal, NaN is above all."""
+    scores = torch.where(scores.isnan(), torch.nan, scores.float() + 0.0)
+    bits = scores.contiguous().view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _starts(group: Sequence[Part]) -> list[int]:
+    starts = [0]
+    for part in group:
+        starts.append(starts[-1] + part.numel)
+    return starts[:-1]
+
+
+def _places(key: Tensor, limit: int, start: int, part: Part) -> Tensor:
+    """Where in its group each score at the limit is."""
+    at = (key.flatten() == limit).nonzero().squeeze(1)
+    return start + (at if part.to_whole is None else part.to_whole(at))
+
+
+def _find(
+    keys: list[list[Tensor]], wanted: Tensor, digits: Sequence[tuple[int, int]], sign: int, reduce: Reduce | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each group: the key of rank ``wanted``, how many are wanted of those equal to it, and how many there are."""
+    limit = torch.zeros_like(wanted)
+    ties = torch.zeros_like(wanted)
+    for number, (shift, bits) in enumerate(digits):
+        flip = 1 << (bits - 1) if sign and number == 0 else 0
+        parts = [[((key >> shift) & ((1 << bits) - 1)) ^ flip for key in group] for group in keys]
+        counts = torch.zeros(len(keys), 1 << bits, dtype=torch.int64, device=wanted.device)
+        for row, group in zip(counts, parts, strict=True):
+            for part in group:
+                row += part.bincount(minlength=1 << bits).to(row.device)
+        counts = counts if reduce is None else reduce(counts)
+        sums = counts.cumsum(1)
+        digit = (sums < wanted[:, None]).sum(1, keepdim=True).clamp(max=(1 << bits) - 1)
+        ties = counts.gather(1, digit).squeeze(1)
+        wanted = wanted - (sums.gather(1, digit).squeeze(1) - ties)
+        limit = (limit << bits) | digit.squeeze(1)
+        chosen = digit.squeeze(1).tolist()
+        keys = [
+            [key[part == one] for key, part in zip(*pair, strict=True)]
+            for pair, one in zip(zip(keys, parts, strict=True), chosen, strict=True)
+        ]
+    return limit - sign, wanted, ties
