@@ -26,6 +26,8 @@ from lightning_accel.compress.masks import choose_groups, choose_weights, parse_
 from lightning_accel.compress.prunable import find_prunable
 from lightning_accel.compress.selection import Part, choose_lowest, hash_uniform
 
+_HIGHEST = 1e38  # twice that is finite
+
 
 class MaskStructure:
     """The lowest scores of single weights, or of N:M groups of them, are zero, and stay so until they are regrown."""
@@ -39,6 +41,7 @@ class MaskStructure:
         self.scores = WeightScores(options)
         self.wants_gradients = False  # set before a step after which connections regrow
         self._gradients: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}  # pruned weights, over all processes
         self._loaded: dict[str, Any] | None = None
         self._holders: list[int] | None = None
@@ -139,7 +142,15 @@ class MaskStructure:
             return None
         scores = self.scores.of(part, number)
         # what is pruned comes first: masks are nested, whatever the criterion makes of zeros
-        return scores.masked_fill(self.pruned[part.name], -torch.inf)
+        kept = self._kept(part).float()
+        return (scores.clamp(-_HIGHEST, _HIGHEST) * kept).add_(kept - 1, alpha=2 * _HIGHEST)
+
+    def _kept(self, part: WeightPart) -> Tensor:
+        """What a weight and its gradient are multiplied with: on CPUs ten times as fast by a float as by a bool."""
+        if part.name not in self._factors:
+            kept = ~self.pruned[part.name]
+            self._factors[part.name] = kept.to(part.value.dtype) if kept.device.type == "cpu" else kept
+        return self._factors[part.name]
 
     def _part(self, part: WeightPart, scores: Tensor | None) -> Part:
         return Part(scores, part.numel, part.to_whole, part.counts)
@@ -214,6 +225,7 @@ class MaskStructure:
             start += length
 
     def _count(self) -> None:
+        self._factors = {}
         counts = torch.tensor(
             [int(self.pruned[part.name].sum()) if part.counts else 0 for part in self.parts], device=self._device
         )
@@ -245,12 +257,12 @@ class MaskStructure:
                     continue
                 if self.wants_gradients:
                     self._gradients[part.name] = gradient.detach().abs().float()
-                gradient.masked_fill_(self.pruned[part.name], 0)
+                gradient.mul_(self._kept(part))
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with torch.no_grad():
             for part in self._held():
-                part.value.masked_fill_(self.pruned[part.name], 0)
+                part.value.mul_(self._kept(part))
 
     def apply(self, trainer: L.Trainer) -> None:
         """Zero weights, moments and averaged weights under the masks."""

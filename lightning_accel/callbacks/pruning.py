@@ -55,7 +55,7 @@ class Pruning(L.Callback):
             ``end``.
         begin: optimizer step, or share of the run if a float in [0, 1].
         end: the same; weights are pruned no more from then on.
-        every_n_steps: steps from one pruning to the next, the last is at ``end``; by default a hundredth of the ramp.
+        every_n_steps: steps from one pruning to the next, the last is at ``end``; by default a 32nd of the ramp.
         regrowth: ``"rigl"`` or ``"set"``: at each pruning the weakest connections give way to others, those with the
             largest gradients, or random ones. With ``schedule="constant"`` the run is sparse from ``begin`` on.
         drop_fraction: share of the connections that is exchanged at first; it falls to 0 at ``end`` by half a cosine.
@@ -219,7 +219,7 @@ class Pruning(L.Callback):
             )
         if self.rewind is not None and self.rewind >= max(self._last, 1):
             raise ValueError(f"rewind must be a step before pruning ends, at {self._last}; got {self.rewind}")
-        self._every = self.every_n_steps or max(1, (self._last - self._first) // 100)
+        self._every = self.every_n_steps or max(1, (self._last - self._first) // 32)
 
     def _ramp(self) -> list[Any]:
         return [self.target, self.schedule, self.begin, self.end, self.every_n_steps]

@@ -58,11 +58,11 @@ def choose_lowest(
         for pair in zip(keys, groups, strict=True)
     ]
     limits, wanted, ties = _find(counted, wanted, _FLOAT_DIGITS, _SIGN, reduce)
-    limit = limits.tolist()
-    chosen = [
-        [None if key is None else key < limit[number] for key in group]  # those at the limit follow
-        for number, group in enumerate(keys)
-    ]
+    limit, straddles = limits.tolist(), (wanted < ties) & (wanted > 0)
+    up_to = (limits - (wanted == 0).long()).clamp(min=-_SIGN).tolist()  # int32, as keys
+    chosen = [[None if key is None else key <= up_to[number] for key in group] for number, group in enumerate(keys)]
+    if not bool(straddles.any()):
+        return chosen
     places = [
         [
             None if key is None else _places(key, limit[number], start, part)
@@ -70,18 +70,14 @@ def choose_lowest(
         ]
         for number, of in enumerate(zip(keys, groups, map(_starts, groups), strict=True))
     ]
-    if bool((wanted < ties).any()):
-        counted = [
-            [place for place, part in zip(*pair, strict=True) if place is not None and part.counts]
-            for pair in zip(places, groups, strict=True)
-        ]
-        found = _find(counted, wanted, _INDEX_DIGITS, 0, reduce)[0]
-        last = torch.where(wanted < ties, found, torch.iinfo(torch.int64).max).tolist()
-    else:
-        last = [torch.iinfo(torch.int64).max] * len(groups)
-    for number, at_limit in enumerate(wanted.tolist()):
+    counted = [
+        [place for place, part in zip(*pair, strict=True) if place is not None and part.counts]
+        for pair in zip(places, groups, strict=True)
+    ]
+    last = _find(counted, wanted, _INDEX_DIGITS, 0, reduce)[0].tolist()
+    for number in straddles.nonzero().flatten().tolist():
         for key, mask, place in zip(keys[number], chosen[number], places[number], strict=True):
-            if at_limit and key is not None and mask is not None and place is not None:
+            if key is not None and mask is not None and place is not None:
                 mask[key == limit[number]] = place <= last[number]
     return chosen
 
@@ -108,9 +104,8 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 
 
 def _order(scores: Tensor) -> Tensor:
-    """int32 that are ordered as ``scores``; 0.0 and -0.0 are equal, NaN is above all."""
-    scores = torch.where(scores.isnan(), torch.nan, scores.float() + 0.0)
-    bits = scores.contiguous().view(torch.int32)
+    """int32 that are ordered as ``scores``; 0.0 and -0.0 are equal."""
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
