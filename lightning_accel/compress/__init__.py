@@ -1,8 +1,25 @@
 """Smaller and faster forms of any ``nn.Module``, and what they cost; without Lightning."""
 
+from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.latency import Latency, measure_latency
 from lightning_accel.compress.masks import prune_
 from lightning_accel.compress.prunable import find_prunable
 from lightning_accel.compress.schedule import sparsity_at
 
 __all__ = ["Latency", "find_prunable", "measure_latency", "prune_", "sparsity_at"]
+from lightning_accel.compress.macs import Macs, count_macs
+from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
+
+__all__ = [
+    "Latency",
+    "Layer",
+    "Macs",
+    "Report",
+    "Row",
+    "count_macs",
+    "count_parameters",
+    "describe_layers",
+    "measure_forms",
+    "measure_latency",
+    "plain_forms",
+]

@@ -1,0 +1,159 @@
+"""Multiplications that one call of a module makes. Shapes: G groups, M rows, K and N features."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU, nn.GELU)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+_POOLS = (
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+)  # fmt: skip
+_WITH_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+class Macs(NamedTuple):
+    """Multiply-accumulates of one call, in all and of each submodule's own, those of its children left out."""
+
+    total: int
+    of_layer: dict[str, int]  # by its name in the module; "" is the module itself
+
+
+@torch.no_grad()
+def count_macs(
+    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, elementwise: bool = False
+) -> Macs:
+    """Count the multiply-accumulates of ``module(*args, **kwargs)``, which is run once, in evaluation mode.
+
+    Counted are those of convolutions and products of matrices, whatever calls them: layers, recurrent cells, attention,
+    experts. A zero counts as any other weight.
+
+    Args:
+        module: on any device; its mode is left as it was.
+        args: of one call, with one row for the figure that papers give.
+        kwargs: of the same call.
+        elementwise: add, as Torch-Pruning does, 2 for each element of a normalisation with weights and 1 without, 1 for
+            each element of an activation's output and of a pooling's input, and 1 for each bias that is added.
+
+    >>> count_macs(nn.Linear(3, 2), (torch.ones(5, 3),)).total
+    30
+    """
+    modes = {one: one.training for one in module.modules()}
+    extra: dict[nn.Module, int] = {}
+    counter = FlopCounterMode(display=False, custom_mapping=_PRODUCTS)
+    with ExitStack() as stack:
+        stack.callback(_set_modes, modes)
+        module.eval()
+        if elementwise:
+            for one in modes:
+                handle = one.register_forward_hook(_Elements(extra))
+                stack.callback(handle.remove)
+        stack.enter_context(_plain_kernels())
+        stack.enter_context(counter)
+        module(*args, **(kwargs or {}))
+    names = {one: name for name, one in module.named_modules()}
+    of_layer = {name: count for name, count in _own_counts(module, counter).items() if count}
+    for one, count in extra.items():
+        of_layer[names[one]] = of_layer.get(names[one], 0) + count
+    return Macs(counter.get_total_flops() // 2 + sum(extra.values()), of_layer)
+
+
+def _own_counts(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
+    root = type(module).__name__
+    whole: dict[str, int] = {}
+    for name, counts in counter.get_flop_counts().items():
+        if name == root or name.startswith(f"{root}."):
+            whole[name[len(root) + 1 :]] = sum(counts.values()) // 2
+    own = dict(whole)
+    for name, count in whole.items():
+        if name:
+            parent = name.rpartition(".")[0]
+            while parent and parent not in own:
+                parent = parent.rpartition(".")[0]
+            own[parent] = own.get(parent, 0) - count
+    return own
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Without the kernels that do a whole recurrent layer or attention at once, in which no product is seen."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            _without_warnings(),
+            torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.cudnn.flags(enabled=False),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration", category=UserWarning)  # of a build without it
+        yield
+
+
+def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    for one, training in modes.items():
+        one.training = training
+
+
+class _Elements:
+    """Counts what a layer does besides products."""
+
+    def __init__(self, counts: dict[nn.Module, int]) -> None:
+        self.counts = counts
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        count = _elements(module, args, output)
+        if count:
+            self.counts[module] = self.counts.get(module, 0) + count
+
+
+def _elements(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
+    if not isinstance(output, torch.Tensor):
+        return 0
+    if isinstance(module, _NORMS):
+        has_weights = getattr(module, "weight", None) is not None
+        return (2 if has_weights else 1) * args[0].numel()
+    if isinstance(module, _POOLS):
+        return int(args[0].numel())
+    if isinstance(module, _ACTIVATIONS):
+        return output.numel()
+    return output.numel() if isinstance(module, _WITH_BIAS) and module.bias is not None else 0
+
+
+def _vector_flops(matrix: Any, vector: Any, *rest: Any, **options: Any) -> int:
+    return 2 * prod(matrix)
+
+
+def _added_vector_flops(added: Any, matrix: Any, *rest: Any, **options: Any) -> int:
+    return 2 * prod(matrix)
+
+
+def _grouped_flops(first: Any, second: Any, *rest: Any, **options: Any) -> int:
+    """Rows (M, K) by (G, K, N), or (G, M, K) by columns (K, N), each in one group; or K in groups, or all in G."""
+    rows = first[1:] if len(first) > len(second) else first
+    return 2 * prod(rows) * second[-1]
+
+
+_PRODUCTS: dict[Any, Any] = {
+    torch.ops.aten.mv: _vector_flops,
+    torch.ops.aten.dot: _vector_flops,
+    torch.ops.aten.addmv: _added_vector_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops,
+}
