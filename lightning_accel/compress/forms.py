@@ -87,7 +87,7 @@ def measure_forms(
                     calls[name]()
             except Exception as error:
                 del calls[name]
-                rows[name] = rows[name]._replace(note=f"cannot run: {_first_line(error)}")
+                rows[name] = rows[name]._replace(note=f"cannot run: {first_line(error)}")
         for name, latency in measure_latency(calls, seconds).items():
             rows[name] = rows[name]._replace(latencies={**rows[name].latencies, batch: latency})
     return rows
@@ -126,6 +126,6 @@ def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torc
     return value.to(target) if value.dtype == source else value
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

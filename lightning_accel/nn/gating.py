@@ -174,7 +174,7 @@ class TopKGate(nn.Module):
                 _mean(probs.detach().amax(dim=-1), mask),
             )
         # The first choices of all tokens come before the second ones: where capacity is short, those are left out.
-        tokens = torch.arange(len(x), device=x.device).expand(self.k, -1)
+        tokens = torch.arange(x.shape[0], device=x.device).expand(self.k, -1)
         return Routing(tokens.flatten(), experts.t().flatten(), (weights * self.scale).t().flatten(), report)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -260,15 +260,15 @@ class ExpertChoiceGate(nn.Module):
             logits = F.linear(x, self.weight.to(x.dtype))  # (N, E)
             probs = logits.softmax(dim=-1)
             scores = probs if mask is None else probs.masked_fill(~mask.unsqueeze(1), 0.0)
-            capacity = -(-len(x) * self.k // self.num_experts)
+            capacity = -(-x.shape[0] * self.k // self.num_experts)
             weights, tokens = scores.t().topk(capacity, dim=1)  # (E, C)
             experts = torch.arange(self.num_experts, device=x.device).unsqueeze(1).expand_as(tokens)
-            present = torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask
+            present = torch.ones(x.shape[0], dtype=torch.bool, device=x.device) if mask is None else mask
             if mask is not None:  # the capacity is that of the tokens that are there
                 rank = torch.arange(capacity, device=x.device)
                 left = (mask.sum() * self.k + self.num_experts - 1) // self.num_experts
                 experts = torch.where(present[tokens] & (rank < left), experts, self.num_experts)
-            visits = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            visits = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
             visits = visits.index_add(0, tokens.flatten(), (experts < self.num_experts).flatten().long())
             report = GateReport(
                 probs.new_ones(()),
@@ -310,6 +310,6 @@ def _top(scores: Tensor, k: int) -> Tensor:
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over tokens, dimension 0, where ``mask`` is True; 0 for none."""
     if mask is None:
-        return values.sum(dim=0) / max(1, len(values))
+        return values.sum(dim=0) / torch.sym_max(1, values.shape[0])  # len would fix it in an exported program
     kept = mask.view(-1, *[1] * (values.ndim - 1))
     return torch.where(kept, values, 0).sum(dim=0) / mask.sum().clamp(min=1)

@@ -126,10 +126,10 @@ class MixtureOfExperts(nn.Module):
         token_of_slot, expert_of_slot, weight_of_slot, report = self.gate(
             tokens, None if mask is None else mask.flatten()
         )
-        experts, order = expert_of_slot.sort(stable=True)
+        experts, order = self._sort(expert_of_slot)
         counts = report.expert_counts
         if self.capacity_factor is not None:
-            asked = len(order) if mask is None else counts.sum()  # known without waiting for the device, or on it
+            asked = order.shape[0] if mask is None else counts.sum()  # known without waiting for the device, or on it
             capacity = torch.as_tensor(self.capacity_factor * asked / self.num_experts, device=x.device).ceil().long()
             order, counts, dropped = self._drop(experts, order, counts, capacity)
             # not _replace, which torch.compile of 2.11 cannot return
@@ -140,10 +140,18 @@ class MixtureOfExperts(nn.Module):
             features = features + self.shared(tokens)
         return MixtureOutput(features.to(x.dtype).view_as(x), report)
 
+    def _sort(self, expert_of_slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of the slots in order, those of one expert as they came, and where each slot stood."""
+        if getattr(self.experts, "backend", None) != "dense":
+            return expert_of_slot.sort(stable=True)
+        slots = torch.arange(expert_of_slot.shape[0], device=expert_of_slot.device)
+        order = (expert_of_slot * expert_of_slot.shape[0] + slots).sort().indices  # ONNX has no stable sort
+        return expert_of_slot[order], order
+
     def _drop(self, experts: Tensor, order: Tensor, counts: Tensor, capacity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Move the slots past ``capacity`` of each expert to the end of ``order``; also what is left, and how many."""
         start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # the last entry is that of slots left out before
-        place = torch.arange(len(order), device=order.device) - start[experts]
+        place = torch.arange(order.shape[0], device=order.device) - start[experts]
         kept = torch.where(place < capacity, experts, self.num_experts)
         left = counts.clamp(max=capacity)
         return order[kept.argsort(stable=True)], left, (counts - left).sum()

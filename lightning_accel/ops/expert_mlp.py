@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear, takes_grouped_mm
 
 Activation: TypeAlias = Literal["gelu", "relu", "silu"]
-Backend: TypeAlias = Literal["auto", "blocks", "grouped_mm", "loop"]
+Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop"]
 
 _BLOCK = 1024  # bytes a feature and thread: a block's activations stay in cache from one product to the next
 _FEW_SLOTS = 128  # an expert: below, blocks cost more Python than they save memory traffic, by measurement,
@@ -60,6 +60,7 @@ def expert_mlp(
         backend: ``loop`` is the plain formula, which every other one is tested against, and the only one with second
             derivatives. ``grouped_mm`` is torch's kernel; it leaves ``counts`` on its device. ``blocks``, for the CPU,
             carries a block of rows through both layers while they are in cache, and keeps half of what autograd would.
+            ``dense`` runs every expert on every token, in products that any runtime has: for exported programs.
             ``auto`` takes what :func:`choose_backend` says.
 
     Returns:
@@ -81,8 +82,11 @@ def expert_mlp(
     tokens, up_weight, down_weight = cast_for_autocast(tokens, up_weight, down_weight)
     up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
     if backend == "auto":
-        backend = choose_backend(up_weight, down_weight, len(token_of_slot))
+        backend = choose_backend(up_weight, down_weight, token_of_slot.shape[0])
     with torch.autocast(tokens.device.type, enabled=False):
+        if backend == "dense":
+            slots = token_of_slot, weight_of_slot, counts
+            return _dense(tokens, *slots, up_weight, down_weight, up_bias, down_bias, activation)
         if backend == "blocks":
             if tokens.device.type not in ("cpu", "meta"):
                 raise ValueError(f"the backend 'blocks' runs on the CPU; the tokens are on {tokens.device}. Use 'auto'")
@@ -99,19 +103,48 @@ def expert_mlp(
         hidden = _activate(hidden, down_weight.shape[2], activation)
         visited = grouped_linear(hidden, down_weight, counts, down_bias, backend)
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        taken = torch.arange(len(rows), device=rows.device) < counts.sum()
+        taken = torch.arange(rows.shape[0], device=rows.device) < counts.sum()
         weights = torch.where(taken, weight_of_slot, 0).to(wide)  # one that is left out may weigh NaN
         out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
         return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1)).to(tokens.dtype)
+
+
+def _dense(
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    num_experts, wide = up_weight.shape[0], torch.promote_types(tokens.dtype, torch.float32)
+    slots = torch.arange(token_of_slot.shape[0], device=tokens.device)
+    expert_of_slot = (slots.unsqueeze(1) >= counts.cumsum(0)).sum(dim=1)  # (S,); E for one that is left out
+    weights = torch.zeros(num_experts + 1, tokens.shape[0], dtype=wide, device=tokens.device)
+    place = expert_of_slot * tokens.shape[0] + token_of_slot
+    weights = weights.flatten().scatter_add(0, place, weight_of_slot.to(wide)).view(num_experts + 1, -1)[:-1]
+    before = tokens @ up_weight.transpose(1, 2)  # (E, N, U)
+    before = before if up_bias is None else before + up_bias.unsqueeze(1)
+    hidden_dim = down_weight.shape[2]
+    hidden = ACTIVATIONS[activation].function(before[..., :hidden_dim])
+    hidden = hidden if before.shape[2] == hidden_dim else hidden * before[..., hidden_dim:]
+    visited = hidden @ down_weight.transpose(1, 2)  # (E, N, D)
+    visited = visited if down_bias is None else visited + down_bias.unsqueeze(1)
+    return (visited.to(wide) * weights.unsqueeze(2)).sum(dim=0).to(tokens.dtype)
 
 
 def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Backend:
     """The fastest backend of :func:`expert_mlp` for weights of this device, dtype and shape, and so many slots."""
     if up_weight.device.type != "cpu":
         return "grouped_mm" if takes_grouped_mm(up_weight, down_weight) else "loop"
+    if torch.compiler.is_compiling():  # a loop would break the graph, and a choice would bound the number of slots
+        return "blocks"
     expert_bytes = (up_weight.nbytes + down_weight.nbytes) // len(up_weight)
     small = num_slots < _FEW_SLOTS * len(up_weight) and expert_bytes < _SMALL_EXPERT
-    return "loop" if small and not torch.compiler.is_compiling() else "blocks"  # a loop would break the graph
+    return "loop" if small else "blocks"
 
 
 def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:
@@ -299,7 +332,7 @@ def _empty_like(weight: Tensor) -> Tensor:
 
 
 def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tuple[Tensor, Tensor]:
-    rows = (len(token_of_slot) if keep else 0) + _padded(_block_rows(tokens.dtype), tokens.dtype)
+    rows = (token_of_slot.shape[0] if keep else 0) + _padded(_block_rows(tokens.dtype), tokens.dtype)
     return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
 
 

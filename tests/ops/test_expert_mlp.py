@@ -43,7 +43,7 @@ def slot_by_slot(learned, token_of_slot, counts, activation):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("backend", ["blocks", "loop"])
+@pytest.mark.parametrize("backend", ["blocks", "dense", "loop"])
 @pytest.mark.parametrize(("activation", "gated", "bias"), LAYOUTS)
 def test_matches_slot_by_slot(backend, activation, gated, bias):
     arguments = inputs([2, 0, 4, 1], gated=gated, bias=bias, left_out=2)
@@ -188,7 +188,7 @@ def test_backends_are_chosen_and_checked():
     assert choose_backend(torch.empty(2, 512, 256), torch.empty(2, 256, 512), 3) == "blocks"
     assert choose_backend(up.to("meta"), down.to("meta"), 256) == "loop"
     arguments = inputs([2, 1])
-    with pytest.raises(ValueError, match="backend must be one of auto, blocks, grouped_mm, loop; got 'fast'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, blocks, dense, grouped_mm, loop; got 'fast'"):
         run(*arguments, backend="fast")
     with pytest.raises(ValueError, match="activation must be one of gelu, relu, silu; got 'tanh'"):
         run(*arguments, activation="tanh")

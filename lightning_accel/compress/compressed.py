@@ -1,0 +1,234 @@
+"""Files of :func:`lightning_accel.compress.export`, read without pickle. Shapes: B rows, C classes."""
+
+import json
+import os
+import platform
+import zipfile
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
+from lightning_accel.compress.structure import named_tensors, plain_values, rebuild
+
+METADATA = "lightning_accel.json"  # where a file keeps what it tells of itself
+FORMAT_VERSION = 1
+_OF_TORCHAO = b"quantized_decomposed", b"torchao"
+
+
+class Compressed:
+    """A model read from a file, called as its ``forward`` was.
+
+    Attributes:
+        metadata: what :func:`lightning_accel.compress.export` wrote: ``inputs`` with names, dtypes and shapes,
+            ``output_names``, versions, and the user's own under ``metadata``.
+        class_names: of the classes, in order, if they are inside.
+    """
+
+    def __init__(self, path: Path, metadata: dict[str, Any], run: Callable[[dict[str, Tensor]], Any]) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.class_names: list[str] | None = metadata.get("class_names")
+        self._run = run
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(map(_spell, self.metadata["inputs"]))
+        return f"{type(self).__name__}({str(self.path)!r}: {inputs} -> {', '.join(self.metadata['output_names'])})"
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``forward`` returned; its NamedTuples and dataclasses as NamedTuples, None for what was left out.
+
+        Raises:
+            TypeError: if arguments are missing, or are of another dtype than the file takes.
+            ValueError: if a tensor has another shape.
+        """
+        outputs = self._run(self._tensors(args, kwargs))
+        tensors = dict(zip(self.metadata["output_names"], outputs, strict=True))
+        return rebuild(self.metadata["outputs"], tensors)
+
+    def predict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The likeliest class of each row.
+
+        Returns:
+            ``class``, names, or numbers (B,) where the file has no names; ``probability`` of each, (B,); and all
+            ``probabilities``, (B, C).
+
+        Raises:
+            TypeError: if the first output is not one score for each row and class.
+        """
+        output = self(*args, **kwargs)
+        scores = next(value for value in named_tensors(output).values())
+        if scores.dim() != 2 or (self.class_names is not None and scores.shape[1] != len(self.class_names)):
+            names = "" if self.class_names is None else f" and {len(self.class_names)} class names"
+            raise TypeError(
+                f"predict is for a first output with a score for each row and class; {self.path} gives "
+                f"{tuple(scores.shape)}{names}. Call it as a function for what it gives"
+            )
+        probabilities = scores if self.metadata["probabilities"] else scores.softmax(dim=1)
+        probability, label = probabilities.max(dim=1)
+        names_of = self.class_names
+        label_names = label if names_of is None else [names_of[number] for number in label.tolist()]
+        return {"class": label_names, "probability": probability, "probabilities": probabilities}
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        names = self.metadata["arguments"]
+        specs = self.metadata["inputs"]
+        if len(args) > len(names):
+            raise TypeError(f"{self.path} takes {len(names)} arguments, {', '.join(names)}; got {len(args)}")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = named_tensors(given)
+        if list(tensors) != [spec["name"] for spec in specs]:
+            ordered = {spec["name"]: tensors[spec["name"]] for spec in specs if spec["name"] in tensors}
+            if len(ordered) < len(specs) or len(tensors) > len(specs):
+                wanted = ", ".join(map(_spell, specs))
+                raise TypeError(f"{self.path} takes {wanted}; got {', '.join(tensors) or 'no tensor'}")
+            tensors = ordered
+        for name, value in plain_values(given).items():
+            fixed = self.metadata["plain_inputs"].get(name)
+            if value != fixed:
+                raise ValueError(f"{self.path} was exported with {name}={fixed!r}, which is fixed; got {value!r}")
+        for spec in specs:
+            _require(tensors[spec["name"]], spec, self.path)
+        return tensors
+
+
+def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> Compressed:
+    """Read a file that :func:`lightning_accel.compress.export` or the callback ``Export`` wrote.
+
+    Nothing in it is unpickled. A file of AOTInductor holds machine code, which runs: load those of people you trust.
+
+    Args:
+        path: ``.pt2`` or ``.onnx``.
+        compiled: compile a program of ``torch.export`` when it is first called, as quantized ones need to be fast.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+        ValueError: if it is another kind of file, a newer version's, or compiled for another CPU.
+        ModuleNotFoundError: if the package that runs it is missing.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    if not zipfile.is_zipfile(path):
+        return _load_onnx(path)
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        is_compiled = any("/aotinductor/" in name for name in names)
+        is_program = any(name.endswith("models/model.json") for name in names)
+        platforms = [
+            json.loads(archive.read(name)) for name in names if is_compiled and name.endswith("wrapper_metadata.json")
+        ]
+        graph = b"".join(archive.read(name) for name in names if name.endswith("models/model.json"))
+    if is_compiled:
+        return _load_aoti(path, platforms)
+    if not is_program:
+        raise ValueError(f"{path} is no program of torch.export, AOTInductor or ONNX; a checkpoint is not exported yet")
+    if any(operators in graph for operators in _OF_TORCHAO):
+        _import_torchao(path)
+    return _load_program(path, compiled)
+
+
+def _load_program(path: Path, compiled: bool) -> Compressed:
+    extra = {METADATA: ""}
+    with path.open("rb") as file:  # by its name, load would want a suffix
+        program = torch.export.load(file, extra_files=extra)
+    module: Any = program.module(check_guards=False)
+    about = _read_metadata(extra[METADATA], path)
+    if compiled:
+        module = torch.compile(module, options={"freezing": True})
+    return Compressed(path, about, lambda tensors: module(*tensors.values()))
+
+
+def _load_aoti(path: Path, platforms: list[dict[str, str]]) -> Compressed:
+    for one in platforms:
+        _require_machine(one, path)
+    module = torch._inductor.aoti_load_package(str(path))
+    about = _read_metadata(module.get_metadata().get(METADATA, ""), path)
+    return Compressed(path, about, lambda tensors: module(*tensors.values()))
+
+
+def _require_machine(built_for: Mapping[str, str], path: Path) -> None:
+    """Refuse machine code for another kind of processor, before it is loaded and dies of it."""
+    machine, device = built_for.get("AOTI_MACHINE", ""), built_for.get("AOTI_DEVICE_KEY", "")
+    system = built_for.get("AOTI_PLATFORM", "")
+    if (machine and machine != platform.machine()) or (system and system != platform.system().lower()):
+        raise ValueError(
+            f"{path} was compiled for {system} {machine}; this is {platform.system().lower()} {platform.machine()}. "
+            "Export it on a machine of this kind, or with format='pt2' or 'onnx'"
+        )
+    has = torch.backends.cpu.get_cpu_capability()
+    if "AVX512" in built_for.get("AOTI_CPU_ISA", "") and "AVX512" not in has and device == "cpu":
+        raise ValueError(
+            f"{path} was compiled for a CPU with {built_for['AOTI_CPU_ISA']}; this one has {has}. Export it on a "
+            "machine of this kind, or with format='pt2' or 'onnx'"
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{path} was compiled for a GPU, and none is here. Export the model from a CPU")
+
+
+def _load_onnx(path: Path) -> Compressed:
+    if find_spec("onnxruntime") is None:
+        raise ModuleNotFoundError(
+            f'{path} needs onnxruntime: pip install "lightning_accel[compress]"', name="onnxruntime"
+        )
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=onnxruntime.get_available_providers())
+    except Exception as error:
+        raise ValueError(
+            f"{path} is neither a whole .pt2 nor an ONNX file that onnxruntime {onnxruntime.__version__} can run: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
+    names = [one.name for one in session.get_inputs()]  # what no output depends on is left out
+
+    def run(tensors: dict[str, Tensor]) -> list[Tensor]:
+        feed = {name: tensors[name].detach().cpu().numpy() for name in names}
+        return [torch.from_numpy(value) for value in session.run(None, feed)]
+
+    return Compressed(path, _read_metadata(text, path), run)
+
+
+def _import_torchao(path: Path) -> None:
+    """Register the operators of quantized programs."""
+    if find_spec("torchao") is None:
+        raise ModuleNotFoundError(f'{path} needs torchao: pip install "lightning_accel[compress]"', name="torchao")
+    import torchao.quantization.pt2e  # noqa: F401
+
+
+def _read_metadata(text: str, path: Path) -> dict[str, Any]:
+    if not text:
+        raise ValueError(
+            f"{path} was not written by lightning_accel: it says nothing of its inputs. Load it with torch.export.load "
+            "or onnxruntime.InferenceSession"
+        )
+    about: dict[str, Any] = json.loads(text)
+    if about["format_version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} was written by lightning_accel {about['lightning_accel']} in version {about['format_version']} of "
+            f"its files; this one reads up to {FORMAT_VERSION}. Upgrade it"
+        )
+    return about
+
+
+def _require(value: Tensor, spec: Mapping[str, Any], path: Path) -> None:
+    shape = spec["shape"]
+    if str(value.dtype) != f"torch.{spec['dtype']}":
+        raise TypeError(f"{path} takes {_spell(spec)}; got {spec['name']} of {value.dtype}")
+    fits = value.dim() == len(shape) and all(size in (None, own) for size, own in zip(shape, value.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{path} takes {_spell(spec)}; got {spec['name']} {tuple(value.shape)}")
+
+
+def _spell(spec: Mapping[str, Any]) -> str:
+    sizes = ", ".join("any" if size is None else str(size) for size in spec["shape"])
+    return f"{spec['name']} ({sizes}) {spec['dtype']}"

@@ -1,0 +1,380 @@
+"""Files that run without the classes of a model, each checked before it is kept. Shapes: B rows, C classes."""
+
+import copy
+import io
+import json
+import logging
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_flatten
+
+from lightning_accel import __version__
+from lightning_accel.compress.compressed import FORMAT_VERSION, METADATA, load_compressed
+from lightning_accel.compress.forms import Inputs, Run, first_line, first_rows, num_rows
+from lightning_accel.compress.structure import bind, describe, named_tensors, plain_values, restore, unbind
+from lightning_accel.nn.moe import Experts
+from lightning_accel.strategies.atomic import put_in_place
+
+Format: TypeAlias = Literal["pt2", "aoti", "onnx"]
+SUFFIXES: dict[str, str] = {"pt2": ".pt2", "aoti": ".pt2", "onnx": ".onnx"}
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+
+
+class ExportError(RuntimeError):
+    """A module that cannot be exported, or a file that does not give what the module gives."""
+
+
+class Exported(NamedTuple):
+    """A file that was checked and is in its place."""
+
+    path: Path
+    format: Format
+    file_bytes: int
+    outputs: list[str]  # names of the tensors that it gives
+    left_out: list[str]  # of those that the module gives besides
+    largest_difference: float  # of an output from the module's, as a share of the output's largest value
+    num_checked: int  # calls that were compared
+
+
+class Probabilities(nn.Module):
+    """Scores (B, C), or the first output if there are several, to probabilities: what ``postprocess`` often is."""
+
+    def forward(self, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output.softmax(dim=-1)
+        first, *rest = output
+        return (
+            type(output)(*(first.softmax(dim=-1), *rest)) if hasattr(output, "_fields") else (first.softmax(-1), *rest)
+        )
+
+
+@torch.no_grad()
+def export(
+    module: nn.Module | ExportedProgram,
+    inputs: Sequence[Inputs],
+    path: str | os.PathLike[str],
+    format: Format = "pt2",
+    *,
+    dynamic: bool = True,
+    preprocess: nn.Module | None = None,
+    postprocess: nn.Module | None = None,
+    outputs: Sequence[str] | None = None,
+    class_names: Sequence[str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    reference: Callable[..., Any] | None = None,
+    verify: bool = True,
+    tolerance: float = 1e-3,
+) -> Exported:
+    """Write ``module`` to a file that runs without its class, once it gives what the module gives on ``inputs``.
+
+    The file is written beside its place, loaded, and compared with the module on each of ``inputs`` and on 1 and on an
+    odd number of their rows; then it is renamed. What fails leaves no file, and an earlier one as it was.
+
+    Args:
+        module: the float one, or the program that a quantizer left; run in evaluation mode, and left as it is.
+        inputs: calls, each with positional and keyword arguments as the file takes them. Sizes in which they differ are
+            free in the file.
+        path: ends in ``.pt2``, or ``.onnx`` for ONNX.
+        format: ``pt2`` is read by ``torch.export.load``; ``aoti``, compiled for this kind of CPU or GPU, by
+            ``torch._inductor.aoti_load_package``, also from C++; ``onnx`` by ONNX Runtime and others.
+        dynamic: whether the rows of a batch are free; else the file takes batches as the first of ``inputs`` alone.
+        preprocess: takes the first argument and returns what the module takes, such as a normalisation.
+        postprocess: takes what the module returns, such as :class:`Probabilities`.
+        outputs: names of the tensors to give, such as ``logits``. By default all that have a row for each of the
+            batch's; what is summed over a batch is left out.
+        class_names: kept in the file, for :meth:`Compressed.predict`.
+        metadata: plain values, kept in the file.
+        reference: what the file is compared with, by default ``module`` with what comes before and after it.
+        verify: whether it is compared at all.
+        tolerance: largest difference of an output, as a share of its largest absolute value; none for integers.
+
+    Raises:
+        ValueError: if the format is unknown, ``path`` does not end as it should, or there are no ``inputs``.
+        TypeError: if arguments or outputs are not made of tensors.
+        ModuleNotFoundError: if a package is missing.
+        ExportError: if the module cannot be traced, or the file gives something else.
+    """
+    path = Path(path)
+    require_exportable(format, path)
+    if not inputs:
+        raise ValueError("export needs at least one call of the module to trace and to compare with; got none")
+    source = module.module(check_guards=False) if isinstance(module, ExportedProgram) else module
+    flat = _FromTensors(source, preprocess, postprocess, dense=format == "onnx")
+    live = flat.whole if reference is None else partial(flat.whole, run=reference)
+    calls = [*inputs, *(_other_sizes(live, inputs[0]) if dynamic else [])]
+    example = max(calls, key=_size) if dynamic else inputs[0]
+    flat.keep(live, example, calls, outputs)
+    shapes = _free_sizes(flat, calls, sliced=len(calls) > len(inputs)) if dynamic else None
+    program = _trace(flat, example, shapes, type(source).__name__, format)
+    about = {
+        "lightning_accel": __version__,
+        "format_version": FORMAT_VERSION,
+        "format": format,
+        "torch": torch.__version__,
+        "module": type(source).__name__,
+        "arguments": list(flat.arguments),
+        "inputs": _specs(flat, example, shapes),
+        "plain_inputs": plain_values(flat.arguments),
+        "outputs": describe(flat.output, kept=set(flat.kept)),
+        "output_names": flat.kept,
+        "class_names": None if class_names is None else [str(name) for name in class_names],
+        "probabilities": isinstance(postprocess, Probabilities | nn.Softmax),
+        "preprocess": None if preprocess is None else type(preprocess).__name__,
+        "metadata": dict(metadata or {}),
+    }
+    with _beside(path) as written:
+        _write(program, about, format, written, type(source).__name__)
+        difference = _verify(written, live, calls, flat, tolerance, path) if verify else 0.0
+        put_in_place(written, path)
+    compared = len(calls) if verify else 0
+    return Exported(path, format, path.stat().st_size, flat.kept, flat.left_out, difference, compared)
+
+
+def require_exportable(format: str, path: Path | None = None) -> None:
+    """Refuse a format that cannot be written here, or a ``path`` that does not end as it should."""
+    if format not in get_args(Format):
+        raise ValueError(f"format must be one of {', '.join(get_args(Format))}; got {format!r}")
+    missing = [name for name in _PACKAGES.get(format, ()) if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f'format={format!r} needs {", ".join(missing)}: pip install "lightning_accel[compress]"', name=missing[0]
+        )
+    if path is not None and path.suffix != SUFFIXES[format]:
+        raise ValueError(f"a file of format {format!r} must end in {SUFFIXES[format]}; got {path}")
+
+
+class _FromTensors(nn.Module):
+    """``module``, and what comes before and after it, as a function from tensors to a tuple of tensors."""
+
+    def __init__(
+        self, module: nn.Module, preprocess: nn.Module | None, postprocess: nn.Module | None, dense: bool
+    ) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(module)
+        self.preprocess = copy.deepcopy(preprocess)
+        self.postprocess = copy.deepcopy(postprocess)
+        for one in self.modules():
+            one.training = False  # programs of torch.export refuse eval()
+            if dense and isinstance(one, Experts):
+                one.backend = "dense"  # of operators that every runtime has
+        self.arguments: dict[str, Any] = {}
+        self.output: Any = None
+        self.kept: list[str] = []
+        self.left_out: list[str] = []
+
+    def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs], outputs: Sequence[str] | None) -> None:
+        """Decide which outputs the file gives: ``outputs``, or those whose size follows that of the call."""
+        self.arguments = bind(self.module.forward, *example)
+        self.output = live(*example[0], **example[1])
+        found = [{name: value.shape for name, value in _outputs(live, call).items()} for call in calls]
+        known = list(found[0])
+        if outputs is not None and (unknown := [name for name in outputs if name not in known]):
+            raise ValueError(f"no output {unknown[0]!r}; there are: {', '.join(known)}")
+        follow = [name for name in known if any(one.get(name) != found[0][name] for one in found)]
+        self.kept = list(outputs) if outputs is not None else follow or known
+        self.left_out = [name for name in known if name not in self.kept]
+
+    def tensors_of(self, call: Inputs) -> dict[str, Tensor]:
+        return named_tensors(bind(self.module.forward, *call))
+
+    def whole(self, *args: Any, run: Run | None = None, **kwargs: Any) -> Any:
+        if self.preprocess is not None:
+            args, kwargs = unbind(self.module.forward, bind(self.module.forward, args, kwargs))
+            args = (self.preprocess(args[0]), *args[1:])
+        output = (run or self.module)(*args, **kwargs)
+        return output if self.postprocess is None else self.postprocess(output)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = unbind(self.module.forward, restore(self.arguments, iter(tensors)))
+        found = named_tensors(self.whole(*args, **kwargs))
+        return tuple(found[name] for name in self.kept)
+
+
+def _outputs(run: Run, call: Inputs) -> dict[str, Tensor]:
+    args, kwargs = call
+    return named_tensors(run(*args, **kwargs))
+
+
+def _size(call: Inputs) -> int:
+    return sum(value.numel() for value in tree_flatten(call)[0] if isinstance(value, Tensor))
+
+
+def _other_sizes(live: Run, call: Inputs) -> list[Inputs]:
+    """The call with 1 and with an odd number of rows; none where rows cannot be taken apart, as nodes of graphs."""
+    rows = num_rows(call)
+    sizes = [size for size in (1, 3 if rows != 3 else 5) if size != rows]
+    calls = [first_rows(call, size) for size in sizes]
+    try:
+        shapes = [[value.shape for value in _outputs(live, one).values()] for one in (call, *calls)]
+    except Exception:
+        return []
+    return calls if all(one != shapes[0] for one in shapes[1:]) else []
+
+
+def _free_sizes(flat: _FromTensors, calls: Sequence[Inputs], sliced: bool) -> list[dict[int, Any]]:
+    """For each tensor of a call, its dimensions that are free: that of the rows, and those in which calls differ."""
+    found = [flat.tensors_of(call) for call in calls]
+    names = list(found[0])
+    for one in found[1:]:
+        if list(one) != names or any(one[name].dim() != found[0][name].dim() for name in names):
+            raise ValueError(
+                f"all calls must take the same tensors; one takes {', '.join(names)}, another {', '.join(one)}, or "
+                "with other numbers of dimensions"
+            )
+    rows = Dim("rows", min=1)
+    counts = [num_rows(call) for call in calls]
+    free: list[dict[int, Any]] = []
+    for name in names:
+        sizes = list(zip(*(one[name].shape for one in found), strict=True))
+        free.append({number: Dim.DYNAMIC for number, taken in enumerate(sizes) if len(set(taken)) > 1})
+        if sliced and sizes and list(sizes[0]) == counts:
+            free[-1][0] = rows
+    return free
+
+
+def _trace(
+    flat: _FromTensors, example: Inputs, shapes: list[dict[int, Any]] | None, name: str, format: str
+) -> ExportedProgram:
+    tensors = tuple(flat.tensors_of(example).values())
+    try:
+        with _quietly():
+            return torch.export.export(flat, tensors, dynamic_shapes=None if shapes is None else (tuple(shapes),))
+    except Exception as error:
+        raise ExportError(f"{name} cannot be exported as {format}: {_advice(error)}") from error
+
+
+def _advice(error: Exception) -> str:
+    text = str(error)
+    if "specialized it to be a constant" in text:
+        sizes = ", ".join(dict.fromkeys(re.findall(r"specialized it to be a constant \((\d+)\)", text)))
+        return (
+            f"its forward takes only the size {sizes} that it is traced with, where batches differ in it; a Python "
+            "loop over that dimension, or len() of a tensor, is the usual cause. Bring all batches to one size there "
+            "(pad sequences to one length), or take dynamic=False, whose file takes batches of that one size"
+        )
+    if "data-dependent" in text or "data dependent" in text:
+        return (
+            "what it does depends on values, not on shapes alone, as with .item(), nonzero() or a search for triangles "
+            f"({first_line(error)}). Export the part that does not: module='name of the submodule'"
+        )
+    return first_line(error)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _specs(flat: _FromTensors, example: Inputs, shapes: list[dict[int, Any]] | None) -> list[dict[str, Any]]:
+    """Name, dtype and shape of each tensor that goes in; None for a size that is free."""
+    tensors = flat.tensors_of(example)
+    free: Sequence[Mapping[int, Any]] = shapes or [{}] * len(tensors)
+    return [
+        {
+            "name": name,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [None if number in dims else size for number, size in enumerate(value.shape)],
+        }
+        for (name, value), dims in zip(tensors.items(), free, strict=True)
+    ]
+
+
+def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: Path, name: str) -> None:
+    text = json.dumps(about)
+    try:
+        with _quietly():
+            if format == "onnx":
+                made = torch.onnx.export(
+                    program,
+                    dynamo=True,
+                    input_names=[one["name"] for one in about["inputs"]],
+                    output_names=about["output_names"],
+                    verbose=False,
+                )
+                assert made is not None
+                made.model.metadata_props[METADATA] = text
+                made.save(path)
+            elif format == "aoti":
+                # frozen weights are laid out for the kernels of this machine
+                configs = {"aot_inductor.metadata": {METADATA: text}, "freezing": True}
+                torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+            else:
+                program.example_inputs = None  # which would be written as a pickle
+                torch.export.save(program, path, extra_files={METADATA: text})
+    except Exception as error:
+        raise ExportError(f"{name} cannot be written as {format}: {first_line(_innermost(error))}") from error
+
+
+def _verify(
+    written: Path, live: Run, calls: Sequence[Inputs], flat: _FromTensors, tolerance: float, path: Path
+) -> float:
+    loaded = load_compressed(written)
+    largest = 0.0
+    for call in calls:
+        expected = _outputs(live, call)
+        sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in flat.tensors_of(call).items())
+        try:
+            found = _outputs(loaded, call)
+        except Exception as error:
+            raise ExportError(f"{path} was not written: the file fails on {sizes}: {first_line(error)}") from error
+        for name in flat.kept:
+            difference = _difference(found[name], expected[name])
+            if not difference <= (0 if not expected[name].is_floating_point() else tolerance):
+                raise ExportError(
+                    f"{path} was not written: its output {name!r} differs from the module's by {difference:.3g} of the "
+                    f"largest value, on {sizes}; the tolerance is {tolerance:g}. A layer that draws random numbers, or "
+                    "a Python branch that torch.export followed on the traced batch alone, would do that"
+                )
+            largest = max(largest, difference)
+    return largest
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference as a share of the largest finite value; infinite where shapes or what is not finite differ."""
+    if found.shape != expected.shape:
+        return math.inf
+    a, b = (value.detach().to("cpu", torch.float64) for value in (found, expected))
+    finite = b.isfinite()
+    if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    return float((a - b)[finite].abs().max() / b[finite].abs().max().clamp(min=1e-6))
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A path that ends as ``path`` does, which loaders ask for; nothing stays there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.stem}.partial{path.suffix}")
+    written.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        yield written
+    finally:
+        written.unlink(missing_ok=True)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch tells of its own workings: what matters to the user is in the error."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
