@@ -2,6 +2,7 @@
 
 from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
+from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 from lightning_accel.callbacks.pruning import Pruning
 from lightning_accel.callbacks.rbm_monitor import RBMMonitor
@@ -12,6 +13,7 @@ from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 __all__ = [
     "ExactResume",
     "ExpertLoadMonitor",
+    "Export",
     "PredictionWriter",
     "Pruning",
     "RBMMonitor",

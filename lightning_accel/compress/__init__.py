@@ -1,5 +1,7 @@
 """Smaller and faster forms of any ``nn.Module``, and what they cost; without Lightning."""
 
+from lightning_accel.compress.compressed import Compressed, load_compressed
+from lightning_accel.compress.export import Exported, ExportError, Probabilities, export
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.latency import Latency, measure_latency
 from lightning_accel.compress.masks import prune_
@@ -11,14 +13,20 @@ from lightning_accel.compress.macs import Macs, count_macs
 from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
 
 __all__ = [
+    "Compressed",
+    "ExportError",
+    "Exported",
     "Latency",
     "Layer",
     "Macs",
+    "Probabilities",
     "Report",
     "Row",
     "count_macs",
     "count_parameters",
     "describe_layers",
+    "export",
+    "load_compressed",
     "measure_forms",
     "measure_latency",
     "plain_forms",

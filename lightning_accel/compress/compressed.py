@@ -189,13 +189,17 @@ def _load_onnx(path: Path) -> Compressed:
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
-    names = [one.name for one in session.get_inputs()]  # what no output depends on is left out
+    about = _read_metadata(text, path)
+    used = [one.name for one in session.get_inputs()]  # what no output depends on is left out
+    renamed = about.get("onnx_inputs", {})
+    kept = about.get("onnx_outputs")
 
     def run(tensors: dict[str, Tensor]) -> list[Tensor]:
-        feed = {name: tensors[name].detach().cpu().numpy() for name in names}
-        return [torch.from_numpy(value) for value in session.run(None, feed)]
+        feed = {name: tensors[renamed.get(name, name)].detach().cpu().numpy() for name in used}
+        outputs = [torch.from_numpy(value) for value in session.run(None, feed)]
+        return outputs if kept is None else [outputs[place] for place in kept]
 
-    return Compressed(path, _read_metadata(text, path), run)
+    return Compressed(path, about, run)
 
 
 def _import_torchao(path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_accel import __version__
 from lightning_accel.compress.compressed import FORMAT_VERSION, METADATA, load_compressed
 from lightning_accel.compress.forms import Inputs, Run, first_line, first_rows, num_rows
-from lightning_accel.compress.structure import bind, describe, named_tensors, plain_values, restore, unbind
+from lightning_accel.compress.structure import bind, describe, in_order, named_tensors, plain_values, restore
 from lightning_accel.nn.moe import Experts
 from lightning_accel.strategies.atomic import put_in_place
 
@@ -62,7 +62,7 @@ class Probabilities(nn.Module):
 
 @torch.no_grad()
 def export(
-    module: nn.Module | ExportedProgram,
+    module: nn.Module,
     inputs: Sequence[Inputs],
     path: str | os.PathLike[str],
     format: Format = "pt2",
@@ -73,7 +73,8 @@ def export(
     outputs: Sequence[str] | None = None,
     class_names: Sequence[str] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    reference: Callable[..., Any] | None = None,
+    quantized: ExportedProgram | bytes | None = None,
+    reference: Run | None = None,
     verify: bool = True,
     tolerance: float = 1e-3,
 ) -> Exported:
@@ -83,7 +84,7 @@ def export(
     odd number of their rows; then it is renamed. What fails leaves no file, and an earlier one as it was.
 
     Args:
-        module: the float one, or the program that a quantizer left; run in evaluation mode, and left as it is.
+        module: run in evaluation mode, and left as it is.
         inputs: calls, each with positional and keyword arguments as the file takes them. Sizes in which they differ are
             free in the file.
         path: ends in ``.pt2``, or ``.onnx`` for ONNX.
@@ -96,12 +97,17 @@ def export(
             batch's; what is summed over a batch is left out.
         class_names: kept in the file, for :meth:`Compressed.predict`.
         metadata: plain values, kept in the file.
-        reference: what the file is compared with, by default ``module`` with what comes before and after it.
+        quantized: written in place of ``module``: a program that takes and returns what it does, or the bytes of an
+            ONNX file whose inputs are the tensors of a call, each named so that it ends in ``__`` and its place, and
+            whose outputs are those of the output, in order.
+        reference: stands for ``module`` in the comparison, as it has to where ``quantized`` is given: another form of
+            the same, that takes and returns what ``module`` does.
         verify: whether it is compared at all.
         tolerance: largest difference of an output, as a share of its largest absolute value; none for integers.
 
     Raises:
-        ValueError: if the format is unknown, ``path`` does not end as it should, or there are no ``inputs``.
+        ValueError: if the format is unknown, ``path`` does not end as it should, there are no ``inputs``, or
+            ``quantized`` cannot be of this format.
         TypeError: if arguments or outputs are not made of tensors.
         ModuleNotFoundError: if a package is missing.
         ExportError: if the module cannot be traced, or the file gives something else.
@@ -110,20 +116,22 @@ def export(
     require_exportable(format, path)
     if not inputs:
         raise ValueError("export needs at least one call of the module to trace and to compare with; got none")
-    source = module.module(check_guards=False) if isinstance(module, ExportedProgram) else module
-    flat = _FromTensors(source, preprocess, postprocess, dense=format == "onnx")
-    live = flat.whole if reference is None else partial(flat.whole, run=reference)
+    if isinstance(quantized, bytes) and format != "onnx":
+        raise ValueError(f"what was quantized is an ONNX file; format={format!r} cannot hold it. Take format='onnx'")
+    name = type(module).__name__
+    flat = _FromTensors(module, preprocess, postprocess, dense=format == "onnx")
+    live = partial(flat.whole, run=reference or flat.module)
+    inputs = [in_order(module.forward, call) for call in inputs]
     calls = [*inputs, *(_other_sizes(live, inputs[0]) if dynamic else [])]
     example = max(calls, key=_size) if dynamic else inputs[0]
     flat.keep(live, example, calls, outputs)
     shapes = _free_sizes(flat, calls, sliced=len(calls) > len(inputs)) if dynamic else None
-    program = _trace(flat, example, shapes, type(source).__name__, format)
     about = {
         "lightning_accel": __version__,
         "format_version": FORMAT_VERSION,
         "format": format,
         "torch": torch.__version__,
-        "module": type(source).__name__,
+        "module": name,
         "arguments": list(flat.arguments),
         "inputs": _specs(flat, example, shapes),
         "plain_inputs": plain_values(flat.arguments),
@@ -135,7 +143,12 @@ def export(
         "metadata": dict(metadata or {}),
     }
     with _beside(path) as written:
-        _write(program, about, format, written, type(source).__name__)
+        if isinstance(quantized, bytes):
+            write_quantized_onnx(quantized, flat, about, written)
+        else:
+            if quantized is not None:
+                flat.replace_module(quantized)
+            _write(_trace(flat, example, shapes, name, format), about, format, written, name)
         difference = _verify(written, live, calls, flat, tolerance, path) if verify else 0.0
         put_in_place(written, path)
     compared = len(calls) if verify else 0
@@ -169,6 +182,8 @@ class _FromTensors(nn.Module):
             one.training = False  # programs of torch.export refuse eval()
             if dense and isinstance(one, Experts):
                 one.backend = "dense"  # of operators that every runtime has
+        self.signature = module.forward
+        self.example: Inputs = (), {}
         self.arguments: dict[str, Any] = {}
         self.output: Any = None
         self.kept: list[str] = []
@@ -176,7 +191,8 @@ class _FromTensors(nn.Module):
 
     def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs], outputs: Sequence[str] | None) -> None:
         """Decide which outputs the file gives: ``outputs``, or those whose size follows that of the call."""
-        self.arguments = bind(self.module.forward, *example)
+        self.example = example
+        self.arguments = bind(self.signature, *example)
         self.output = live(*example[0], **example[1])
         found = [{name: value.shape for name, value in _outputs(live, call).items()} for call in calls]
         known = list(found[0])
@@ -187,19 +203,41 @@ class _FromTensors(nn.Module):
         self.left_out = [name for name in known if name not in self.kept]
 
     def tensors_of(self, call: Inputs) -> dict[str, Tensor]:
-        return named_tensors(bind(self.module.forward, *call))
+        return named_tensors(bind(self.signature, *call))
 
     def whole(self, *args: Any, run: Run | None = None, **kwargs: Any) -> Any:
         if self.preprocess is not None:
-            args, kwargs = unbind(self.module.forward, bind(self.module.forward, args, kwargs))
-            args = (self.preprocess(args[0]), *args[1:])
+            if args:
+                args = (self.preprocess(args[0]), *args[1:])
+            else:
+                first = next(iter(kwargs))
+                kwargs = {**kwargs, first: self.preprocess(kwargs[first])}
         output = (run or self.module)(*args, **kwargs)
         return output if self.postprocess is None else self.postprocess(output)
 
+    def replace_module(self, program: ExportedProgram) -> None:
+        """Let a program from tensors to tensors stand in the place of the module."""
+        args, kwargs = self.example
+        kept, self.postprocess = self.postprocess, None
+        self.module = _Structured(program, self.whole(*args, **kwargs))
+        self.postprocess = kept
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = unbind(self.module.forward, restore(self.arguments, iter(tensors)))
+        args, kwargs = restore(self.example, iter(tensors))
         found = named_tensors(self.whole(*args, **kwargs))
         return tuple(found[name] for name in self.kept)
+
+
+class _Structured(nn.Module):
+    """A program whose output is in the classes of the module's that it stands for."""
+
+    def __init__(self, program: ExportedProgram, output: Any) -> None:
+        super().__init__()
+        self.program = program.module(check_guards=False)
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return restore(self.output, iter(named_tensors(self.program(*args, **kwargs)).values()))
 
 
 def _outputs(run: Run, call: Inputs) -> dict[str, Tensor]:
@@ -316,6 +354,22 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
                 torch.export.save(program, path, extra_files={METADATA: text})
     except Exception as error:
         raise ExportError(f"{name} cannot be written as {format}: {first_line(_innermost(error))}") from error
+
+
+def write_quantized_onnx(content: bytes, flat: _FromTensors, about: dict[str, Any], path: Path) -> None:
+    """Write an ONNX file that was made by others, with our metadata and names."""
+    import onnx
+
+    if flat.preprocess is not None or flat.postprocess is not None:
+        raise ValueError("preprocess and postprocess cannot be put into an ONNX file that is quantized already")
+    model = onnx.load_model_from_string(content)
+    tensors = [one["name"] for one in about["inputs"]]
+    # its inputs end in the place of their tensor, since what is not used has none
+    about["onnx_inputs"] = {one.name: tensors[int(one.name.rpartition("__")[2])] for one in model.graph.input}
+    about["onnx_outputs"] = [list(named_tensors(flat.output)).index(name) for name in flat.kept]
+    entry = model.metadata_props.add()
+    entry.key, entry.value = METADATA, json.dumps(about)
+    onnx.save_model(model, path)
 
 
 def _verify(

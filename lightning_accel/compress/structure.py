@@ -17,10 +17,11 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
     return dict(bound.arguments)
 
 
-def unbind(function: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What :func:`bind` took."""
-    bound = inspect.BoundArguments(inspect.signature(function), dict(arguments))
-    return bound.args, bound.kwargs
+def in_order(function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call, with keyword arguments in the order in which ``function`` has them."""
+    args, kwargs = call
+    order = list(inspect.signature(function).parameters)
+    return args, dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
 def named_tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:

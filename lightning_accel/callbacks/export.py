@@ -1,0 +1,369 @@
+"""A file of the trained model that runs without its class, and what it costs and is worth. Shapes: B rows."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal, get_args
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_accel.callbacks.deployment import Deployed, WholeCopy, all_rows, evaluate, find_deployed
+from lightning_accel.compress.compressed import load_compressed
+from lightning_accel.compress.export import SUFFIXES, Exported, Format, Probabilities, export, require_exportable
+from lightning_accel.compress.forms import Inputs, Run, first_rows, measure_forms, plain_forms
+from lightning_accel.compress.report import Report, describe_layers
+from lightning_accel.compress.structure import named_tensors, restore
+
+
+class Export(L.Callback):
+    """Write the trained model to one file that runs without its class or ours, and check it before it is kept.
+
+    What is written is what ``validation_step`` calls: the module itself, or the submodule that holds the most
+    parameters; where a :class:`~lightning_accel.callbacks.Quantization` is in the Trainer, what it made of that. At the
+    end of ``fit``, in the first process, a copy with the weights of that moment is exported, loaded from the file, and
+    compared with the copy on validation batches as they are, and on 1 and on an odd number of rows. A file that gives
+    something else is removed, an earlier one stays, and ``fit`` fails in all processes. Read it with
+    :func:`lightning_accel.load_compressed`.
+
+    A report beside it, in ``figures/`` of the run folder and in the terminal, has what was measured: parameters, size,
+    multiply-accumulates, latency at batch 1 and at the batch of validation, and what ``validation_step`` logs; of the
+    file, of the model as it is, compiled, and in bfloat16.
+
+    Args:
+        format: ``pt2`` (``torch.export``), ``aoti`` (AOTInductor: compiled for this kind of machine) or ``onnx``;
+            ``auto`` is ``onnx`` where Quantization made an ONNX file, else ``pt2``.
+        filename: absolute, or relative to the run folder (the Trainer's ``log_dir``, or its ``default_root_dir``); the
+            suffix is added where it is missing.
+        module: name of the submodule to export, where another than the rule above finds is meant.
+        preprocess: what comes before the model in the file, such as a normalisation; needs a method ``inverse`` from
+            what the model takes to what the file takes, to compare on validation batches. ``auto`` asks the datamodule,
+            by a method ``preprocessing()``, which may return None.
+        postprocess: ``probabilities`` of the scores, a module, or None for what the model returns.
+        class_names: by default those of the datamodule or the module, if either has them.
+        dynamic: whether batches may have any number of rows.
+        outputs: names of the tensors that the file gives; by default those with a row for each of the batch's.
+        verify: whether the file is compared with the model.
+        num_batches: of validation, to compare on.
+        tolerance: of the comparison, as a share of the largest value.
+        compare: whether the report measures the plain forms, too; to compile takes a minute or so.
+
+    Raises:
+        ValueError: before training, if the format or ``postprocess`` is unknown, ``filename`` has another suffix, or
+            the folder cannot be written.
+        TypeError: before training, if the module has no ``validation_step``, or ``preprocess`` no ``inverse``.
+        ModuleNotFoundError: before training, if a package is missing.
+        RuntimeError: at the end, if the model cannot be exported or the file gives something else.
+    """
+
+    def __init__(
+        self,
+        format: Literal["auto", "pt2", "aoti", "onnx"] = "auto",
+        filename: str = "model",
+        *,
+        module: str | None = None,
+        preprocess: nn.Module | Literal["auto"] | None = "auto",
+        postprocess: nn.Module | Literal["probabilities"] | None = None,
+        class_names: Sequence[str] | None = None,
+        dynamic: bool = True,
+        outputs: Sequence[str] | None = None,
+        verify: bool = True,
+        num_batches: int = 2,
+        tolerance: float = 1e-3,
+        compare: bool = True,
+    ) -> None:
+        if format != "auto" and format not in get_args(Format):
+            raise ValueError(f"format must be one of auto, {', '.join(get_args(Format))}; got {format!r}")
+        if isinstance(postprocess, str) and postprocess != "probabilities":
+            raise ValueError(f"postprocess must be 'probabilities', a module or None; got {postprocess!r}")
+        if isinstance(preprocess, str) and preprocess != "auto":
+            raise ValueError(f"preprocess must be 'auto', a module or None; got {preprocess!r}")
+        if isinstance(preprocess, nn.Module):
+            _require_inverse(preprocess)
+        if num_batches < 1:
+            raise ValueError(f"num_batches must be at least 1, to compare on; got {num_batches}")
+        self.format = format
+        self.filename = filename
+        self.module = module
+        self.preprocess = preprocess
+        self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
+        self.class_names = class_names
+        self.dynamic = dynamic
+        self.outputs = outputs
+        self.verify = verify
+        self.num_batches = num_batches
+        self.tolerance = tolerance
+        self.compare = compare
+        self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds a pass over validation data
+        self.exported: Exported | None = None
+        self.report: Report | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.state.fn not in self.exports_on:
+            return
+        if type(pl_module).validation_step is L.LightningModule.validation_step:
+            raise TypeError(
+                f"Export needs a validation_step of {type(pl_module).__name__}: it shows what is called, and on what"
+            )
+        require_exportable("pt2" if self.format == "auto" else self.format)
+        if self.format == "aoti":
+            _require_compiler()
+        self._require_path(trainer)
+        self._copy = WholeCopy(pl_module)
+        if self.module is not None and self.module not in dict(pl_module.named_modules()):
+            children = ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(f"{type(pl_module).__name__} has no submodule {self.module!r}; it has: {children}")
+        _move_last(trainer, self)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._run(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING and TrainerFn.VALIDATING in self.exports_on:
+            self._run(trainer, pl_module)
+
+    def _run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        copied = self._copy.make(trainer, pl_module)
+        folder = self._folder(trainer)
+        failure: Exception | None = None
+        if trainer.is_global_zero:
+            assert copied is not None
+            try:
+                self._export(trainer, copied, folder)
+            except Exception as error:
+                failure = error
+        message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if message is not None:
+            raise RuntimeError(f"the first process could not export: {message}")
+
+    def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loader = all_rows(trainer.val_dataloaders)
+        if not loader:
+            raise ValueError("Export compares on validation batches, and there are none; give validation data")
+        result = _quantized(trainer)
+        name = self.module if self.module is not None or result is None else result.deployed
+        deployed = find_deployed(copied, loader, name, self.num_batches, datamodule)
+        result = result if result is not None and result.deployed == deployed.name else None
+        format = self._format(result)
+        preprocess = self._preprocess(datamodule)
+        names = self.class_names or getattr(datamodule, "class_names", None) or getattr(copied, "class_names", None)
+        raw = None if preprocess is None else _Raw(preprocess)
+        self.exported = export(
+            deployed.module,
+            deployed.inputs if raw is None else [raw.inputs_of(call) for call in deployed.inputs],
+            _with_suffix(folder / self.filename, SUFFIXES[format]),
+            format,
+            dynamic=self.dynamic,
+            preprocess=preprocess,
+            postprocess=self.postprocess,
+            outputs=self.outputs,
+            class_names=names,
+            metadata={"model": type(copied).__name__, "submodule": deployed.name, "step": trainer.global_step},
+            quantized=None if result is None else _content(result, format),
+            reference=None if result is None else result.run,
+            verify=self.verify,
+            tolerance=self.tolerance,
+        )
+        _tell(self.exported)
+        label = f"{format} file" if result is None else f"{result.name}, {format} file"
+        self.report = self._measure(trainer, copied, deployed, loader, label, raw)
+        self.report.print()
+        self.report.save(folder)
+
+    def _measure(
+        self,
+        trainer: L.Trainer,
+        copied: L.LightningModule,
+        deployed: Deployed,
+        loader: Any,
+        label: str,
+        raw: "_Raw | None",
+    ) -> Report:
+        assert self.exported is not None
+        loaded: Run = load_compressed(self.exported.path)
+        run: Run = loaded if raw is None else raw.put_before(loaded)
+        plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
+        rows = measure_forms(deployed.module, deployed.inputs[0], {label: run}, plain=plain)
+        judged: Mapping[str, Run | None] = {
+            **plain,
+            "fp32 eager": None,
+            label: _InPlace(deployed.module, run, self.postprocess),
+        }
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
+        report = Report("export")
+        for name, row in rows.items():
+            comparable = name != label or self.postprocess is None or isinstance(self.postprocess, Probabilities)
+            if not row.note and comparable:
+                metrics = evaluate(copied, loader, deployed.name, judged[name], limits, datamodule)
+                row = row._replace(metrics=metrics)
+            report.add(row._replace(file_bytes=self.exported.file_bytes) if name == label else row)
+        args, kwargs = first_rows(deployed.inputs[0], 1)
+        report.layers = describe_layers(deployed.module, args, kwargs, _left_out(trainer, deployed.name))
+        return report
+
+    def _format(self, result: Any) -> Format:
+        if self.format != "auto":
+            return self.format
+        return "onnx" if result is not None and result.onnx is not None and result.program is None else "pt2"
+
+    def _preprocess(self, datamodule: Any) -> nn.Module | None:
+        if not isinstance(self.preprocess, str):
+            return self.preprocess
+        asked = getattr(datamodule, "preprocessing", None)
+        found: nn.Module | None = asked() if callable(asked) else None
+        if found is not None:
+            _require_inverse(found)
+        return found
+
+    def _folder(self, trainer: L.Trainer) -> Path:
+        log_dir = trainer.log_dir  # on every process: it is broadcast
+        return Path(trainer.default_root_dir if log_dir is None else log_dir)
+
+    def _require_path(self, trainer: L.Trainer) -> None:
+        path = self._folder(trainer) / self.filename
+        if self.format != "auto":
+            require_exportable(self.format, _with_suffix(path, SUFFIXES[self.format]))
+        if not trainer.is_global_zero:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Export cannot write to {path.parent}: {error.strerror or error}; give filename"
+            ) from error
+
+
+class _Raw:
+    """What the file takes, from what the model takes."""
+
+    def __init__(self, preprocess: nn.Module) -> None:
+        self.inverse: Callable[[Any], Any] = preprocess.inverse  # type: ignore[assignment]
+        self._last: tuple[Any, Any] = None, None
+
+    def inputs_of(self, call: Inputs) -> Inputs:
+        args, kwargs = call
+        if args:
+            return (self._of(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return (), {**kwargs, first: self._of(kwargs[first])}
+
+    def put_before(self, run: Run) -> Run:
+        def from_model_inputs(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.inputs_of((args, kwargs))
+            return run(*args, **kwargs)
+
+        return from_model_inputs
+
+    def _of(self, value: Any) -> Any:
+        """Computed once for each batch, so that it counts in no latency."""
+        if self._last[0] is not value:
+            self._last = value, self.inverse(value)
+        return self._last[1]
+
+
+class _InPlace:
+    """The outputs of a file in the classes of the module's, with what it leaves out taken from the module."""
+
+    def __init__(self, module: nn.Module, run: Run, postprocess: nn.Module | None) -> None:
+        self.module = module
+        self.run = run
+        self.postprocess = postprocess
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = type(self.module).forward(self.module, *args, **kwargs)
+        own = named_tensors(output)
+        given = named_tensors(self.run(*args, **kwargs))
+        if self.postprocess is not None:  # their logarithms have the softmax that the scores had
+            first = next(iter(given))
+            given[first] = given[first].log()
+        return restore(output, iter({**own, **given}.values()))
+
+
+def _quantized(trainer: L.Trainer) -> Any:
+    """What a callback ``Quantization`` left: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        result: Any = getattr(callback, "result", None)
+        if hasattr(result, "run") and hasattr(result, "deployed"):
+            if result.program is None and result.onnx is None:
+                rank_zero_warn(f"{result.name} has no form that a file can hold; Export writes the float model")
+                return None
+            return result
+    return None
+
+
+def _content(result: Any, format: Format) -> Any:
+    """The program of the result, or the bytes of its ONNX file."""
+    if format == "onnx" and result.onnx is not None:
+        return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
+    if result.program is None:
+        raise ValueError(
+            f"{result.name} is an ONNX file, and format={format!r} cannot hold it. Take Export(format='onnx'), or "
+            "another backend of Quantization"
+        )
+    return result.program
+
+
+def _move_last(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Run after the callbacks that make what is exported, whatever their order in the list.
+
+    A new list, since the Trainer goes through the old one as this is called.
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = [one for one in callbacks if one is not callback] + [callback]  # type: ignore[attr-defined]
+
+
+def _left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:
+    """Reasons of callbacks for what they left out, by the names of layers in the deployed module."""
+    notes: dict[str, str] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        left_out = getattr(callback, "left_out", None)
+        result = getattr(callback, "result", None)
+        left_float = getattr(result, "left_float", None)
+        for name, reason in (left_out if isinstance(left_out, Mapping) else {}).items():
+            layer = name.removeprefix(f"{deployed}.") if deployed else name
+            notes[layer.rpartition(".")[0]] = str(reason)
+        notes.update(left_float if isinstance(left_float, Mapping) else {})
+    return notes
+
+
+def _tell(exported: Exported) -> None:
+    left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
+    checked = "not compared with the model"
+    if exported.num_checked:
+        checked = (
+            f"on {exported.num_checked} batches {exported.largest_difference:.1e} of the largest value at most off"
+        )
+    rank_zero_info(
+        f"exported {exported.path} ({exported.file_bytes:,} bytes), which gives {', '.join(exported.outputs)}{left}; "
+        f"{checked}"
+    )
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    return path if path.suffix in SUFFIXES.values() else path.with_name(path.name + suffix)
+
+
+def _require_inverse(preprocess: nn.Module) -> None:
+    if not callable(getattr(preprocess, "inverse", None)):
+        raise TypeError(
+            f"preprocess, a {type(preprocess).__name__}, needs a method inverse(x), from what the model takes to what "
+            "the file is to take: the file is compared with the model on validation batches, which are preprocessed"
+        )
+
+
+def _require_compiler() -> None:
+    if sys.platform == "win32" or any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        return
+    raise ModuleNotFoundError("format='aoti' needs a C++ compiler, and there is no g++ or clang++: install one")
