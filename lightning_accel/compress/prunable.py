@@ -44,7 +44,7 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
 
     >>> found, left_out = find_prunable(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)))
     >>> [one.name for one in found], left_out
-    (['1.weight'], {'0.weight': 'an embedding', '1.bias': 'a vector'})
+    (['1.weight'], {'0.weight': 'an embedding', '1.bias': 'a bias'})
     """
     modules = {clean_name(name): one for name, one in module.named_modules()}
     excluded, unused = _excluded(modules, exclude)
@@ -104,6 +104,8 @@ def _excluded_above(path: str, excluded: dict[str, str]) -> str | None:
 
 
 def _unfit(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
+    if "bias" in own:
+        return "a bias"
     if parameter.ndim < 2:
         return "a vector" if parameter.ndim else "a number"
     if isinstance(owner, _EMBEDDINGS):
