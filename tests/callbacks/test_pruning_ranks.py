@@ -47,7 +47,7 @@ def first_masks(options, **trainer):
     return pruning.masks(), pruning.sparsity(), pruning.left_out
 
 
-KINDS = [{"target": 0.8, "scope": scope} for scope in SCOPES] + [
+KINDS = [{"target": 0.5, "scope": scope} for scope in SCOPES] + [
     {"target": 0.6, "criterion": "random", "scope": "global"}, {"structure": "2:4"}, {"structure": "1:4"},
 ]  # fmt: skip
 
