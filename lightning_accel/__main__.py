@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lightning_accel import __version__
 
 _HELP = f"""\
-usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict}} [options]
+usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export}} [options]
 
 lightning_accel {__version__}: train and run PyTorch Lightning modules from a config, ours or your own.
 
@@ -15,6 +15,8 @@ subcommands:
   validate     one pass over the validation data
   test         one pass over the test data
   predict      write predictions to predictions.csv in the run folder
+  export       write the model to a file that runs without its class, checked on validation data:
+               lightning-accel export --config X.yaml --ckpt_path best --format onnx --output model.onnx
 
 most used options, after the subcommand:
   --config FILE              YAML config; repeat it to override one file with the next

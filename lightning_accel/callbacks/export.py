@@ -42,8 +42,8 @@ class Export(L.Callback):
             suffix is added where it is missing.
         module: name of the submodule to export, where another than the rule above finds is meant.
         preprocess: what comes before the model in the file, such as a normalisation; needs a method ``inverse`` from
-            what the model takes to what the file takes, to compare on validation batches. ``auto`` asks the datamodule,
-            by a method ``preprocessing()``, which may return None.
+            what the model takes to what the file takes, to compare on validation batches. ``datamodule`` asks the
+            datamodule, by a method ``preprocessing()``, as ours for digits and tables have it.
         postprocess: ``probabilities`` of the scores, a module, or None for what the model returns.
         class_names: by default those of the datamodule or the module, if either has them.
         dynamic: whether batches may have any number of rows.
@@ -67,7 +67,7 @@ class Export(L.Callback):
         filename: str = "model",
         *,
         module: str | None = None,
-        preprocess: nn.Module | Literal["auto"] | None = "auto",
+        preprocess: nn.Module | Literal["datamodule"] | None = None,
         postprocess: nn.Module | Literal["probabilities"] | None = None,
         class_names: Sequence[str] | None = None,
         dynamic: bool = True,
@@ -81,8 +81,8 @@ class Export(L.Callback):
             raise ValueError(f"format must be one of auto, {', '.join(get_args(Format))}; got {format!r}")
         if isinstance(postprocess, str) and postprocess != "probabilities":
             raise ValueError(f"postprocess must be 'probabilities', a module or None; got {postprocess!r}")
-        if isinstance(preprocess, str) and preprocess != "auto":
-            raise ValueError(f"preprocess must be 'auto', a module or None; got {preprocess!r}")
+        if isinstance(preprocess, str) and preprocess != "datamodule":
+            raise ValueError(f"preprocess must be 'datamodule', a module or None; got {preprocess!r}")
         if isinstance(preprocess, nn.Module):
             _require_inverse(preprocess)
         if num_batches < 1:
@@ -118,6 +118,11 @@ class Export(L.Callback):
         if self.module is not None and self.module not in dict(pl_module.named_modules()):
             children = ", ".join(name for name, _ in pl_module.named_children())
             raise ValueError(f"{type(pl_module).__name__} has no submodule {self.module!r}; it has: {children}")
+        if self.preprocess == "datamodule" and not callable(getattr(trainer.datamodule, "preprocessing", None)):  # type: ignore[attr-defined]
+            raise TypeError(
+                "preprocess='datamodule' needs a datamodule with a method preprocessing(), which returns a module from "
+                "what the file takes to what the model takes, with a method inverse; or give Export(preprocess=module)"
+            )
         _move_last(trainer, self)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -166,7 +171,12 @@ class Export(L.Callback):
             postprocess=self.postprocess,
             outputs=self.outputs,
             class_names=names,
-            metadata={"model": type(copied).__name__, "submodule": deployed.name, "step": trainer.global_step},
+            metadata={
+                "model": type(copied).__name__,
+                "submodule": deployed.name,
+                "step": trainer.global_step,
+                "columns": getattr(preprocess, "columns", None),
+            },
             quantized=None if result is None else _content(result, format),
             reference=None if result is None else result.run,
             verify=self.verify,
@@ -218,10 +228,8 @@ class Export(L.Callback):
     def _preprocess(self, datamodule: Any) -> nn.Module | None:
         if not isinstance(self.preprocess, str):
             return self.preprocess
-        asked = getattr(datamodule, "preprocessing", None)
-        found: nn.Module | None = asked() if callable(asked) else None
-        if found is not None:
-            _require_inverse(found)
+        found: nn.Module = datamodule.preprocessing()
+        _require_inverse(found)
         return found
 
     def _folder(self, trainer: L.Trainer) -> Path:

@@ -1,4 +1,4 @@
-"""``lightning-accel {fit,validate,test,predict}``."""
+"""``lightning-accel {fit,validate,test,predict,export}``."""
 
 import logging
 import math
@@ -31,8 +31,10 @@ import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
+from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, require_output
 from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
 from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
+from lightning_accel.compress import ExportError
 
 
 class AccelCLI(LightningCLI):
@@ -43,7 +45,8 @@ class AccelCLI(LightningCLI):
     ``--ckpt_path`` names a checkpoint that knows it; where both are given they must fit, and the config wins over the
     checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the newest run under the config's log
     folder; ``fit --ckpt_path auto`` goes on with that run, in its folder, or begins the first. ``predict`` writes
-    ``predictions.csv``. Each subcommand saves its config under a name of its own.
+    ``predictions.csv``, and ``export`` a file that runs without the model's class. Each subcommand saves its config
+    under a name of its own.
 
     Args:
         args: command line, by default the program's own.
@@ -58,12 +61,17 @@ class AccelCLI(LightningCLI):
         strict = {"prog": "lightning-accel", "allow_abbrev": False, "exit_on_error": False}
         super().__init__(
             save_config_callback=ConfigSaver,
+            trainer_class=ExportingTrainer,
             trainer_defaults={"callbacks": list(callbacks)},
             seed_everything_default=0,
             parser_kwargs={**strict, **{name: dict(strict) for name in self.subcommands()}},
             auto_configure_optimizers=False,
             args=args,
         )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "export": {"model", "datamodule"}}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(self.trainer_class, "trainer")
@@ -112,6 +120,8 @@ class AccelCLI(LightningCLI):
             )
         if self.subcommand != "fit" and config.ckpt_path == "auto":
             raise UsageError(f"--ckpt_path auto is for fit; give {self.subcommand} a file, best or last")
+        if self.subcommand == "export":
+            require_output(config.format or "auto", config.output)
         if config.lr_scheduler is not None and config.optimizer is None:
             raise UsageError("--lr_scheduler needs --optimizer, whose learning rate it changes; add the optimizer")
         if config.lr_interval == "step" and config.lr_scheduler is None:
@@ -135,6 +145,8 @@ class AccelCLI(LightningCLI):
         if self.subcommand != "fit" and config.ckpt_path is None:
             rank_zero_info(f"{self.subcommand} runs the weights that the model starts with: no --ckpt_path is given")
         if self.checkpoint is not None:
+            if self.subcommand != "fit":  # whose callbacks do it themselves
+                rebuild_shapes(self.trainer, self.model, self.checkpoint.content)
             self.checkpoint.require_fits(self.model)
             self.checkpoint = None  # the Trainer reads it again; these tensors need not stay in memory
 
@@ -249,6 +261,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(explain(error.message), status=2)
     except UsageError as error:
         return _fail(str(error), status=2)
+    except ExportError as error:
+        return _fail(str(error), status=1)
     except Exception as error:
         if progress.started:
             raise

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # of every Trainer
+_OF_EXPORT = {"compare", "format", "output", "preprocess", "probabilities"}
 _CLASSES_OF = {
     "data": L.LightningDataModule,
     "lr_scheduler": LRScheduler,
@@ -226,6 +227,8 @@ def _unknown_word(word: str) -> str:
 def _unknown_option(option: str) -> str:
     """Name the first part of a dotted ``option`` that does not exist, and what was perhaps meant."""
     known = _known_options()
+    if option in _OF_EXPORT:
+        return f"option {option!r} comes after the subcommand export, and belongs to no other"
     if owners := [name for name in _SUBCOMMANDS if option in inspect.signature(getattr(L.Trainer, name)).parameters]:
         return f"option {option!r} comes after a subcommand, and belongs to {', '.join(owners)}"
     if option in known:
@@ -242,7 +245,7 @@ def _unknown_option(option: str) -> str:
 def _known_options() -> set[str]:
     of_methods = {name for each in _SUBCOMMANDS for name in inspect.signature(getattr(L.Trainer, each)).parameters}
     of_trainer = {f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters}
-    return _TOP_LEVEL | {"trainer"} | of_trainer | (of_methods - {"self", "datamodule"})
+    return _TOP_LEVEL | _OF_EXPORT | {"trainer"} | of_trainer | (of_methods - {"self", "datamodule"})
 
 
 def _unknown_parameter(where: str, class_path: str, name: str) -> str:

@@ -28,11 +28,12 @@ class ConfigSaver(SaveConfigCallback):
         folder = Path(trainer.default_root_dir if log_dir is None else log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
-        path = folder / f"config_{trainer.state.fn.value}.yaml"
+        name = "export" if getattr(trainer, "is_exporting", False) else trainer.state.fn.value
+        path = folder / f"config_{name}.yaml"
         number = 1
         while path.exists() and path.read_text() != text:
             number += 1
-            path = folder / f"config_{trainer.state.fn.value}_{number}.yaml"
+            path = folder / f"config_{name}_{number}.yaml"
         path.write_text(text)
 
 

@@ -1,7 +1,7 @@
 """Smaller and faster forms of any ``nn.Module``, and what they cost; without Lightning."""
 
 from lightning_accel.compress.compressed import Compressed, load_compressed
-from lightning_accel.compress.export import Exported, ExportError, Probabilities, export
+from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.latency import Latency, measure_latency
 from lightning_accel.compress.masks import prune_
@@ -30,4 +30,5 @@ __all__ = [
     "measure_forms",
     "measure_latency",
     "plain_forms",
+    "require_exportable",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
+from lightning_accel.data.preprocessing import ScaledPixels
 
 
 class DigitsDataModule(L.LightningDataModule):
@@ -67,6 +68,10 @@ class DigitsDataModule(L.LightningDataModule):
         self.train_rows, self.val_rows, self.test_rows = (
             TensorRows(images[chosen], targets[chosen]) for chosen in (train, val, test)
         )
+
+    def preprocessing(self) -> ScaledPixels:
+        """What makes images of the pixels, in [0, 16], as scikit-learn has them, for a file that takes those."""
+        return ScaledPixels(16, self.binarize)
 
     def state_dict(self) -> dict[str, Any]:
         return {"split_seed": self.split_seed, "binarize": self.binarize}

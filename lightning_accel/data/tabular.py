@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
+from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.tables import (
     as_numbers,
     as_text,
@@ -129,7 +130,7 @@ class TabularDataModule(L.LightningDataModule):
         if not self._feature_columns:
             raise ValueError(f"{self.path} has no column left for features beside {self.target!r} and those ignored")
         features, is_number = self._read_features(table, self.path)
-        encoder = _make_encoder(is_number).fit(features.iloc[train])
+        encoder = self._encoder = _make_encoder(is_number).fit(features.iloc[train])
         self.feature_names = _feature_names(encoder, self.path)
         self.num_features = len(self.feature_names)
         self._centres = np.asarray(features.iloc[train].mean(numeric_only=True)).tolist()
@@ -143,6 +144,10 @@ class TabularDataModule(L.LightningDataModule):
             require_columns(table, self._feature_columns, self.predict_path)
             features, _ = self._read_features(table, self.predict_path, is_number)
             self.predict_rows = TensorRows(_to_tensor(encoder.transform(features)))
+
+    def preprocessing(self) -> RawColumns:
+        """What makes features of the table's rows, for a file that takes those as they are."""
+        return RawColumns(self._encoder)
 
     def state_dict(self) -> dict[str, Any]:
         return {

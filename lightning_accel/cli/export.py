@@ -1,0 +1,93 @@
+"""``lightning-accel export``: a checkpoint as a file that runs without the classes of its model."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_accel.callbacks import Export
+from lightning_accel.cli.errors import UsageError
+from lightning_accel.compress.export import SUFFIXES, Probabilities, require_exportable
+
+
+class ExportingTrainer(L.Trainer):
+    """A Trainer with one method more."""
+
+    is_exporting = False
+
+    def export(
+        self,
+        model: L.LightningModule,
+        datamodule: L.LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        format: Literal["pt2", "aoti", "onnx"] | None = None,
+        output: str | None = None,
+        preprocess: bool = False,
+        probabilities: bool = False,
+        compare: bool = True,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Write the model to a file that runs without its class, and compare the two on validation data.
+
+        Options of a callback Export in the config hold, but for those given here.
+
+        Args:
+            model: with a ``validation_step``, which shows what is called and on what.
+            datamodule: of validation batches.
+            ckpt_path: checkpoint whose weights to export: a file, ``best`` or ``last``.
+            format: ``pt2`` for torch.export, ``aoti`` for AOTInductor, ``onnx``; by default what ``output`` ends in.
+            output: the file; by default ``model.pt2`` or ``model.onnx`` in the run folder.
+            preprocess: have the file take rows as they are, and do what the datamodule does to them.
+            probabilities: have the file give probabilities in place of scores.
+            compare: measure the plain forms for the report, too; to compile takes a minute or so.
+            weights_only: false for a checkpoint that holds other objects than tensors and plain values.
+        """
+        callbacks: list[L.Callback] = self.callbacks  # type: ignore[attr-defined]  # set by a connector
+        exporter = next((one for one in callbacks if isinstance(one, Export)), None)
+        if exporter is None:
+            callbacks.append(exporter := Export())
+        if preprocess:
+            exporter.preprocess = "datamodule"
+        if probabilities:
+            exporter.postprocess = Probabilities()
+        exporter.compare = exporter.compare and compare
+        exporter.exports_on = {TrainerFn.VALIDATING}
+        if format is not None or output is not None:
+            exporter.format = format or ("onnx" if str(output).endswith(".onnx") else "pt2")
+        if output is not None:
+            exporter.filename = str(Path(output).absolute())
+        require_output(exporter.format, output)
+        self.is_exporting = True
+        self.validate_loop.inference_mode = False  # tensors made in it cannot be traced
+        self.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only, verbose=False)
+        if exporter.exported is not None:
+            rank_zero_info(f"load it with lightning_accel.compress.load_compressed({str(exporter.exported.path)!r})")
+
+
+def require_output(format: str, output: str | None) -> None:
+    """Refuse what cannot be written, before data and model are made.
+
+    Raises:
+        UsageError: saying what to change.
+    """
+    try:
+        require_exportable("pt2" if format == "auto" else format)
+    except ModuleNotFoundError as error:
+        raise UsageError(str(error)) from error
+    wanted = SUFFIXES.get(format)
+    if output is not None and wanted is not None and Path(output).suffix not in ("", wanted):
+        raise UsageError(f"--output {output}: a file of --format {format} ends in {wanted}")
+
+
+def rebuild_shapes(trainer: L.Trainer, model: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Have callbacks that remove parts of a model, such as pruned channels, do so before weights are loaded.
+
+    Those have a method ``rebuild(model, state)``, which takes their state in the checkpoint.
+    """
+    states = checkpoint.get("callbacks", {})
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        rebuild = getattr(callback, "rebuild", None)
+        if callable(rebuild) and callback.state_key in states:
+            rebuild(model, states[callback.state_key])

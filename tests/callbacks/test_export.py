@@ -1,0 +1,232 @@
+import json
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, TabularDataModule
+from lightning_accel.callbacks import Export
+from lightning_accel.compress import ExportError, load_compressed
+from tests.ranks import run_ranks
+
+ROWS = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
+
+
+class Own(L.LightningModule):
+    """Calls its network, never itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.log("val/loss", nn.functional.cross_entropy(scores, batch[1]))
+        self.log("val/accuracy", scores.argmax(1).eq(batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, callbacks, folder, data=None, **options):
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=callbacks, **options,
+    )  # fmt: skip
+    data = (DataLoader(ROWS, 5), DataLoader(ROWS, 8)) if data is None else (data,)
+    trainer.fit(module, *data)
+    return trainer
+
+
+@pytest.mark.parametrize("format", ["auto", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
+    module, callback = Own(), Export(format, compare=False, class_names=["a", "b", "c"])
+    fit(module, [callback], tmp_path)
+    loaded = load_compressed(callback.exported.path)
+    x, target = ROWS.tensors
+    module.eval()
+    torch.testing.assert_close(loaded(x), module.net(x))
+    assert loaded.predict(x)["class"] == ["abc"[number] for number in module.net(x).argmax(1)]
+    assert loaded.metadata["metadata"] == {"model": "Own", "submodule": "net", "step": 2, "columns": None}
+    rows = json.loads((tmp_path / "figures" / "export.json").read_text())["rows"]
+    name = "onnx file" if format == "onnx" else "pt2 file"
+    assert [row["name"] for row in rows] == ["fp32 eager", name]
+    accuracy = module.net(x).argmax(1).eq(target).float().mean().item()
+    for row in rows:
+        assert row["metrics"]["val/accuracy"] == pytest.approx(accuracy)
+        assert set(row["latencies"]) == {"1", "8"}
+    assert rows[1]["file_bytes"] == callback.exported.path.stat().st_size
+    assert (rows[0]["parameters"], rows[0]["macs"]) == (63, 45)
+    assert (tmp_path / "figures" / "export.png").exists()
+
+
+def test_report_judges_probabilities_and_left_out_outputs_by_the_users_metrics(tmp_path):
+    data = DigitsDataModule(batch_size=32)
+    module = MoEClassifier(64, 10, dim=8, expert_dim=4)
+    callback = Export(compare=False, postprocess="probabilities", preprocess="datamodule")
+    fit(module, [callback], tmp_path, data)
+    eager, file = callback.report.rows
+    assert file.metrics == pytest.approx(eager.metrics, rel=1e-4)
+    assert callback.exported.outputs == ["logits"]
+    assert "report.balance_loss" in callback.exported.left_out
+    loaded = load_compressed(callback.exported.path)
+    images = data.val_rows.tensors[0][:5]
+    expected = module.eval()(images).logits.softmax(1)
+    torch.testing.assert_close(loaded(images * 16).logits, expected, rtol=1e-4, atol=1e-6)
+    assert loaded.class_names == list("0123456789")
+
+
+def test_rows_of_a_table_go_in_as_they_are(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    lines = ["length,colour,width,kind"]
+    for row in range(60):
+        length = "" if row % 7 == 3 else f"{float(torch.randn((), generator=generator)) * 9 + 50:.4f}"
+        lines.append(f"{length},{['red', 'green', 'blue'][row % 3]},{row % 11},{['oak', 'ash'][row % 2]}")
+    path = tmp_path / "trees.csv"
+    path.write_text("\n".join(lines))
+    data = TabularDataModule(path, "kind", batch_size=9)
+    data.setup()
+    module, callback = Classifier(data.num_features, 2, hidden_dims=[4]), Export(compare=False, preprocess="datamodule")
+    fit(module, [callback], tmp_path, data)
+    loaded = load_compressed(callback.exported.path)
+    columns = loaded.metadata["metadata"]["columns"]
+    assert columns == [
+        {"name": "length", "categories": None},
+        {"name": "width", "categories": None},
+        {"name": "colour", "categories": ["blue", "green", "red"]},
+    ]
+    raw = torch.tensor([[52.5, 3, 2], [torch.nan, 3, 0], [40.0, 1, -1]], dtype=torch.float64)
+    features = data.preprocessing()(raw)
+    encoded = data._encoder.transform(
+        __import__("pandas").DataFrame(
+            {"length": [52.5, None, 40.0], "colour": ["red", "blue", "pink"], "width": [3, 3, 1]}
+        )
+    )
+    torch.testing.assert_close(features, torch.tensor(encoded, dtype=torch.float32))
+    torch.testing.assert_close(loaded(raw), module.eval()(features))
+    restored = data.preprocessing().inverse(features)
+    torch.testing.assert_close(restored, raw, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+class MakesResult(L.Callback):
+    """Leaves what Quantization leaves, in ``on_fit_end``."""
+
+    result = None
+
+    def __init__(self, onnx=False):
+        self.onnx = onnx
+
+    def on_fit_end(self, trainer, pl_module):
+        net = pl_module.net.eval()
+        rounded = nn.Sequential(*net)
+        x = torch.randn(4, 6)
+        program = torch.export.export(rounded, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=1)},))
+        content = None
+        if self.onnx:
+            made = torch.onnx.export(program, dynamo=True, input_names=["input__0"], verbose=False)
+            content = made.model_proto.SerializeToString()
+        self.result = SimpleNamespace(
+            name="int8 planted", run=rounded, program=None if self.onnx else program, onnx=content, deployed="net",
+            left_float={"0": "planted reason"},
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_quantization_left_is_exported_whatever_the_order(onnx, tmp_path):
+    module, callback, before = Own(), Export(compare=False), MakesResult(onnx)
+    trainer = fit(module, [callback, before], tmp_path)
+    assert trainer.callbacks.index(callback) > trainer.callbacks.index(before)
+    assert callback.exported.format == ("onnx" if onnx else "pt2")
+    assert callback.report.rows[1].name == f"int8 planted, {callback.exported.format} file"
+    assert callback.report.layers[0].note == "planted reason"
+    x = ROWS.tensors[0]
+    torch.testing.assert_close(load_compressed(callback.exported.path)(x), module.eval().net(x))
+
+
+def test_what_cannot_work_is_refused_before_training(tmp_path):
+    class Blind(Own):
+        validation_step = L.LightningModule.validation_step
+
+    with pytest.raises(TypeError, match=r"Export needs a validation_step of Blind"):
+        fit(Blind(), [Export()], tmp_path, DataLoader(ROWS, 5))
+    with pytest.raises(ValueError, match=r"Own has no submodule 'nett'; it has: net"):
+        fit(Own(), [Export(module="nett")], tmp_path)
+    with pytest.raises(ValueError, match=r"'onnx' must end in \.onnx; got .*model\.pt2"):
+        fit(Own(), [Export("onnx", "model.pt2")], tmp_path)
+    with pytest.raises(TypeError, match=r"preprocess='datamodule' needs a datamodule with a method preprocessing"):
+        fit(Own(), [Export(preprocess="datamodule")], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"Export cannot write to .*file"):
+        fit(Own(), [Export(filename=str(tmp_path / "file" / "model"))], tmp_path)
+    with pytest.raises(ValueError, match="format must be one of auto, pt2, aoti, onnx; got 'tflite'"):
+        Export("tflite")
+    with pytest.raises(TypeError, match=r"a Linear, needs a method inverse"):
+        Export(preprocess=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="postprocess must be"):
+        Export(postprocess="softmax")
+
+
+class Draws(Own):
+    def __init__(self):
+        super().__init__()
+        self.net.append(Noise())
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def test_a_model_that_its_file_does_not_follow_leaves_no_file(tmp_path):
+    with pytest.raises(ExportError, match=r"model\.pt2 was not written: its output 'output' differs"):
+        fit(Draws(), [Export(compare=False)], tmp_path)
+    assert not list(tmp_path.glob("*.pt2"))
+
+
+def check_export(rank, folder, strategy):
+    torch.manual_seed(0)
+    module, callback = Own(), Export(compare=False)
+    fit(module, [callback], folder, strategy=strategy, devices=2, use_distributed_sampler=False)
+    state = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in module.state_dict().items()
+    }
+    if rank == 0:
+        plain = Own()
+        plain.load_state_dict(state)
+        x = ROWS.tensors[0]
+        torch.testing.assert_close(load_compressed(callback.exported.path)(x), plain.eval().net(x))
+    return callback.exported is not None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+def test_the_first_process_writes_what_all_hold(strategy, tmp_path):
+    assert run_ranks(check_export, str(tmp_path), strategy) == [True, False]
+
+
+def check_failure(rank, folder):
+    with pytest.raises(RuntimeError, match="was not written") as caught:
+        fit(Draws(), [Export(compare=False)], folder, strategy="ddp", devices=2, use_distributed_sampler=False)
+    return str(caught.value)
+
+
+def test_a_failure_of_the_first_process_is_one_of_all(tmp_path):
+    own, other = run_ranks(check_failure, str(tmp_path))
+    assert other.startswith("the first process could not export: ExportError: ")
+    assert own in other
+
+
+@pytest.mark.slow
+def test_compiled_and_bfloat16_stand_beside(tmp_path):
+    callback = Export()
+    fit(Own(), [callback], tmp_path)
+    names = [row.name for row in callback.report.rows]
+    assert names == ["fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled", "pt2 file"]
+    assert all(row.metrics and row.latencies and not row.note for row in callback.report.rows)
