@@ -5,6 +5,7 @@ from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 from lightning_accel.callbacks.pruning import Pruning
+from lightning_accel.callbacks.quantization import Quantization
 from lightning_accel.callbacks.rbm_monitor import RBMMonitor
 from lightning_accel.callbacks.sampler_check import SamplerCheck
 from lightning_accel.callbacks.save_on_signal import SaveOnSignal
@@ -16,6 +17,7 @@ __all__ = [
     "Export",
     "PredictionWriter",
     "Pruning",
+    "Quantization",
     "RBMMonitor",
     "SamplerCheck",
     "SaveOnSignal",

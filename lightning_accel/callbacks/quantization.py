@@ -1,0 +1,318 @@
+"""Quantization of what is deployed: measured at the end of a fit, and, if asked for, trained for."""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accel.callbacks.compression_phase import hold_back_checkpoints
+from lightning_accel.callbacks.deployment import Deployed, WholeCopy, all_rows, evaluate, find_deployed
+from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
+from lightning_accel.compress.forms import Inputs, num_rows
+from lightning_accel.compress.quant_layers import find_layers
+from lightning_accel.compress.quantize import Backend, Limit, Quantized, quantize, require_backend
+from lightning_accel.strategies import PipelineStrategy
+
+log = logging.getLogger(__name__)
+Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
+
+
+class Quantization(L.Callback):
+    """Make a copy of the model that runs in int8, or in what is faster on this machine, and measure it beside others.
+
+    At the end of a fit the first process makes the forms of the model that it can run (see
+    :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
+    on the module's own batch, and picks the fastest. The trained module stays as it is. What was picked is ``result``;
+    a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes the file.
+
+    With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
+    ``start`` on, with the grid that the static form has afterwards. No parameter is replaced, so that optimizers,
+    checkpoints and strategies see what they always did; ranges are in the callback's state, and equal on all processes.
+
+    Args:
+        mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``; ``qat`` trains for ``static``.
+        backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto``, any.
+        calibrate: rows of training data that ranges are found on.
+        skip: layers that stay in float: names or patterns in the module (``"head"``, ``"blocks.*.norm"``), or types,
+            by their names in a config.
+        monitor: the figure of validation that says how good a form is.
+        monitor_mode: whether larger is better.
+        max_drop: by how much ``monitor`` may be worse than in float. Layers that cost most are left in float until it
+            is not; a form for which that does not help is not picked.
+        module: name of the submodule that is deployed; by default what ``validation_step`` calls.
+        batch_sizes: rows at which forms are measured; by default 1, and those of a training batch. The last decides.
+        start: of ``qat``: share of the run if a float in [0, 1), else an epoch.
+        seconds: that each form is measured for.
+
+    Raises:
+        ValueError: if an option is out of range; before training, if ``skip`` or ``module`` names nothing, no layer
+            can be quantized, or there is no validation data for ``monitor``.
+        TypeError: before training, if the module has no ``validation_step``.
+        ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
+        RuntimeError: at the end, if no form can be made, or none is within ``max_drop``.
+
+    Attributes:
+        result: in the first process, what was picked, after a fit.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "auto",
+        backend: Backend = "auto",
+        *,
+        calibrate: int = 256,
+        skip: Sequence[str | type[nn.Module]] = (),
+        monitor: str | None = None,
+        monitor_mode: Literal["max", "min"] = "max",
+        max_drop: float | None = None,
+        module: str | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        start: int | float = 0.5,
+        seconds: float = 0.5,
+    ) -> None:
+        _require_one_of("mode", mode, Mode)
+        _require_one_of("backend", backend, Backend)
+        if mode == "qat" and backend not in ("auto", "pt2e", "onnxruntime"):
+            raise ValueError(f"mode='qat' is converted by backend 'pt2e' or 'onnxruntime'; got {backend!r}")
+        if monitor_mode not in ("max", "min"):
+            raise ValueError(f"monitor_mode must be 'max' or 'min'; got {monitor_mode!r}")
+        if max_drop is not None and monitor is None:
+            raise ValueError("max_drop needs monitor, the figure of validation that may drop, such as 'val/accuracy'")
+        if max_drop is not None and not max_drop >= 0:
+            raise ValueError(f"max_drop must be at least 0, in the unit of {monitor!r}; got {max_drop}")
+        if calibrate < 1:
+            raise ValueError(f"calibrate must be at least 1 row; got {calibrate}")
+        if start < 0 or (isinstance(start, float) and start >= 1):
+            raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
+        self.mode = mode
+        self.backend = backend
+        self.calibrate = calibrate
+        self.skip = list(skip)
+        self.monitor = monitor
+        self.monitor_mode = monitor_mode
+        self.max_drop = max_drop
+        self.module = module
+        self.batch_sizes = batch_sizes
+        self.start = start
+        self.seconds = seconds
+        self.result: Quantized | None = None
+        self._layers: dict[str, FakeQuantized] = {}
+        self._loaded: dict[str, Tensor] = {}
+        self._enabled = False
+        self._start_step = math.inf
+
+    @property
+    def phase(self) -> str:
+        return "int8" if self._enabled else "float"
+
+    @property
+    def is_final_phase(self) -> bool:
+        return self.mode != "qat" or self._enabled
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if type(pl_module).validation_step is L.LightningModule.validation_step:
+            raise TypeError(
+                f"Quantization needs a validation_step of {type(pl_module).__name__}: it shows what is called, and how "
+                "good it is"
+            )
+        require_backend(self.backend)
+        if self.mode == "qat":
+            if isinstance(trainer.strategy, PipelineStrategy):
+                raise ValueError(
+                    "mode='qat' does not work under accel_pipeline, where each process has layers of its own. Train "
+                    "with accel_ddp or accel_fsdp2, or take mode='static', which quantizes afterwards"
+                )
+            hold_back_checkpoints(trainer)
+        self.result = None
+        self._enabled = False
+        self._copy = WholeCopy(pl_module)
+        if self.module is not None and self.module not in dict(pl_module.named_modules()):
+            children = ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(f"{type(pl_module).__name__} has no submodule {self.module!r}; it has: {children}")
+        quantized = find_layers(pl_module, self.skip).quantized
+        if self.mode in ("static", "qat") and not quantized:
+            raise ValueError(
+                f"{type(pl_module).__name__} has no linear layer or convolution for mode={self.mode!r} to quantize; "
+                "take mode='auto', or 'dynamic' for an LSTM"
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitor is not None and not trainer.enable_validation:
+            raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
+        if self.mode == "qat":
+            self._attach(pl_module)
+
+    def _attach(self, pl_module: L.LightningModule) -> None:
+        inside = "" if self.module is None else self.module
+        layers = find_layers(pl_module, self.skip)
+        chosen = {name: one for name, one in layers.quantized.items() if name.startswith(inside)}
+        detach(pl_module)  # of a run that was interrupted
+        self._layers = attach(chosen)
+        for name, layer in self._layers.items():
+            layer.to(pl_module.device)
+            if name in self._loaded:
+                layer.load(self._loaded[name])
+        self._loaded = {}
+        left = "; ".join(f"{name}: {why}" for name, why in layers.left_float.items())
+        log.info("%d layers train for int8%s", len(chosen), f"; left in float: {left}" if left else "")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.mode == "qat" and isinstance(self.start, float):
+            steps = trainer.estimated_stepping_batches
+            if math.isinf(steps):
+                raise ValueError("start is a share of a run that has no end; give max_epochs or max_steps, or an epoch")
+            self._start_step = math.ceil(self.start * steps)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self._layers and not self._enabled:
+            by_epoch = isinstance(self.start, int)
+            self._enabled = trainer.current_epoch >= self.start if by_epoch else trainer.global_step >= self._start_step
+            for layer in self._layers.values():
+                layer.enabled = self._enabled
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self._enabled and self._layers:
+            seen = torch.stack([layer.seen for layer in self._layers.values()])
+            seen = trainer.strategy.reduce(seen, reduce_op="min")  # all processes see what one with all rows would
+            for layer, own in zip(self._layers.values(), seen, strict=True):
+                layer.take_seen(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranges": {name: layer.range.cpu().clone() for name, layer in self._layers.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = dict(state_dict["ranges"])
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        copied = self._copy.make(trainer, pl_module)
+        folder = trainer.log_dir  # on every process: it is broadcast
+        failure: Exception | None = None
+        if trainer.is_global_zero:
+            assert copied is not None
+            try:
+                datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+                loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
+                result = self.convert(copied, *loaders, datamodule)
+                assert result.report is not None
+                result.report.print()
+                result.report.save(Path(trainer.default_root_dir if folder is None else folder))
+            except Exception as error:
+                failure = error
+        message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if message is not None:
+            raise RuntimeError(f"the first process could not quantize: {message}")
+        detach(pl_module)  # what other callbacks make of it is in float
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and self._layers:
+            detach(pl_module)
+
+    def convert(
+        self,
+        module: L.LightningModule,
+        train_loader: Any,
+        val_loader: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+    ) -> Quantized:
+        """Quantize a copy of ``module`` without a Trainer, such as one that ``load_from_checkpoint`` gave.
+
+        Args:
+            module: on the CPU, in evaluation mode; not changed.
+            train_loader: that ranges are found on.
+            val_loader: that forms are judged by, if there is one.
+            datamodule: whose hooks move and change batches.
+        """
+        detach(module)
+        with isolate_rng():
+            deployed = self._find(module, train_loader, datamodule)
+            self.result = self._quantize(module, deployed, val_loader, datamodule)
+        self.result.deployed = deployed.name
+        log.info("%s", _tell(self.result, self.mode))
+        return self.result
+
+    def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
+        """What is deployed, with calls that have ``calibrate`` rows in all."""
+        loader = _in_random_order(loader)
+        size = getattr(loader, "batch_size", None)
+        batches = math.ceil(self.calibrate / size) if size else 16
+        found = find_deployed(module, loader, self.module, batches, datamodule)
+        return found._replace(inputs=_until(found.inputs, self.calibrate))
+
+    def _quantize(
+        self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
+    ) -> Quantized:
+        prefix = f"{deployed.name}." if deployed.name else ""
+        left = find_layers(module, self.skip).left_float
+        skipped = [name.removeprefix(prefix) for name, why in left.items() if "skip" in why and name.startswith(prefix)]
+        ranges = None
+        if self.mode == "qat":
+            ranges = {
+                name.removeprefix(prefix): (float(layer.range[0]), float(layer.range[1]))
+                for name, layer in self._layers.items()
+                if name.startswith(prefix) and layer.ready
+            }
+            if not ranges:
+                raise RuntimeError("no step was trained in int8: the run ended before start, or no layer was called")
+        limit = None
+        if loader:
+
+            def judge(run: Any) -> dict[str, float]:
+                run = None if run is deployed.module else run  # it cannot stand for its own forward
+                return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
+
+            limit = Limit(judge, self.monitor, self.max_drop, self.monitor_mode == "max")
+        return quantize(
+            deployed.module,
+            deployed.inputs,
+            "static" if self.mode == "qat" else self.mode,
+            self.backend,
+            skip=skipped,
+            limit=limit,
+            batch_sizes=self.batch_sizes,
+            seconds=self.seconds,
+            ranges=ranges,
+        )
+
+
+def _in_random_order(loader: Any) -> Any:
+    """Rows that stand for all, the same each time; a loader of another kind is read as it is."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    order = torch.Generator().manual_seed(0)
+    return DataLoader(loader.dataset, loader.batch_size, shuffle=True, collate_fn=loader.collate_fn, generator=order)
+
+
+def _until(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
+    kept: list[Inputs] = []
+    for one in inputs:
+        kept.append(one)
+        if sum(num_rows(call) for call in kept) >= rows:
+            break
+    return kept
+
+
+def _tell(result: Quantized, mode: str) -> str:
+    text = f"Quantization picked {result.name}"
+    if "int8" not in result.name:
+        text += ": int8 is not faster here"
+    elif result.faster_float:
+        text += f"; {result.faster_float} is faster here, and mode={mode!r} leaves it out"
+    if result.left_float:
+        text += "; in float: " + "; ".join(f"{name} ({why})" for name, why in result.left_float.items())
+    return text
+
+
+def _require_one_of(name: str, value: str, kind: Any) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")

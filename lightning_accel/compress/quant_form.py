@@ -1,0 +1,134 @@
+"""One form of a module that runs in its place, and what makes such forms run fast on this machine."""
+
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_flatten
+
+from lightning_accel.compress.forms import Inputs
+from lightning_accel.compress.quant_inputs import Flat, shapes_to_export, tensors_of
+
+
+@dataclass
+class Form:
+    """What runs in place of a module.
+
+    Attributes:
+        name: such as ``"int8 PT2E static"``.
+        run: takes what ``forward`` of the module takes, and returns the same.
+        program: that can be saved as a ``.pt2``, if there is one.
+        onnx: the bytes of a ``.onnx``, if there is one.
+        file_bytes: size of either.
+        left_float: layers that were not quantized, with the reason.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    program: ExportedProgram | None = None
+    onnx: bytes | None = None
+    file_bytes: int | None = None
+    left_float: dict[str, str] = field(default_factory=dict)
+
+
+class CannotConvertError(RuntimeError):
+    """A form that this machine, or this module, has not."""
+
+
+class Compiled:
+    """Calls of a module, compiled by inductor with its weights folded in, once for each size of inputs.
+
+    Args:
+        module: not changed, nor to be changed afterwards: its weights are constants of what is compiled.
+        max_sizes: after which calls of other sizes run uncompiled.
+    """
+
+    def __init__(self, module: nn.Module, max_sizes: int = 16) -> None:
+        self.module = module
+        self.max_sizes = max_sizes
+        self._compiled: dict[Any, tuple[Callable[..., Any], Flat]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        key = (spec, *((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in leaves))
+        # Tensors of inference mode would ask for a second compilation
+        with torch.inference_mode(False), torch.no_grad():
+            if key not in self._compiled:
+                if len(self._compiled) == self.max_sizes:
+                    return self.module(*args, **kwargs)
+                self._compiled[key] = self._compile((args, kwargs))
+            run, flat = self._compiled[key]
+            return flat.rebuild(run(*(one for one in leaves if isinstance(one, Tensor))))
+
+    def _compile(self, inputs: Inputs) -> tuple[Callable[..., Any], Flat]:
+        tensors = [tensor.clone() for tensor in tensors_of(inputs)]
+        flat = Flat(self.module, inputs)
+        flat.see_result(inputs)
+        with quietly():
+            return compile_flat(flat, tensors), flat
+
+
+def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile for tensors of these sizes.
+
+    An exported graph goes to inductor itself: called through dynamo, a small model takes twice as long, since guards
+    are checked. What cannot be exported goes through dynamo.
+    """
+    try:
+        graph = torch.export.export(flat, tuple(tensors), strict=False).module()
+    except Exception:
+        compiled = torch.compile(flat, dynamic=False)
+        with torch._inductor.config.patch(freezing=True):  # as an option of compile it would not reach dynamo
+            compiled(*tensors)
+        return compiled
+    assert isinstance(graph, torch.fx.GraphModule)
+    run = torch._inductor.compile(graph, list(tensors), options={"freezing": True})
+    run(*tensors)
+    return run
+
+
+def export(module: nn.Module, inputs: Sequence[Inputs]) -> ExportedProgram:
+    """Trace ``module`` for any number of rows, and any of the sizes that differ among ``inputs``, where it can be.
+
+    Raises:
+        CannotConvertError: if it cannot be traced at all.
+    """
+    args, kwargs = inputs[0]
+    failure: Exception | None = None
+    given: list[Any] = [shapes_to_export(inputs), shapes_to_export(inputs, named=False), None]
+    for shapes in given:
+        try:
+            with quietly(), torch.no_grad():
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+                program.example_inputs = None  # rows of the user's, which a file would carry along
+                return program
+        except Exception as error:
+            failure = failure or error
+    raise CannotConvertError(f"torch.export cannot trace it: {first_line(failure)}") from failure
+
+
+def size_of(program: ExportedProgram) -> int:
+    """Bytes of the ``.pt2`` file."""
+    file = io.BytesIO()
+    with quietly():
+        torch.export.save(program, file)
+    return len(file.getbuffer())
+
+
+def first_line(error: Exception | None) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings of libraries about each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,132 @@
+"""Calls of a module as flat lists of tensors, whatever structures its arguments and results have. Shapes: B rows."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ShapesCollection
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+from lightning_accel.compress.forms import Inputs, num_rows
+
+
+class Flat(nn.Module):
+    """Takes the tensors of a call one by one, and returns those of the result in a tuple.
+
+    Args:
+        module: that is called.
+        inputs: positional and keyword arguments; what is no tensor in them is the same in every call.
+    """
+
+    out_spec: TreeSpec
+    out_leaves: list[Any]  # of the last call; None in the places of tensors
+
+    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
+        super().__init__()
+        self.module = module
+        leaves, self.in_spec = tree_flatten(inputs)
+        self.fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        leaves = [next(rest) if own else leaf for own, leaf in zip(self.is_tensor, self.fixed, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self.in_spec)
+        out, self.out_spec = tree_flatten(self.module(*args, **kwargs))
+        self.out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in out]
+        self.is_out_tensor = [isinstance(leaf, Tensor) for leaf in out]
+        return tuple(leaf for leaf in out if isinstance(leaf, Tensor))
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The result as ``module`` returns it."""
+        rest = iter(tensors)
+        leaves = [next(rest) if own else leaf for own, leaf in zip(self.is_out_tensor, self.out_leaves, strict=True)]
+        return tree_unflatten(leaves, self.out_spec)
+
+    @torch.no_grad()
+    def see_result(self, inputs: Inputs) -> Any:
+        """Call once, so that the structure of the result is known."""
+        args, kwargs = inputs
+        out = self.module(*args, **kwargs)
+        register_dataclasses(out)
+        self(*tensors_of(inputs))
+        return out
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a structure, in order."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let ``torch.export`` see the tensors in dataclasses, which it takes for opaque objects otherwise."""
+    for leaf in tree_flatten(value)[0]:
+        if is_dataclass(leaf) and not isinstance(leaf, type) and type(leaf) not in SUPPORTED_NODES:
+            torch.export.register_dataclass(type(leaf))
+            register_dataclasses(leaf)
+
+
+def dynamic_sizes(inputs: Sequence[Inputs]) -> list[dict[int, tuple[int, ...]]]:
+    """For each tensor, dimensions that calls of other sizes may change, with the sizes seen.
+
+    Those are rows, and whatever differs among ``inputs``; equal tuples change together.
+    """
+    calls = [tensors_of(one) for one in inputs]
+    rows = tuple(num_rows(one) for one in inputs)
+    found = []
+    for same in zip(*calls, strict=True):
+        sizes = {dim: tuple(tensor.shape[dim] for tensor in same) for dim in range(same[0].ndim)}
+        found.append({dim: seen for dim, seen in sizes.items() if (dim == 0 and seen == rows) or len(set(seen)) > 1})
+    return found
+
+
+def shapes_to_export(inputs: Sequence[Inputs], named: bool = True) -> ShapesCollection:
+    """What ``torch.export`` is told of sizes: rows, and what differs among ``inputs``, are not fixed.
+
+    Args:
+        inputs: the program is traced on the first.
+        named: say which dimensions are equal; else the tracer finds out, and may fix some.
+    """
+    dims: dict[tuple[int, ...], Any] = {}
+    shapes = ShapesCollection()
+    for tensor, dynamic in zip(tensors_of(inputs[0]), dynamic_sizes(inputs), strict=True):
+        for seen in dynamic.values():
+            dims.setdefault(seen, Dim(f"size{len(dims)}", min=1) if named else Dim.AUTO)
+        if dynamic:
+            shapes[tensor] = {dim: dims[seen] for dim, seen in dynamic.items()}
+    return shapes
+
+
+def argument_names(module: nn.Module, inputs: Inputs) -> list[str]:
+    """A name for each tensor of a call, from the signature of ``forward``."""
+    args, kwargs = inputs
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {f"argument{number}": value for number, value in enumerate([*args, *kwargs.values()])}
+    found = []
+    for path, leaf in tree_flatten_with_path(bound)[0]:
+        if isinstance(leaf, Tensor):
+            found.append("_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+                                  for key in path))  # fmt: skip
+    return found
+
+
+def noise_share(wanted: Any, found: Any) -> float:
+    """Power of the error of floating outputs, as a share of the power of what varies in them."""
+    error = power = 0.0
+    for one, other in zip(tensors_of(wanted), tensors_of(found), strict=True):
+        if one.is_floating_point():
+            one, other = one.double(), other.double()
+            error += float((one - other).square().sum())
+            power += float((one - one.mean()).square().sum())
+    return error / power if power else float(error > 0)

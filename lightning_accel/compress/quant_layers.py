@@ -1,0 +1,103 @@
+"""Which layers of a module are quantized, and the grid that their weights and inputs lie on."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Skip = Iterable[str | type[nn.Module]]
+QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
+WEIGHT_LIMIT = 127  # as far below zero as above: zeros stay zeros, and the folding of a batch norm keeps the integers
+INPUT_LIMIT = 255
+_SMALLEST_SCALE = torch.finfo(torch.float32).eps
+
+
+class Layers(NamedTuple):
+    quantized: dict[str, nn.Module]  # by name
+    left_float: dict[str, str]  # name of each other that has parameters, with the reason
+
+
+def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
+    """Linear layers and convolutions of ``module``, and what else has weights.
+
+    Args:
+        module: that is to be quantized.
+        skip: names, patterns of names such as ``"head.*"``, types, or names of types, of layers or of what holds them.
+
+    Raises:
+        ValueError: if an entry of ``skip`` is no layer's, or nothing is left.
+    """
+    skip = list(skip)
+    skipped = _skipped(module, skip)
+    quantized: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, one in module.named_modules():
+        weights = [value for value in one.parameters(recurse=False) if value.ndim > 1]
+        if not weights:
+            continue
+        if name in skipped:
+            left[name] = f"left out by skip: {skipped[name]}"
+        elif not isinstance(one, QUANTIZABLE):
+            left[name] = f"{type(one).__name__} is no linear layer or convolution"
+        elif type(one).forward not in [kind.forward for kind in QUANTIZABLE]:
+            left[name] = f"{type(one).__name__} has a forward of its own"
+        else:
+            quantized[name] = one
+    return Layers(quantized, left)
+
+
+def _skipped(module: nn.Module, skip: Iterable[str | type[nn.Module]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in skip:
+        roots = [
+            name
+            for name, one in module.named_modules()
+            if (
+                fnmatchcase(name, entry) or type(one).__name__ == entry
+                if isinstance(entry, str)
+                else isinstance(one, entry)
+            )
+        ]
+        shown = entry if isinstance(entry, str) else entry.__name__
+        if not roots:
+            known = ", ".join(find_layers(module).quantized)
+            raise ValueError(f"skip has {shown!r}, but no module is so named or of that type; layers are: {known}")
+        for root in roots:
+            for name, _ in module.get_submodule(root).named_modules(prefix=root):
+                found.setdefault(name, shown)
+    return found
+
+
+def weight_scale(weight: Tensor) -> Tensor:
+    """Step of the int8 grid of each output channel, (out,) float32."""
+    largest = weight.detach().abs().flatten(1).amax(dim=1).float()
+    return (largest / WEIGHT_LIMIT).clamp(min=_SMALLEST_SCALE)
+
+
+def input_grid(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Step and integer of zero of the uint8 grid that reaches from ``low`` to ``high``, and holds zero."""
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = ((high - low) / INPUT_LIMIT).clamp(min=_SMALLEST_SCALE)
+    return scale, (-low / scale).round().clamp(0, INPUT_LIMIT).to(torch.int32)
+
+
+def round_weight(weight: Tensor) -> Tensor:
+    """``weight`` on its grid; the gradient passes as if nothing had been rounded.
+
+    >>> round_weight(torch.tensor([[127.0, 1.4, 0.0, -2.6]]))
+    tensor([[127.,   1.,   0.,  -3.]])
+    """
+    channels = len(weight)
+    zero = torch.zeros(channels, dtype=torch.int32, device=weight.device)
+    rounded = torch.fake_quantize_per_channel_affine(
+        weight.float(), weight_scale(weight), zero, 0, -WEIGHT_LIMIT, WEIGHT_LIMIT
+    )
+    return rounded.to(weight.dtype)
+
+
+def round_input(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """``x`` on the grid from ``low`` to ``high``; no gradient passes where it lies outside."""
+    scale, zero = input_grid(low, high)
+    return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, INPUT_LIMIT).to(x.dtype)

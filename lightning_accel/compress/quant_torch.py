@@ -1,0 +1,212 @@
+"""Forms that torch runs: compiled float, bfloat16, and int8 by torchao."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.forms import InBfloat16, Inputs
+from lightning_accel.compress.quant_form import (
+    CannotConvertError,
+    Compiled,
+    Form,
+    export,
+    quietly,
+    size_of,
+)
+from lightning_accel.compress.quant_layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
+
+Ranges = Mapping[str, tuple[float, float]]
+
+
+def compiled_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Compiled, weights folded in."""
+    return _form("fp32 compiled", copy.deepcopy(module), inputs)
+
+
+def compiled_bfloat16(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """In bfloat16, compiled; takes and returns floats."""
+    return _form("bf16 compiled", InBfloat16(module), inputs)
+
+
+def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
+    """Weights and inputs of linear layers and convolutions in int8, the ranges of inputs fixed.
+
+    Args:
+        module: not changed.
+        inputs: calls that the ranges are found on.
+        layers: of ``module``.
+        ranges: of the inputs of layers, by name, that were found in training.
+    """
+    graph = _prepare(module, inputs, layers, dynamic=False)
+    with torch.no_grad():
+        for args, kwargs in inputs:
+            graph(*args, **kwargs)
+    if ranges is not None:
+        _set_ranges(graph, ranges)
+    return _convert("int8 PT2E static", graph, inputs, layers.left_float)
+
+
+def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Weights of linear layers in int8, inputs rounded by the range that each call has."""
+    graph = _prepare(module, inputs, layers, dynamic=True)
+    args, kwargs = inputs[0]
+    with torch.no_grad():
+        graph(*args, **kwargs)  # the ranges of weights are found in a call, too
+    left = {key: "this form has linear layers alone" for key, one in layers.quantized.items() if not _is_linear(one)}
+    return _convert("int8 PT2E dynamic", graph, inputs, {**layers.left_float, **left})
+
+
+def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Weights of linear layers in int8, inputs rounded row by row."""
+    quantization = _torchao().quantization
+    return _by_torchao(
+        "int8 torchao dynamic", module, inputs, layers, quantization.Int8DynamicActivationInt8WeightConfig()
+    )
+
+
+def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Weights of linear layers in int8, products in floats."""
+    return _by_torchao(
+        "int8 torchao weight-only", module, inputs, layers, _torchao().quantization.Int8WeightOnlyConfig()
+    )
+
+
+def _form(name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: dict[str, str] | None = None) -> Form:
+    form = Form(name, Compiled(module), left_float=left_float or {})
+    try:
+        form.program = export(module, inputs)
+        form.file_bytes = size_of(form.program)
+    except Exception:  # it may still compile; files are optional
+        form.program = None
+    args, kwargs = inputs[0]
+    form.run(*args, **kwargs)
+    return form
+
+
+def _by_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config: Any) -> Form:
+    linear = {key for key, one in layers.quantized.items() if _is_linear(one)}
+    if not linear:
+        raise CannotConvertError("no linear layer to quantize")
+    copied = copy.deepcopy(module)
+    with quietly():
+        _torchao().quantization.quantize_(copied, config, filter_fn=lambda one, key: key in linear)
+    left = {key: "this form has linear layers alone" for key in layers.quantized if key not in linear}
+    return _form(name, copied, inputs, {**layers.left_float, **left})
+
+
+def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynamic: bool) -> Any:
+    """A graph of ``module`` that finds the ranges of what goes through it."""
+    _torchao()
+    with quietly():
+        from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+
+        chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
+        if not chosen:
+            raise CannotConvertError("no layer that it can quantize")
+        graph = export(copy.deepcopy(module), inputs).module()
+        return prepare_pt2e(graph, _quantizer(chosen, dynamic))
+
+
+def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
+    from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver, PlaceholderObserver
+    from torchao.quantization.pt2e.quantizer import QuantizationSpec
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import QuantizationConfig, X86InductorQuantizer
+
+    eps = torch.finfo(torch.float32).eps
+    observer = PlaceholderObserver if dynamic else HistogramObserver
+    of_input = QuantizationSpec(
+        dtype=torch.uint8,
+        quant_min=0,
+        quant_max=INPUT_LIMIT if has_vnni() else INPUT_LIMIT // 2,  # else sums of two products overflow int16
+        qscheme=torch.per_tensor_affine,
+        is_dynamic=dynamic,
+        observer_or_fake_quant_ctr=observer.with_args(eps=eps),
+    )
+    of_weight = QuantizationSpec(
+        dtype=torch.int8,
+        quant_min=-WEIGHT_LIMIT,
+        quant_max=WEIGHT_LIMIT,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+        is_dynamic=False,
+        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=eps),
+    )
+    config = QuantizationConfig(of_input, of_input, of_weight, None, False)
+    quantizer = X86InductorQuantizer()
+    for name in names:
+        quantizer.set_module_name_qconfig(name, config)
+    return quantizer
+
+
+def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], left_float: dict[str, str]) -> Form:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    with quietly():
+        graph = convert_pt2e(prepared)
+    _forget_unused(graph)
+    return _form(name, graph, inputs, left_float)
+
+
+def _forget_unused(graph: torch.fx.GraphModule) -> None:
+    """Delete the float weights, which the converted graph keeps beside those in int8, and where its nodes came from."""
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for path in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
+        holder, _, name = path.rpartition(".")
+        delattr(graph.get_submodule(holder), name)
+    for node in graph.graph.nodes:
+        node.meta = {key: value for key, value in node.meta.items() if key == "val"}
+
+
+def _set_ranges(graph: Any, ranges: Ranges) -> None:
+    """Give the observers of what goes into layers the ranges that training found."""
+    for name, observer in _input_observers(graph):
+        if name in ranges:
+            low, high = ranges[name]
+            values = torch.tensor([min(low, 0.0), max(high, 0.0)])
+            observer.calculate_qparams = _Fixed(observer, *values)
+
+
+class _Fixed:
+    """In place of ``calculate_qparams`` of an observer."""
+
+    def __init__(self, observer: Any, low: Tensor, high: Tensor) -> None:
+        self.observer, self.low, self.high = observer, low, high
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        return self.observer._calculate_qparams(self.low, self.high)
+
+
+def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
+    """The name of each layer in the graph, with what observes its input."""
+    targets = {
+        torch.ops.aten.linear.default,
+        torch.ops.aten.conv1d.default,
+        torch.ops.aten.conv2d.default,
+    }
+    for node in graph.graph.nodes:
+        if node.target in targets and node.args[0].op == "call_module":
+            stack = list(node.meta["nn_module_stack"].values())
+            yield stack[-1][0], graph.get_submodule(node.args[0].target)
+
+
+def has_vnni() -> bool:
+    """Whether this CPU multiplies int8 without overflow of sums of two."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear)
+
+
+def _torchao() -> Any:
+    if find_spec("torchao") is None:
+        raise CannotConvertError('needs torchao: pip install "lightning_accel[compress]"')
+    with quietly():
+        import torchao
+        import torchao.quantization
+    return torchao

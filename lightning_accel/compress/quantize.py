@@ -1,0 +1,284 @@
+"""Quantize a module: make its forms on this machine, measure them, and pick one."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from lightning_accel.compress.forms import Inputs, first_rows, measure_forms
+from lightning_accel.compress.quant_form import CannotConvertError, Form, first_line
+from lightning_accel.compress.quant_inputs import noise_share
+from lightning_accel.compress.quant_layers import Skip, find_layers
+from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
+from lightning_accel.compress.quant_sensitivity import rank_layers
+from lightning_accel.compress.quant_torch import (
+    Ranges,
+    compiled_bfloat16,
+    compiled_float,
+    pt2e_dynamic,
+    pt2e_static,
+    torchao_dynamic,
+    torchao_weight_only,
+)
+from lightning_accel.compress.report import Report, Row, describe_layers
+
+Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
+Backend: TypeAlias = Literal["auto", "pt2e", "onnxruntime", "torchao", "inductor"]
+Run = Callable[..., Any]
+
+
+class _Maker(NamedTuple):
+    kind: str
+    backend: str
+    make: Callable[..., Form]
+
+
+_MAKERS = {
+    "fp32 compiled": _Maker("float", "inductor", compiled_float),
+    "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16),
+    "int8 PT2E static": _Maker("static", "pt2e", pt2e_static),
+    "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic),
+    "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic),
+    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only),
+    "int8 ONNX Runtime static": _Maker("static", "onnxruntime", onnx_static),
+    "int8 ONNX Runtime dynamic": _Maker("dynamic", "onnxruntime", onnx_dynamic),
+}
+_EAGER = "fp32 eager"
+
+
+@dataclass
+class Quantized(Form):
+    """The form that was picked, and what was measured of all.
+
+    Attributes:
+        report: rows of all forms; one that has no latency says why in its note.
+        refused: forms that were not made, or may not be picked, with the reason.
+        faster_float: a form without int8 that is faster, where ``mode`` or ``backend`` asked for another.
+        deployed: name of the module in that which holds it.
+    """
+
+    report: Report | None = None
+    refused: Mapping[str, str] | None = None
+    faster_float: str | None = None
+    deployed: str = ""
+
+
+class Limit(NamedTuple):
+    """How much worse than the float module a form may be.
+
+    Attributes:
+        evaluate: the figures of what runs in place of the module.
+        monitor: the figure that counts.
+        max_drop: by how much it may be worse, in its own unit; None for any.
+        higher_is_better: of the figure.
+    """
+
+    evaluate: Callable[[Run], Mapping[str, float]]
+    monitor: str | None = None
+    max_drop: float | None = None
+    higher_is_better: bool = True
+
+    def drop(self, float_figures: Mapping[str, float], figures: Mapping[str, float]) -> float:
+        """By how much ``figures`` are worse; NaN counts as infinitely so."""
+        if self.monitor is None:
+            return 0.0
+        worse = float_figures[self.monitor] - figures[self.monitor]
+        worse = worse if self.higher_is_better else -worse
+        return math.inf if math.isnan(worse) else worse
+
+    def allows(self, float_figures: Mapping[str, float], figures: Mapping[str, float]) -> bool:
+        # Figures are means of float32: half of the last digit of one in ten million is no drop
+        return self.max_drop is None or self.drop(float_figures, figures) <= self.max_drop + 1e-7
+
+
+def quantize(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    mode: Mode = "auto",
+    backend: Backend = "auto",
+    *,
+    skip: Skip = (),
+    limit: Limit | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    seconds: float = 0.5,
+    ranges: Ranges | None = None,
+    title: str = "quantization",
+) -> Quantized:
+    """Make the forms of ``module`` that this machine can run, measure them, and pick the fastest.
+
+    Compiled fp32 and bfloat16 are always measured, and win under ``mode="auto"`` where they are fastest.
+
+    Args:
+        module: on the CPU, in evaluation mode; not changed.
+        inputs: calls, as positional and keyword arguments: ranges are found on all, and the first is what is measured.
+        mode: ``static`` fixes the ranges of what goes into layers, ``dynamic`` finds them in each call,
+            ``weight_only`` rounds weights alone, ``auto`` is any.
+        backend: what runs it: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no
+            int8), or ``auto``, any.
+        skip: names, patterns of names, or types of layers that stay in float.
+        limit: the figures of forms, and how much worse they may be. Where a static form is worse, the layers that
+            cost most are left in float until it is not.
+        batch_sizes: by default 1, and that of the first input. The latency of the last one decides.
+        seconds: that each form is measured for, at each size.
+        ranges: of what goes into layers, where training found them.
+        title: of the report.
+
+    Raises:
+        ValueError: if an option is none of its values, there are no inputs, or ``skip`` names no layer.
+        RuntimeError: if no form of this mode and backend can be made, or none is within ``limit``, with the reasons.
+
+    >>> quantize(nn.Linear(2, 3), [], mode="static")
+    Traceback (most recent call last):
+        ...
+    ValueError: inputs are needed: at least one call of the module, as (args, kwargs)
+    """
+    _require(mode, Mode, "mode")
+    _require(backend, Backend, "backend")
+    if not inputs:
+        raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
+    layers = find_layers(module, skip)
+    wanted = [name for name, maker in _MAKERS.items() if _is_wanted(maker, mode, backend)]
+    made: dict[str, Form] = {}
+    refused: dict[str, str] = {}
+    for name, maker in _MAKERS.items():
+        if name in wanted or maker.kind == "float":
+            try:
+                options = {"ranges": ranges} if maker.kind == "static" else {}
+                made[name] = require_sane(maker.make(module, inputs, layers, **options), module, inputs[0])
+            except Exception as error:  # exporters and compilers raise what they like
+                refused[name] = str(error) if isinstance(error, CannotConvertError) else first_line(error)
+    figures = _figures(limit, module, made, refused)
+    for name in [name for name in made if name in wanted]:
+        if limit is not None and not limit.allows(figures[_EAGER], figures[name]):
+            better = _leave_sensitive(module, inputs, name, skip, limit, figures[_EAGER], ranges)
+            if better is None:
+                refused[name] = f"{limit.monitor} is {limit.drop(figures[_EAGER], figures[name]):.4g} worse"
+            else:
+                made[name], figures[name] = better
+    return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title)
+
+
+def require_backend(backend: Backend) -> None:
+    """Refuse a backend whose packages are missing.
+
+    Raises:
+        ModuleNotFoundError: with what to install.
+    """
+    needs = {"pt2e": ["torchao"], "torchao": ["torchao"], "onnxruntime": ["onnx", "onnxruntime", "onnxscript"]}
+    missing = [name for name in needs.get(backend, []) if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f'backend={backend!r} needs {" and ".join(missing)}: pip install "lightning_accel[compress]"'
+        )
+
+
+def require_sane(form: Form, module: nn.Module, inputs: Inputs) -> Form:
+    """Refuse a form whose outputs have nothing to do with those of ``module``: some compilers go wrong silently."""
+    args, kwargs = inputs
+    with torch.no_grad():
+        noise = noise_share(module(*args, **kwargs), form.run(*args, **kwargs))
+    if not noise < 0.5:
+        raise CannotConvertError(
+            f"its outputs are wrong: their error is {noise:.2g} of what the float module's vary by"
+        )
+    return form
+
+
+def _is_wanted(maker: _Maker, mode: str, backend: str) -> bool:
+    return (backend in ("auto", maker.backend)) and (mode in ("auto", maker.kind) or backend == "inductor")
+
+
+def _figures(
+    limit: Limit | None, module: nn.Module, made: dict[str, Form], refused: dict[str, str]
+) -> dict[str, Mapping[str, float]]:
+    if limit is None:
+        return {}
+    figures = {_EAGER: limit.evaluate(module)}
+    if limit.monitor is not None and limit.monitor not in figures[_EAGER]:
+        known = ", ".join(figures[_EAGER])
+        raise ValueError(f"monitor={limit.monitor!r} is not logged in validation; what is: {known}")
+    for name in list(made):
+        try:
+            figures[name] = limit.evaluate(made[name].run)
+        except Exception as error:
+            refused[name] = f"fails in validation: {first_line(error)}"
+            del made[name]
+    return figures
+
+
+def _leave_sensitive(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    name: str,
+    skip: Skip,
+    limit: Limit,
+    float_figures: Mapping[str, float],
+    ranges: Ranges | None,
+) -> tuple[Form, Mapping[str, float]] | None:
+    """The form with as few layers left in float as its figure needs; None if it is not to be had."""
+    if _MAKERS[name].kind != "static":
+        return None
+    ranked = rank_layers(module, inputs, find_layers(module, skip).quantized, ranges)
+    for count in _doubling(len(ranked)):
+        left = list(ranked)[:count]
+        layers = find_layers(module, [*skip, *left])
+        layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
+        form = _MAKERS[name].make(module, inputs, layers, ranges=ranges)
+        figures = limit.evaluate(form.run)
+        if limit.allows(float_figures, figures):
+            return form, figures
+    return None
+
+
+def _doubling(total: int) -> list[int]:
+    """1, 2, 4 ... and all but one of ``total``."""
+    return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
+
+
+def _pick(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    made: Mapping[str, Form],
+    refused: dict[str, str],
+    figures: Mapping[str, Mapping[str, float]],
+    wanted: Sequence[str],
+    batch_sizes: Sequence[int] | None,
+    seconds: float,
+    title: str,
+) -> Quantized:
+    runs = {name: form.run for name, form in made.items()}
+    rows = measure_forms(module, inputs[0], runs, plain={_EAGER: module}, batches=batch_sizes, seconds=seconds)
+    report = Report(title)
+    for name, row in rows.items():
+        size = made[name].file_bytes if name in made else None
+        report.add(row._replace(file_bytes=size, metrics=figures.get(name, {}), note=_note(name, row, made, refused)))
+    for name in refused.keys() - rows.keys():
+        report.add(Row(name, note=refused[name]))
+    times = {name: list(rows[name].latencies.values())[-1].p50_ms for name in made if rows[name].latencies}
+    candidates = {name: time for name, time in times.items() if name in wanted and name not in refused}
+    if not candidates:
+        reasons = "; ".join(f"{name}: {refused.get(name, 'cannot run')}" for name in wanted)
+        raise RuntimeError(f"no form can be picked. {reasons}")
+    chosen = min(candidates, key=lambda name: candidates[name])
+    form = made[chosen]
+    faster = [name for name in times if _MAKERS[name].kind == "float" and times[name] < times[chosen]]
+    report.layers = describe_layers(module, *first_rows(inputs[0], 1), notes=form.left_float)
+    return Quantized(
+        **{**form.__dict__, "report": report, "refused": refused, "faster_float": next(iter(faster), None)}
+    )
+
+
+def _note(name: str, row: Row, made: Mapping[str, Form], refused: Mapping[str, str]) -> str:
+    if name in refused:
+        return refused[name]
+    left = made[name].left_float if name in made else {}
+    return row.note or (f"{len(left)} layers in float: {', '.join(left)}" if left else "")
+
+
+def _require(value: str, kind: Any, name: str) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
