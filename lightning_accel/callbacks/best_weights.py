@@ -1,0 +1,122 @@
+"""The best weights of a run so far, kept in memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_accel.callbacks.deployment import whole
+from lightning_accel.strategies.sharded_state import split_like
+
+
+class BestWeights:
+    """Copies of a module's parameters and buffers, those out of ``state_dict`` too, in the memory of the host.
+
+    Each process keeps the part that it holds: nothing is gathered but for checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def forget(self) -> None:
+        self._parts = {}
+
+    def keep(self, trainer: L.Trainer, module: nn.Module) -> None:
+        self._parts = {name: _local(value).to("cpu", copy=True) for name, value in _tensors(trainer, module).items()}
+
+    def fits(self, trainer: L.Trainer, module: nn.Module) -> bool:
+        """Whether names and shapes are those of ``module`` still."""
+        shapes = {name: _local(value).shape for name, value in _tensors(trainer, module).items()}
+        return shapes == {name: value.shape for name, value in self._parts.items()}
+
+    @torch.no_grad()
+    def put_into(self, trainer: L.Trainer, module: nn.Module) -> None:
+        for name, value in _tensors(trainer, module).items():
+            _local(value).copy_(self._parts[name])
+
+    def gather(self, trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
+        """Whole tensors by name, on the first process; every process must call it.
+
+        Empty if a sharded run was interrupted: other processes may be gone.
+        """
+        live = _tensors(trainer, module)
+        if not self._parts or not _is_split(trainer, module):
+            return dict(self._parts)
+        if trainer.state.status == TrainerStatus.INTERRUPTED:
+            return {}
+        if not _has_strangers(trainer, module):
+            gathered = {name: whole(_like(part, live[name])) for name, part in self._parts.items()}
+        else:
+            with _Lent(self, trainer, module):
+                gathered = dict(trainer.strategy.lightning_module_state_dict())
+        return gathered if trainer.is_global_zero else {}
+
+    def scatter(self, trainer: L.Trainer, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Keep of what ``gather`` gave the part of this process."""
+        if not _has_strangers(trainer, module):
+            live = _tensors(trainer, module)
+            self._parts = {
+                name: _local(split_like(value, live[name])).to("cpu", copy=True) for name, value in state.items()
+            }
+            return
+        self.keep(trainer, module)
+        with _Lent(self, trainer, module):
+            trainer.strategy.load_model_state_dict({"state_dict": state}, strict=False)
+            loaded = BestWeights()
+            loaded.keep(trainer, module)
+        self._parts = loaded._parts
+
+
+class _Lent:
+    """``module`` with the best weights, and then with its own again."""
+
+    def __init__(self, best: BestWeights, trainer: L.Trainer, module: nn.Module) -> None:
+        self.best, self.trainer, self.module = best, trainer, module
+        self.own = BestWeights()
+
+    def __enter__(self) -> None:
+        self.own.keep(self.trainer, self.module)
+        self.best.put_into(self.trainer, self.module)
+
+    def __exit__(self, *_: object) -> None:
+        self.own.put_into(self.trainer, self.module)
+
+
+def _tensors(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that are on this process, as they lie between steps."""
+    for part in (trainer.strategy.model or module).modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a validation leaves some gathered
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: value for name, value in named.items() if not value.is_meta}
+
+
+def _is_split(trainer: L.Trainer, module: nn.Module) -> bool:
+    split = any(isinstance(value, DTensor) for value in _tensors(trainer, module).values())
+    return split or _has_strangers(trainer, module)
+
+
+def _has_strangers(trainer: L.Trainer, module: nn.Module) -> bool:
+    """Whether only the strategy knows what other processes hold: stages of a pipeline, FSDP's flat parameters."""
+    return isinstance(trainer.strategy, FSDPStrategy) or any(value.is_meta for value in module.parameters())
+
+
+def _local(value: Tensor) -> Tensor:
+    local: Tensor = value.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
+
+
+def _like(part: Tensor, value: Tensor) -> Any:
+    if not isinstance(value, DTensor):
+        return part
+    local = part.to(value.device)
+    return DTensor.from_local(local, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())

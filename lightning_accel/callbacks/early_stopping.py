@@ -1,0 +1,385 @@
+"""Stops a run that no longer improves, and leaves it with its best weights."""
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, TypeAlias, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping as LightningsEarlyStopping
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_accel.callbacks.best_weights import BestWeights
+from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
+from lightning_accel.callbacks.metric_watch import Goal, Marks, Smoother, Smoothing, Watch
+
+Unit: TypeAlias = Literal["checks", "steps", "epochs", "seconds", "minutes", "hours"]
+_SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
+
+
+class _Unlisted(LightningsEarlyStopping):
+    """Hides its subclasses from configs that name a class without its package: ``EarlyStopping`` is Lightning's there.
+
+    It is one of Lightning's for its place alone: the Trainer calls those after the module's own hooks, in which metrics
+    may be logged. jsonargparse would find two of that name, and refuse it. It leaves out classes that are defined in
+    functions, and what inherits from them; a full name, ``lightning_accel.EarlyStopping``, is looked for in its
+    package.
+    """
+
+    __qualname__ = "unlisted.<locals>._Unlisted"
+
+
+class EarlyStopping(_Unlisted):
+    """Stop when metrics no longer improve, and put the best weights back.
+
+    It has what Lightning's callback of this name, which works as ever, lacks: the best weights at the end, however the
+    run ended; patience in steps or time; a shortest run; smoothing; several metrics; one decision for all processes;
+    and it knows phases. Where a callback that prunes or quantizes changes the model in phases, the clock and the best
+    start anew with each phase, nothing but a metric that is not finite stops the run before the last one, and the best
+    weights are of that. Metrics are looked at after each validation, or, in a run without validation, at the end of
+    each training epoch.
+
+    The best weights (parameters and buffers) are kept in the memory of the host, by each process those that it holds,
+    and are part of checkpoints, which they make larger by a model. They go back in ``on_train_end``. Under
+    ``WeightAveraging`` they are averages, which are what is validated; where ``StochasticWeightAveraging`` has come to
+    its end, its average, which was never validated, stays.
+
+    Args:
+        monitor: name of the metric, several names, or names with what differs for each from the arguments ``mode`` to
+            ``divergence_threshold``: ``{"val/loss": {}, "val/accuracy": {"mode": "max"}}``. The first tells which
+            weights are the best.
+        mode: whether ``min`` or ``max`` is good.
+        min_delta: what a value must be better by to count as an improvement. The best weights need not be.
+        stopping_threshold: stop once the value is better than this.
+        divergence_threshold: stop once it is worse than this.
+        patience: how long there may be no improvement.
+        unit: of ``patience``.
+        stop_when: whether ``all`` metrics must have stalled, or ``any`` of them.
+        min_steps: optimizer steps before which the run is not stopped, but for a value that is not finite.
+        min_seconds: of training, in the same way.
+        smoothing: ``average``, exponential and bias-corrected, or ``median`` of the values of the last checks; all but
+            ``check_finite`` goes by the smoothed value.
+        smooth_over: checks that are smoothed over.
+        check_finite: stop at once when a value is NaN or infinite; else that is a check without improvement.
+        restore_best: put the best weights back.
+        check_on_train_epoch_end: whether to look at metrics at the end of training epochs, or, if False, after
+            validations.
+
+    Attributes:
+        reason: why the run was stopped; empty if this callback did not stop it.
+        best_step: the ``global_step`` of the best weights; None before there are any.
+
+    Raises:
+        ValueError: if an argument is out of range; before training, if two of these callbacks would restore weights, or
+            no metric would ever be looked at; at the first check, which is the sanity check where it shows, if a metric
+            is not logged or no single number.
+    """
+
+    def __init__(
+        self,
+        monitor: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        *,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        patience: float = 3,
+        unit: Unit = "checks",
+        stop_when: Literal["all", "any"] = "all",
+        min_steps: int = 0,
+        min_seconds: float = 0.0,
+        smoothing: Smoothing = "none",
+        smooth_over: int = 5,
+        check_finite: bool = True,
+        restore_best: bool = True,
+        check_on_train_epoch_end: bool | None = None,
+    ) -> None:
+        names = [monitor] if isinstance(monitor, str) else list(monitor)
+        if not names:
+            raise ValueError("EarlyStopping needs the name of a metric to monitor, such as 'val/loss'; got none")
+        if len(set(names)) < len(names):
+            raise ValueError(f"monitor names a metric twice: {', '.join(names)}")
+        goal = Goal(mode, min_delta, stopping_threshold, divergence_threshold)
+        options = monitor if isinstance(monitor, Mapping) else {}
+        self.goals = {name: goal.overruled(name, options.get(name) or {}) for name in names}
+        super().__init__(names[0], mode=self.goals[names[0]].mode)
+        _require_patience(patience, unit)
+        if stop_when not in ("all", "any"):
+            raise ValueError(f"stop_when must be 'all' or 'any'; got {stop_when!r}")
+        if min_steps < 0 or min_seconds < 0:
+            raise ValueError(f"min_steps and min_seconds must be at least 0; got {min_steps} and {min_seconds}")
+        Smoother(smoothing, smooth_over)  # refuses what cannot be
+        self.patience: float = patience  # type: ignore[assignment]  # Lightning's counts checks alone
+        self.unit, self.stop_when = unit, stop_when
+        self.min_steps, self.min_seconds = min_steps, min_seconds
+        self.smoothing, self.smooth_over = smoothing, smooth_over
+        self.check_finite, self.restore_best = check_finite, restore_best
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.reason = ""
+        self.stopping_reason_message, self.stopped_epoch = None, 0  # where Lightning's has them
+        self.best_step: int | None = None
+        self._best = BestWeights()
+        self._loaded: Mapping[str, Any] = {}  # whole best weights of a checkpoint
+        self._checks = 0
+        self._seconds = 0.0  # of training, before _started_at
+        self._started_at: float | None = None
+        self._phase: str | None = None
+        self._told_of: set[str] = set()
+        self._at_epoch_end = False
+        self._was_stopped = False
+        self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # of the last check
+        self._watch(self._now)
+
+    def _watch(self, start: Marks) -> None:
+        self.watches = {
+            name: Watch(name, goal, self.smoothing, self.smooth_over, start) for name, goal in self.goals.items()
+        }
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(monitor={name: goal.mode for name, goal in self.goals.items()})
+
+    @property
+    def best(self) -> dict[str, float | None]:
+        """The best smoothed value of each metric, of this phase."""
+        return {name: watch.best for name, watch in self.watches.items()}
+
+    @property
+    def smoothed(self) -> dict[str, float | None]:
+        """What each metric was at the last check, smoothed."""
+        return {name: watch.smoothed for name, watch in self.watches.items()}
+
+    # ---- when to look
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._begin_anew()
+        restoring = [one for one in _callbacks(trainer) if isinstance(one, EarlyStopping) and one.restore_best]
+        if self.restore_best and len(restoring) > 1:
+            raise ValueError(
+                f"{len(restoring)} EarlyStopping callbacks would put back best weights, each its own; give all but one "
+                "restore_best=False, or one callback all metrics: monitor=[...]"
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.check_on_train_epoch_end is False and not trainer.enable_validation:
+            raise ValueError(
+                "EarlyStopping(check_on_train_epoch_end=False) looks at metrics after validations, but this run has "
+                "none: give it validation data, or leave the argument out"
+            )
+        asked = self.check_on_train_epoch_end
+        self._at_epoch_end = not trainer.enable_validation if asked is None else asked
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a name that nothing logs, before training, where its first part shows that validation would log it."""
+        if not self._at_epoch_end and trainer.callback_metrics:
+            stems = {_stem(name) for name in trainer.callback_metrics}
+            missing = [name for name in self.goals if _stem(name) in stems and name not in trainer.callback_metrics]
+            _require_none(missing, trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._loaded:
+            self._best.scatter(trainer, self._measured(trainer, pl_module), self._loaded)
+            self._loaded = {}
+        self._started_at = time.monotonic()
+        if self._was_stopped and (reason := self._verdict(self._now)):
+            rank_zero_info("EarlyStopping: the checkpoint is of a run that was stopped; more patience lets it go on")
+            self._stop(trainer, reason)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._follow_phase(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not self._at_epoch_end:
+            self._check(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._at_epoch_end:
+            self._check(trainer, pl_module)
+
+    # ---- what is seen, and what follows
+
+    def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return
+        self._follow_phase(trainer)
+        values, seconds = self._agree(trainer)
+        self._checks += 1
+        epochs = trainer.current_epoch + int(trainer.is_last_batch)
+        now: Marks = {"checks": self._checks, "steps": trainer.global_step, "epochs": epochs, "seconds": seconds}
+        self._now = now
+        are_best = [watch.add(values[name], now) for name, watch in self.watches.items()]
+        final = in_final_phase(trainer)
+        if are_best[0] and final:
+            self.best_step = trainer.global_step
+            if self.restore_best:
+                self._best.keep(trainer, self._measured(trainer, pl_module))
+        broken = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if self.check_finite and broken:
+            self._stop(trainer, ", ".join(broken) + ", which is not finite")
+        elif final and self._is_long_enough(trainer, now) and (reason := self._verdict(now)):
+            self._stop(trainer, reason)
+
+    def _verdict(self, now: Marks) -> str:
+        """Why to stop, of what smoothed values tell; empty if there is no reason."""
+        for watch in self.watches.values():
+            if crossed := watch.crossed():
+                return crossed
+        clock, size = ("seconds", _SECONDS[self.unit]) if self.unit in _SECONDS else (self.unit, 1)
+        waits = {name: watch.stalled_for(now, clock) / size for name, watch in self.watches.items()}
+        stalled = [name for name, wait in waits.items() if wait >= self.patience]
+        if len(stalled) < (len(waits) if self.stop_when == "all" else 1):
+            return ""
+        told = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._best_of(name)})" for name in stalled]
+        return f"no improvement of {', of '.join(told)}, patience is {self.patience:g}"
+
+    def _best_of(self, name: str) -> str:
+        best = self.watches[name].best
+        return "none" if best is None else f"{best:.6g}"
+
+    def _stop(self, trainer: L.Trainer, reason: str) -> None:
+        if not self.reason:
+            self.reason = self.stopping_reason_message = reason
+            self.stopped_epoch = trainer.current_epoch
+            rank_zero_info(f"EarlyStopping stops the run at step {trainer.global_step}: {reason}")
+        trainer.should_stop = True
+
+    def _is_long_enough(self, trainer: L.Trainer, now: Marks) -> bool:
+        """By the Trainer's own limits too: once told to stop, it would do so when they are met, improved or not."""
+        steps, epochs = max(self.min_steps, trainer.min_steps or 0), trainer.min_epochs or 0
+        return now["steps"] >= steps and now["epochs"] >= epochs and now["seconds"] >= self.min_seconds
+
+    def _follow_phase(self, trainer: L.Trainer) -> None:
+        phase = current_phase(trainer)
+        if self._phase is not None and phase != self._phase:
+            epochs = trainer.current_epoch + int(trainer.is_last_batch)
+            steps, seconds = trainer.global_step, self._clock()
+            self._watch({"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": seconds})
+            self._best.forget()  # of another kind of model, maybe of other shapes
+            self.best_step = None
+        self._phase = phase
+
+    def _clock(self) -> float:
+        running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
+        return self._seconds + running
+
+    def _agree(self, trainer: L.Trainer) -> tuple[dict[str, float], float]:
+        """Each metric and the time, equal on all processes: means over them."""
+        logged = trainer.callback_metrics
+        mine = [_number(name, logged[name]) if name in logged else math.nan for name in self.goals]
+        row = [*mine, *(float(name not in logged) for name in self.goals), self._clock()]
+        device = trainer.strategy.root_device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        rows = trainer.strategy.all_gather(torch.tensor(row, device=device, dtype=dtype)).reshape(-1, len(row)).tolist()
+        columns = list(zip(*rows, strict=True))
+        names = list(self.goals)
+        _require_none([name for name, gone in zip(names, columns[len(names) :], strict=False) if any(gone)], trainer)
+        for name, column in zip(names, columns, strict=False):
+            if len(set(map(repr, column))) > 1 and name not in self._told_of:
+                self._told_of.add(name)
+                rank_zero_warn(
+                    f"EarlyStopping: {name} differs between processes ({', '.join(f'{one:.6g}' for one in column)}); "
+                    "their mean decides. Log it with sync_dist=True, so that all see the same"
+                )
+        means = [column[0] if len(set(map(repr, column))) == 1 else sum(column) / len(column) for column in columns]
+        return dict(zip(names, means, strict=False)), means[-1]
+
+    # ---- the best weights
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the best weights back, whichever callbacks that average weights come before or after this one."""
+        self._seconds, self._started_at = self._clock(), None
+        if not self._best:
+            return
+        averaging = [one for one in _callbacks(trainer) if isinstance(one, StochasticWeightAveraging)]
+        if any(trainer.current_epoch - 1 >= one.swa_end for one in averaging):
+            rank_zero_info("EarlyStopping leaves the weights that StochasticWeightAveraging has averaged")
+            return
+        name = next(iter(self.watches))
+        what = f"the weights of step {self.best_step}, the best by {name} ({self._best_of(name)})"
+        if not self._best.fits(trainer, pl_module):
+            rank_zero_warn(f"EarlyStopping cannot restore {what}: names or shapes have changed since")
+            return
+        self._best.put_into(trainer, pl_module)
+        if (measured := self._measured(trainer, pl_module)) is not pl_module:
+            self._best.put_into(trainer, measured)  # which its callback copies to the module in its own on_train_end
+        self._best.forget()
+        rank_zero_info(f"EarlyStopping restored {what}")
+
+    def _measured(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
+        """Whose weights validations run with: an average of them, where WeightAveraging keeps one."""
+        for one in _callbacks(trainer):
+            average = one._average_model if isinstance(one, WeightAveraging) else None  # has no public name
+            if average is not None:
+                return average.module
+        return pl_module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "checks": self._checks,
+            "seconds": self._clock(),
+            "phase": self._phase,
+            "now": dict(self._now),
+            "is_stopped": bool(self.reason),
+            "best_step": self.best_step,
+            "watches": {name: watch.state_dict() for name, watch in self.watches.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._checks, self._seconds = state_dict["checks"], state_dict["seconds"]
+        self._phase, self.best_step = state_dict["phase"], state_dict["best_step"]
+        self._now, self._was_stopped = dict(state_dict["now"]), state_dict["is_stopped"]
+        for name, state in state_dict["watches"].items():
+            self.watches[name].load_state_dict(state)
+        self._loaded = state_dict.get("best_weights", {}) if self.restore_best else {}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        weights = self._best.gather(trainer, self._measured(trainer, pl_module))
+        checkpoint["callbacks"][self.state_key]["best_weights"] = weights
+
+
+def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+
+
+def _require_patience(patience: float, unit: str) -> None:
+    if unit not in get_args(Unit):
+        raise ValueError(f"unit of patience must be one of {', '.join(get_args(Unit))}; got {unit!r}")
+    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < math.inf:
+        raise ValueError(f"patience must be a number above 0, of the unit {unit!r}; got {patience!r}")
+    if unit not in _SECONDS and patience != int(patience):
+        raise ValueError(f"patience={patience} cannot be counted in {unit}; give a whole number, or a unit of time")
+
+
+def _number(name: str, value: Any) -> float:
+    value = torch.as_tensor(value).detach()
+    if value.numel() != 1:
+        raise ValueError(f"EarlyStopping needs a single number of {name}; got shape {tuple(value.shape)}")
+    return float(value)
+
+
+def _stem(name: str) -> str:
+    return re.split(r"[/_.]", name)[0]
+
+
+def _require_none(missing: Sequence[str], trainer: L.Trainer) -> None:
+    if not missing:
+        return
+    logged = sorted(trainer.callback_metrics)
+    near = get_close_matches(missing[0], logged, n=1)
+    raise ValueError(
+        f"EarlyStopping monitors {missing[0]!r}, which is not logged"
+        + (f"; did you mean {near[0]!r}? " if near else ". ")
+        + f"Logged so far: {', '.join(logged) or 'nothing'}. What is logged at the end of training epochs alone needs "
+        "check_on_train_epoch_end=True"
+    )

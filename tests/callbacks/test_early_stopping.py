@@ -1,0 +1,502 @@
+"""Scripted figures, so that what should happen is known; a weight that counts steps tells what is put back."""
+
+import copy
+import warnings
+from functools import partial
+from types import MethodType
+
+import lightning as L
+import pytest
+import torch
+from jsonargparse import ArgumentError
+from lightning.pytorch.callbacks import EarlyStopping as LightningsOwn
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.cli import LightningArgumentParser
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_accel.callbacks.early_stopping as early_stopping
+from lightning_accel.callbacks import EarlyStopping, ExactResume
+from lightning_accel.callbacks.compression_phase import hold_back_checkpoints
+from lightning_accel.callbacks.metric_watch import Smoother
+from lightning_accel.strategies import FullyShardedStrategy
+from tests.ranks import run_ranks
+from tests.strategies.trained import Rows, make
+
+NAN = float("nan")
+ROWS = DataLoader(TensorDataset(torch.ones(6, 2)), 2)  # 3 steps an epoch
+
+
+class Scripted(L.LightningModule):
+    """Logs ``figures`` in turn, one a validation."""
+
+    def __init__(self, *figures, name="val/loss", **more):
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(self.layer.weight)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("beside", torch.zeros(()), persistent=False)
+        self.figures = {name: figures, **more}
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.beside += 1
+        return -self.layer(batch[0]).mean()  # the weight goes up by 1 a step
+
+    def validation_step(self, batch, batch_idx):
+        number = int(self.steps) // 3 - 1
+        self.log_dict({name: figures[max(number, 0)] for name, figures in self.figures.items()})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def at(self):
+        """The step whose state the module is in, if all of it is in one."""
+        assert self.layer.weight.eq(self.steps).all()
+        assert self.beside == self.steps
+        return int(self.steps)
+
+
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+def fit(module, stopper, *callbacks, validation=ROWS, ckpt_path=None, **options):
+    options = {"max_epochs": 8, "enable_checkpointing": False, **options}
+    trainer = L.Trainer(callbacks=[stopper, *callbacks], **QUIET | options)
+    trainer.fit(module, ROWS, validation, ckpt_path=ckpt_path)
+    return trainer
+
+
+def ours(**options):
+    return EarlyStopping(**{"monitor": "val/loss", "patience": 2, **options})
+
+
+FIGURES = (5.0, 3.0, 4.0, 3.5, 3.2, 1.0, 0.5, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("options", "stopped", "best"),
+    [
+        ({}, 12, 6),
+        ({"patience": 4}, 24, 24),
+        ({"min_delta": 2.5, "patience": 2}, 9, 6),  # 3 is no improvement of 5, but the best
+        ({"mode": "max"}, 9, 3),
+        ({"patience": 3, "unit": "steps"}, 9, 6),
+        ({"patience": 7, "unit": "steps"}, 15, 6),
+        ({"patience": 1, "unit": "epochs"}, 9, 6),
+        ({"min_steps": 15}, 15, 6),  # the patience is over at 12
+        ({"min_steps": 16}, 24, 24),  # by then it improves again
+        ({"stopping_threshold": 4.5}, 6, 6),
+        ({"stopping_threshold": 4.5, "min_steps": 9}, 9, 6),
+        ({"divergence_threshold": 3.9}, 3, 3),
+        ({"restore_best": False}, 12, 12),
+    ],
+)
+def test_stops_when_it_should_and_has_the_best_weights(options, stopped, best):
+    module, stopper = Scripted(*FIGURES), ours(**options)
+    trainer = fit(module, stopper)
+    assert (trainer.global_step, module.at()) == (stopped, best)
+    assert bool(stopper.reason) == (stopped < 24)
+
+
+def test_agrees_with_lightnings():
+    for patience in (1, 2, 3, 4):
+        for delta in (0.0, 0.3, 1.0):
+            steps = []
+            for stopper in (LightningsOwn("val/loss", delta, patience), ours(min_delta=delta, patience=patience)):
+                steps.append(fit(Scripted(*FIGURES), stopper).global_step)
+            assert steps[0] == steps[1], (patience, delta)
+
+
+def test_both_work_side_by_side():
+    """Ours puts the best back whoever stopped the run."""
+    module, stopper = Scripted(*FIGURES), ours(patience=5)
+    trainer = fit(module, LightningsOwn("val/loss", patience=1), stopper)
+    assert (trainer.global_step, module.at(), stopper.reason) == (9, 6, "")
+
+
+def test_reason_and_what_is_restored_are_told(caplog):
+    with caplog.at_level("INFO"):
+        stopper = ours()
+        fit(Scripted(*FIGURES), stopper)
+    assert stopper.reason == "no improvement of val/loss for 2 checks (best 3), patience is 2"
+    assert f"EarlyStopping stops the run at step 12: {stopper.reason}" in caplog.text
+    assert "EarlyStopping restored the weights of step 6, the best by val/loss (3)" in caplog.text
+    assert (stopper.best, stopper.smoothed, stopper.best_step) == ({"val/loss": 3.0}, {"val/loss": 3.5}, 6)
+
+
+@pytest.mark.parametrize(("check_finite", "stopped"), [(True, 6), (False, 24)])
+def test_a_figure_that_is_not_finite(check_finite, stopped):
+    module, stopper = Scripted(5.0, NAN, 4.0, *FIGURES[1:]), ours(check_finite=check_finite, min_steps=20, patience=4)
+    assert fit(module, stopper).global_step == stopped
+    assert module.at() == (3 if check_finite else 24)
+    assert ("val/loss is nan" in stopper.reason) is check_finite
+
+
+def test_the_trainers_own_limits_do_not_make_a_stop_of_the_past_stand():
+    """Lightning's, told to stop too early, stops as soon as it may, though the figure has improved since."""
+    figures = (5.0, 6.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+    assert fit(Scripted(*figures), LightningsOwn("val/loss", patience=1), min_epochs=4).global_step == 12
+    assert fit(Scripted(*figures), ours(patience=1), min_epochs=4).global_step == 24
+    assert fit(Scripted(*FIGURES), ours(), min_epochs=5).global_step == 15
+    assert fit(Scripted(*FIGURES), ours(), min_steps=13).global_step == 15
+
+
+class Clock:
+    """Ten seconds a look at it; a minute to an epoch of three steps and a validation."""
+
+    now = 0.0
+
+    @classmethod
+    def monotonic(cls):
+        return cls.now
+
+
+class Ticks(L.Callback):
+    def on_train_batch_end(self, *_):
+        Clock.now += 20
+
+
+def test_patience_and_minimum_in_time(monkeypatch):
+    monkeypatch.setattr(early_stopping, "time", Clock)
+    for options, stopped in [
+        ({"patience": 1.5, "unit": "minutes"}, 12),
+        ({"patience": 60, "unit": "seconds"}, 9),
+        ({"patience": 1, "unit": "hours"}, 24),
+        ({"patience": 60, "unit": "seconds", "min_seconds": 250}, 15),
+    ]:
+        assert fit(Scripted(*FIGURES), ours(**options), Ticks()).global_step == stopped, options
+
+
+def test_time_goes_on_where_the_checkpoint_left_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(early_stopping, "time", Clock)
+    options = {"patience": 2, "unit": "minutes"}
+    trainer = fit(Scripted(*FIGURES), ours(**options), Ticks(), max_epochs=3)
+    trainer.save_checkpoint(tmp_path / "3.ckpt")
+    Clock.now += 1e6  # between the runs
+    assert fit(Scripted(*FIGURES), ours(**options), Ticks(), ckpt_path=tmp_path / "3.ckpt").global_step == 12
+
+
+@pytest.mark.parametrize(("when", "stopped"), [("all", 18), ("any", 9)])
+def test_several_metrics(when, stopped):
+    accuracy = (0.1, 0.2, 0.3, 0.4, 0.3, 0.3, 0.3, 0.9)
+    loss = (5.0, 6.0, 7.0, 4.0, 4.0, 4.0, 4.0, 4.0)
+    module = Scripted(*loss, **{"val/accuracy": accuracy})
+    stopper = ours(monitor={"val/loss": {}, "val/accuracy": {"mode": "max"}}, stop_when=when)
+    assert fit(module, stopper).global_step == stopped
+    assert module.at() == (12 if when == "all" else 3)
+    if when == "all":
+        assert "of val/loss for 2 checks (best 4), of val/accuracy for 2 checks (best 0.4)" in stopper.reason
+
+
+def test_noise_is_smoothed():
+    """One lucky figure is not the best, one unlucky is not the end."""
+    figures = (5.0, 4.0, 1.0, 3.0, 2.9, 2.8, 2.7, 2.6)
+    module = Scripted(*figures)
+    assert fit(module, ours(smoothing="median", smooth_over=3)).global_step == 24
+    assert module.at() == 24
+    module = Scripted(*figures)
+    assert fit(module, ours(patience=9)).global_step == 24
+    assert module.at() == 9
+    smoother = Smoother("average", 4)
+    decay, values = 0.6, torch.tensor(figures, dtype=torch.float64)
+    for count in range(1, len(values) + 1):
+        weights = decay ** torch.arange(count, dtype=torch.float64).flip(0)
+        expected = (weights * values[:count]).sum() / weights.sum()
+        assert smoother.add(figures[count - 1]) == pytest.approx(expected.item(), rel=1e-12)
+
+
+class Ramp(L.Callback):
+    """Three epochs of one kind of model, then of another."""
+
+    def __init__(self, start=0, end=9):
+        self.start, self.end, self.step = start, end, 0
+
+    @property
+    def phase(self):
+        return "final" if self.is_final_phase else "ramp"
+
+    @property
+    def is_final_phase(self):
+        return self.step >= self.end
+
+    def setup(self, trainer, pl_module, stage):
+        hold_back_checkpoints(trainer)
+
+    def on_train_batch_end(self, trainer, *_):
+        self.step = trainer.global_step - 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_phases_start_the_clock_anew(first):
+    """The figure is best in the ramp, and stalls in it, and at the end of it is the first of the final phase's."""
+    figures = (1.0, 2.0, 3.0, 6.0, 5.0, 5.5, 5.2, 0.0)
+    module, stopper, ramp = Scripted(*figures), ours(stopping_threshold=0.5), Ramp()
+    trainer = fit(*((module, stopper, ramp) if first else (module, ramp, stopper)))
+    assert (trainer.global_step, module.at(), stopper.best) == (21, 15, {"val/loss": 5.0})
+
+
+def test_weights_of_another_phase_are_not_put_back():
+    module, stopper = Scripted(1.0, 2.0, NAN, *FIGURES), ours()
+    trainer = fit(module, stopper, Ramp())
+    assert (trainer.global_step, module.at(), stopper.best_step) == (9, 9, None)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_shapes_that_changed_within_a_phase_are_told():
+    class Cuts(L.Callback):
+        def on_train_end(self, trainer, pl_module):
+            pl_module.layer = nn.Linear(2, 3)
+
+    module = Scripted(*FIGURES)
+    with pytest.warns(UserWarning, match="cannot restore the weights of step 6.*names or shapes have changed"):
+        fit(module, Cuts(), ours())
+    assert module.layer.weight.shape == (3, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+def test_averages_are_restored_as_they_were_validated(first):
+    """Whatever the order of the callbacks."""
+    stopper, seen = ours(), []
+
+    class Look(L.Callback):
+        def on_validation_start(self, trainer, pl_module):
+            pass
+
+        def on_validation_batch_start(self, trainer, pl_module, *_):
+            seen.append(copy.deepcopy(pl_module.layer.weight.detach()))
+
+    averaging = EMAWeightAveraging(decay=0.5)
+    callbacks = (stopper, averaging, Look()) if first else (averaging, stopper, Look())
+    module = Scripted(*FIGURES)
+    module.validation_step = lambda batch, batch_idx: module.log(
+        "val/loss", FIGURES[module.trainer.current_epoch]
+    )  # the average's buffers lag
+    assert fit(module, *callbacks).global_step == 12
+    assert module.layer.weight.equal(seen[3])  # first of the second validation, of three batches each
+    assert 0 < module.layer.weight[0, 0] < 6
+
+
+def test_a_stochastic_average_stays():
+    for epochs, expected in ((8, None), (4, 6)):
+        module = Scripted(*FIGURES)
+        averaging = StochasticWeightAveraging(swa_lrs=1.0, swa_epoch_start=2, annealing_epochs=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the scheduler that it puts in place
+            fit(module, ours(patience=2 if expected else 9), averaging, max_epochs=8 if expected else epochs)
+        assert module.at() == expected if expected else module.layer.weight[0, 0] not in (18.0, 24.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint")
+def test_resumed_runs_end_alike(tmp_path, monkeypatch):
+    """From each checkpoint, bit for bit; what checkpoints hold is loaded without pickle."""
+    monkeypatch.setattr(early_stopping, "time", Clock)
+    options = {"smoothing": "average", "smooth_over": 2, "patience": 2}
+    figures = (5.0, 3.0, 4.0, 2.9, 3.5, 3.2, 3.1, 0.4)
+    whole, stopper = Scripted(*figures), ours(**options)
+    keeper = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    steps = fit(whole, stopper, keeper, enable_checkpointing=True).global_step
+    assert whole.at() < steps
+    assert len(list(tmp_path.iterdir())) >= 4
+    for path in tmp_path.iterdir():  # that of the end too, where the run would go on but for what it holds
+        resumed, again = Scripted(*figures), ours(**options)
+        trainer = fit(resumed, again, ckpt_path=path)
+        torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+        if path.name not in ("epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"):  # saved before the best
+            assert resumed.beside == whole.beside == whole.at()
+        assert again.state_dict()["watches"] == stopper.state_dict()["watches"]
+        assert (trainer.global_step, again.best_step) == (steps, stopper.best_step)
+        torch.load(path, weights_only=True)
+    more = fit(
+        Scripted(*figures), ours(**options | {"patience": 3}), ckpt_path=tmp_path / f"epoch={steps // 3 - 1}.ckpt"
+    )
+    assert more.global_step > steps
+
+
+def test_a_second_fit_begins_anew():
+    module, stopper = Scripted(*FIGURES), ours()
+    fit(module, stopper)
+    again = Scripted(*FIGURES)
+    assert fit(again, stopper).global_step == 12
+    assert again.at() == 6
+
+
+def test_training_metrics_at_the_end_of_epochs():
+    class NoValidation(Scripted):
+        def on_train_epoch_end(self):
+            self.log("loss", FIGURES[self.current_epoch])
+
+    for validation, asked in ((None, None), (ROWS, True)):
+        module = NoValidation(*FIGURES)
+        trainer = fit(module, ours(monitor="loss", check_on_train_epoch_end=asked), validation=validation)
+        assert (trainer.global_step, module.at()) == (12, 6)
+
+
+def test_sanity_check_and_validate_count_for_nothing():
+    module, stopper = Scripted(*FIGURES), ours()
+    trainer = fit(module, stopper, num_sanity_val_steps=2)
+    trainer.validate(module, ROWS, verbose=False)
+    assert stopper.state_dict()["checks"] == 4
+    fit(Scripted(NAN), ours(), fast_dev_run=True)
+
+
+def test_what_cannot_work_is_refused():
+    for options, message in [
+        ({"monitor": []}, "needs the name of a metric"),
+        ({"monitor": ["a", "a"]}, "names a metric twice: a, a"),
+        ({"monitor": {"a": {"mod": "max"}}}, "a has no option mod; there are mode, min_delta"),
+        ({"mode": "maximum"}, "mode must be 'min' or 'max'; got 'maximum'"),
+        ({"min_delta": -0.1}, "min_delta must be at least 0, in either mode; got -0.1"),
+        ({"patience": 0}, "patience must be a number above 0, of the unit 'checks'; got 0"),
+        ({"patience": "10m"}, "patience must be a number above 0.*'10m'"),
+        ({"patience": 2.5}, "patience=2.5 cannot be counted in checks; give a whole number, or a unit of time"),
+        ({"unit": "batches"}, "unit of patience must be one of checks, steps, epochs, seconds, .*'batches'"),
+        ({"stop_when": "most"}, "stop_when must be 'all' or 'any'; got 'most'"),
+        ({"min_steps": -1}, "min_steps and min_seconds must be at least 0; got -1 and 0.0"),
+        ({"smoothing": "mean"}, "smoothing must be one of none, average, median; got 'mean'"),
+        ({"smooth_over": 0}, "smooth_over must be a number of checks, at least 1; got 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ours(**options)
+    with pytest.raises(ValueError, match="2 EarlyStopping callbacks would put back best weights"):
+        fit(Scripted(1.0), ours(), ours(monitor="val/accuracy"))
+    fit(Scripted(*FIGURES), ours(), ours(mode="max", restore_best=False))
+    with pytest.raises(ValueError, match="looks at metrics after validations, but this run has none"):
+        fit(Scripted(1.0), ours(check_on_train_epoch_end=False), validation=None)
+
+
+def test_a_metric_that_is_not_logged_is_named_with_the_nearest():
+    module = Scripted(*FIGURES)
+    with pytest.raises(ValueError, match=r"monitors 'val/los', which is not logged; did you mean 'val/loss'\? Logged"):
+        fit(module, ours(monitor="val/los"), num_sanity_val_steps=1)
+    assert module.steps == 0, "before training"
+    with pytest.raises(ValueError, match=r"'score', which is not logged. Logged so far: val/loss. .*_epoch_end=True"):
+        fit(Scripted(*FIGURES), ours(monitor="score"), num_sanity_val_steps=1)
+
+
+def test_the_bare_name_in_a_config_is_lightnings():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(L.Trainer, "trainer")
+
+    def parsed(name, **options):
+        config = {"class_path": name, "init_args": {"monitor": "val/loss", **options}}
+        return parser.parse_object({"trainer": {"callbacks": [config]}}).trainer.callbacks[0]
+
+    assert parsed("EarlyStopping", verbose=True).class_path == "lightning.pytorch.callbacks.EarlyStopping"
+    own = parsed("lightning_accel.callbacks.EarlyStopping", monitor={"a": {"mode": "max"}}, unit="steps")
+    assert own.class_path.startswith("lightning_accel.")
+    assert own.init_args.monitor == {"a": {"mode": "max"}}
+    with pytest.raises(ArgumentError, match="'minute'"):
+        parsed("lightning_accel.callbacks.EarlyStopping", unit="minute")
+
+
+# ---- several processes
+
+
+class Disagrees(Scripted):
+    """Each process has a figure of its own; their mean is the second best at the second check."""
+
+    def validation_step(self, batch, batch_idx):
+        figures = [(5.0, 1.0, 6.0, 6.0), (5.0, 7.0, 6.0, 6.0)][self.global_rank]
+        self.log("val/loss", figures[self.current_epoch])
+
+
+def check_processes_decide_as_one(rank):
+    module, stopper = Disagrees(), ours()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = DataLoader(TensorDataset(torch.ones(12, 2)), 2)
+        trainer = L.Trainer(callbacks=[stopper], max_epochs=4, strategy="ddp", devices=2,
+                            enable_checkpointing=False, **QUIET)  # fmt: skip
+        trainer.fit(module, rows, rows)
+    told = [str(one.message) for one in caught if "differs between processes (1, 7)" in str(one.message)]
+    return trainer.global_step, module.at(), stopper.best, len(told)
+
+
+def test_processes_decide_as_one():
+    """By the mean of what each has logged for itself, which is told once, by one of them."""
+    first, second = run_ranks(check_processes_decide_as_one)
+    assert first == (9, 3, {"val/loss": 4.0}, 1) or first == (12, 6, {"val/loss": 4.0}, 1)
+    assert second[:3] == first[:3]
+
+
+class Keep(L.Callback):
+    """Whole weights after each validation, and the worst figure but at the second."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.weights.append(whole_of(trainer, pl_module))
+
+
+def whole_of(trainer, module):
+    for part in trainer.strategy.model.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()
+    if any(value.is_meta for value in module.parameters()):
+        return trainer.strategy.lightning_module_state_dict()
+    state = module.state_dict()
+    return {
+        key: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for key, value in state.items()
+    }
+
+
+STRATEGIES = {
+    "ddp": "ddp",
+    "fsdp2": "accel_fsdp2",
+    "fsdp2 sharded": partial(FullyShardedStrategy, checkpoints="sharded"),
+    "pipeline": "accel_pipeline",
+}
+
+
+def _score(self, batch, batch_idx):
+    type(self).validation_step(self, batch, batch_idx)
+    self.log("score", (5.0, 3.0, 4.0, 4.0, 4.0, 4.0)[self.current_epoch])
+
+
+def run_split(folder, name, strategy, ckpt_path=None, save=False):
+    module, data = make(name)
+    stopper, keep = ours(monitor="score", patience=3), Keep()
+    made = strategy() if callable(strategy) else strategy
+    saver = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if save else []
+    trainer = L.Trainer(callbacks=[ExactResume(), stopper, keep, *saver], max_epochs=6, strategy=made, devices=2,
+                        enable_checkpointing=save, **QUIET)  # fmt: skip
+    module.validation_step = MethodType(_score, module)
+    trainer.fit(module, Rows(data, 8), ckpt_path=ckpt_path)
+    return trainer, module, stopper, keep
+
+
+def check_split(rank, folder, name, kind):
+    trainer, module, stopper, keep = run_split(folder, name, STRATEGIES[kind], save=True)
+    assert (trainer.current_epoch, stopper.best_step) == (5, trainer.global_step // 5 * 2)
+    ended = whole_of(trainer, module)
+    if rank == 0 or kind != "pipeline":
+        torch.testing.assert_close(ended, keep.weights[1], rtol=0, atol=0)
+        changed = [key for key in ended if not ended[key].equal(keep.weights[2][key])]
+        assert changed, "training goes on"
+    for epoch in (0, 2):
+        path = next(one for one in folder.iterdir() if one.name.startswith(f"epoch={epoch}"))
+        again, resumed, _, _ = run_split(folder, name, STRATEGIES[kind], ckpt_path=path)
+        assert again.global_step == trainer.global_step
+        for key, value in whole_of(again, resumed).items():
+            assert value.equal(ended[key]), (epoch, key)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_parts_of_each_process_are_put_back(tmp_path, kind):
+    """And after a resumption that began before and after the best."""
+    run_ranks(check_split, tmp_path, "plain", kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "pipeline"])
+@pytest.mark.parametrize("name", ["classifier", "language_model", "sequence"])
+def test_our_own_modules_are_served(tmp_path, name, kind):
+    run_ranks(check_split, tmp_path, name, kind)
