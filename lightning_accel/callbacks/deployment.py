@@ -35,20 +35,28 @@ class WholeCopy:
         pl_module.configure_model()  # which may build what is to be copied, and does so once
         self._skeleton = _copy(pl_module, {id(value): _on_meta(value) for value in _tensors(pl_module)})
 
-    def make(self, trainer: L.Trainer, pl_module: L.LightningModule) -> L.LightningModule | None:
+    def make(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, everywhere: bool = False
+    ) -> L.LightningModule | None:
         """Copy with the weights that ``pl_module`` has now, in evaluation mode.
 
+        Args:
+            trainer: of ``pl_module``.
+            pl_module: whose weights are copied.
+            everywhere: in each process, which a pipeline has no way to.
+
         Returns:
-            The copy in the first process, None in the others, all of which must call it.
+            The copy in the first process, or everywhere; None in the others, all of which must call it.
         """
+        is_wanted = everywhere or trainer.is_global_zero
         tensors = _tensors(pl_module)
         if any(value.is_meta for value in tensors):  # the parts of other processes of a pipeline
             state = trainer.strategy.lightning_module_state_dict()
         elif any(isinstance(value, DTensor) for value in tensors):
             state = {name: whole(value) for name, value in pl_module.state_dict().items()}
         else:
-            return _forget_run(_copy(pl_module, {}).cpu()) if trainer.is_global_zero else None
-        if not trainer.is_global_zero:
+            return _forget_run(_copy(pl_module, {}).cpu()) if is_wanted else None
+        if not is_wanted:
             return None
         made = copy.deepcopy(self._skeleton).to_empty(device="cpu")
         for name, buffer in pl_module.named_buffers():  # those too that state_dict leaves out

@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import lightning as L
@@ -76,6 +77,9 @@ class Replica:
         replica: Any = module._replicate_for_data_parallel()  # recurrent layers have one of their own
         if isinstance(module, L.LightningModule):
             replica._device = self._device
+        for name, value in list(vars(module).items()):
+            if isinstance(value, MethodType) and value.__self__ is module:  # one put in the place of the class's own
+                vars(replica)[name] = MethodType(value.__func__, replica)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 replica._parameters[name] = None

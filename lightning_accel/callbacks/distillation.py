@@ -1,0 +1,351 @@
+"""Trains a module to give what another one gives."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from os import PathLike
+from types import MethodType
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from lightning_accel.callbacks.deployment import WholeCopy
+from lightning_accel.callbacks.distillation_loss import (
+    divergence,
+    kept_positions,
+    lengths_in,
+    output_tensor,
+    similarity_error,
+    squared_error,
+)
+from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
+from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weights, plan_of, restore_
+from lightning_accel.strategies import PipelineStrategy
+
+
+class Distillation(L.Callback):
+    """Add to the loss of any LightningModule how far its outputs are from those of a teacher.
+
+    ``training_step`` stays as it is. While it runs, the inputs and the output of the module that it calls are noted:
+    ``self(x)``, else the submodule with the most parameters. The teacher is given the same inputs, under the same
+    autocast, in evaluation mode; the step's loss becomes ``loss + weight * distance``. The distance is logged as
+    ``train/distillation_loss``. Outputs are tensors, or hold one as ``logits``, ``scores`` or their first. Steps after
+    a row's end, where ``forward`` has a parameter ``lengths``, and positions whose class is ``ignore_index`` do not
+    count. Where a step calls the module several times, the distance is the mean over calls.
+
+    The teacher is no part of the module: optimizers, strategies and checkpoints do not see it. It is whole on each
+    device. With ``teacher="initial"`` it is a copy of the module as it is when training starts, for a student that is
+    pruned or quantized afterwards; its weights are kept in checkpoints, so that a resumed run has the same teacher.
+    Carried recurrent states are the student's own, so that truncated back-propagation through time needs a teacher with
+    states of the same shapes.
+
+    Args:
+        teacher: a module that takes the same inputs; the path of a checkpoint that names its class, as those of
+            ``lightning-accel fit`` do; or ``"initial"``. A LightningModule gives the part of the same name where the
+            step calls a submodule.
+        checkpoint: whose weights the ``teacher``, a module, takes: of a Trainer, or a file of weights alone.
+        weight: what the distance counts for.
+        temperature: that logits are divided by; higher ones tell more of how the teacher ranks what is wrong.
+        loss: ``kl`` for logits, see :func:`~lightning_accel.callbacks.distillation_loss.divergence`; ``mse`` for
+            values; or a function of the student's and the teacher's outputs, of positions that count where some do not.
+        module: name of the submodule whose output is compared, ``""`` for the module itself, where the rule above picks
+            another.
+        features: names of submodules whose outputs are compared too, or names of the student's with those of the
+            teacher's.
+        feature_loss: ``mse`` for equal shapes (Romero et al. 2015, FitNets, without a regressor), ``similarity`` for
+            any, see :func:`~lightning_accel.callbacks.distillation_loss.similarity_error`.
+        feature_weight: what the mean of these counts for, beside that of the outputs.
+        class_dim: dimension of the classes; 1 for images of logits.
+        ignore_index: marks positions without a class.
+
+    Raises:
+        ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
+            submodule is not there, or a strategy cannot copy the student; before the first weights change, if shapes
+            differ.
+        TypeError: before training, if the module optimizes by hand, or under ``accel_pipeline``; in the first step, if
+            outputs hold no tensor, or ``training_step`` returns no loss.
+        FileNotFoundError: before training, if there is no such checkpoint.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module | str | PathLike[str],
+        *,
+        checkpoint: str | PathLike[str] | None = None,
+        weight: float = 0.5,
+        temperature: float = 4.0,
+        loss: Literal["kl", "mse"] | Callable[[Tensor, Tensor], Tensor] = "kl",
+        module: str | None = None,
+        features: Sequence[str] | Mapping[str, str] = (),
+        feature_loss: Literal["mse", "similarity"] = "mse",
+        feature_weight: float = 1.0,
+        class_dim: int = -1,
+        ignore_index: int = -100,
+    ) -> None:
+        for name, value in {"weight": weight, "feature_weight": feature_weight}.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0; got {value}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be above 0; got {temperature}")
+        if loss not in ("kl", "mse") and not callable(loss):
+            raise ValueError(f"loss must be 'kl', 'mse' or a function; got {loss!r}")
+        if feature_loss not in ("mse", "similarity"):
+            raise ValueError(f"feature_loss must be 'mse' or 'similarity'; got {feature_loss!r}")
+        if checkpoint is not None and not isinstance(teacher, nn.Module):
+            raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
+        self.teacher, self.checkpoint = teacher, checkpoint
+        self.weight, self.temperature, self.loss = weight, temperature, loss
+        self.module = module
+        self.features = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
+        self.feature_loss, self.feature_weight = feature_loss, feature_weight
+        self.class_dim, self.ignore_index = class_dim, ignore_index
+        self._copy: WholeCopy | None = None
+        self._teacher: Teacher | None = None
+        self._saved: dict[str, Any] = {}  # the initial teacher of a checkpoint
+        self._forget()
+
+    def _forget(self) -> None:
+        self._recorder = CallRecorder()
+        self._student: str | None = self.module
+        self._replaced: Any = None  # a training_step that somebody else had put in place of the class's own
+        self._attached: MethodType | None = None
+
+    # ---- before training
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._saved = {}
+        self._require_served(trainer, pl_module)
+        if self.teacher == "initial":
+            self._copy = _copy_of(trainer, pl_module)
+            return
+        if isinstance(self.teacher, nn.Module):
+            if {id(one) for one in self.teacher.parameters()} & {id(one) for one in pl_module.parameters()}:
+                raise ValueError(
+                    "the teacher and the student share weights, which would be frozen; write teacher='initial' for a "
+                    "copy of the student"
+                )
+            module = self.teacher
+            if self.checkpoint is not None:
+                load_weights(module, self.checkpoint)
+        else:
+            module = load_teacher(self.teacher)
+        self._teacher = Teacher(module, list(self.features.values()))
+
+    def _require_served(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        name = type(pl_module).__name__
+        if not pl_module.automatic_optimization:
+            raise TypeError(
+                f"Distillation needs automatic optimization, but {name} optimizes by hand; take the callback out, and "
+                "add lightning_accel.callbacks.distillation_loss.divergence(...) to the loss there"
+            )
+        if isinstance(trainer.strategy, PipelineStrategy):
+            raise TypeError(
+                "Distillation does not work under accel_pipeline, where no process sees inputs and outputs of one "
+                "step; take the callback out, or train with 'accel_fsdp2'"
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Copy the student before other callbacks change it, unless a strategy loads its weights later."""
+        if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
+            self._make_initial(trainer, pl_module)
+
+    def _make_initial(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._copy is None:
+            return
+        made = self._copy.make(trainer, pl_module, everywhere=True)
+        assert made is not None
+        if self._saved:
+            restore_(made, self._saved["weights"], self._saved["plan"])
+        self._copy, self._saved = None, {}
+        self._teacher = Teacher(made, list(self.features.values()))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._make_initial(trainer, pl_module)
+        assert self._teacher is not None
+        for whose, module, names in (
+            ("student", pl_module, [*self.features, *([] if self.module is None else [self.module])]),
+            ("teacher", self._teacher.module, self._teacher.features),
+        ):
+            _require_parts(whose, module, names)
+        dtypes = {one.dtype for one in pl_module.parameters() if one.is_floating_point()}
+        self._teacher.place(trainer.strategy.root_device, dtypes.pop() if len(dtypes) == 1 else None)
+        self._attach(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        names = callable_parts(pl_module) if self._student is None else [self._student]
+        self._recorder.watch(pl_module, dict.fromkeys([*names, *self.features]))
+
+    # ---- the step
+
+    def _attach(self, pl_module: L.LightningModule) -> None:
+        self._forget()
+        self._replaced = vars(pl_module).get("training_step")
+        original = type(pl_module).training_step if self._replaced is None else _unbound(self._replaced, pl_module)
+
+        @wraps(original)
+        def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+            if self._attached is None:  # in a copy that outlived the run
+                return original(module, *args, **kwargs)
+            with self._recorder.recording() as calls:
+                output = original(module, *args, **kwargs)
+            return self._add_to(output, module, calls, args)
+
+        self._attached = MethodType(training_step, pl_module)
+        vars(pl_module)["training_step"] = self._attached
+
+    def _add_to(self, output: STEP_OUTPUT, module: L.LightningModule, calls: Calls, batch: Any) -> STEP_OUTPUT:
+        if output is None:
+            return None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"Distillation needs a loss from training_step of {type(module).__name__}, a tensor or a dict with "
+                f"'loss'; it returned {type(output).__name__}"
+            )
+        distance = self._distance(module, calls, batch)
+        module.log("train/distillation_loss", distance.detach())
+        total = loss + self.weight * distance.to(loss.device)
+        return {**output, "loss": total} if isinstance(output, Mapping) else total
+
+    def _distance(self, module: L.LightningModule, calls: Calls, batch: Any) -> Tensor:
+        if self._student is None:
+            parts = {name: found for name, found in calls.items() if name in callable_parts(module)}
+            self._student = outermost(parts, module)
+        found = calls.get(self._student or "")
+        if not found:
+            raise ValueError(
+                f"training_step of {type(module).__name__} does not call "
+                + ("a module with parameters" if self._student is None else repr(self._student))
+                + ", so there is no output to compare with the teacher's; name what it calls: module='net'"
+            )
+        assert self._student is not None
+        assert self._teacher is not None
+        terms, hints = [], dict.fromkeys(self.features, 0)
+        for call in found:
+            output, features = self._teacher.run(call, self._student, module.device)
+            terms.append(self._compare(module.get_submodule(self._student), call, output, batch))
+            if self.features:
+                terms[-1] = terms[-1] + self.feature_weight * self._compare_features(calls, features, hints)
+        return torch.stack(terms).mean()
+
+    def _compare(self, module: nn.Module, call: Call, teachers: Any, batch: Any) -> Tensor:
+        own, aim = output_tensor(call.output, "the student"), output_tensor(teachers, "the teacher")
+        if own.shape != aim.shape and self.loss in ("kl", "mse"):
+            raise ValueError(
+                f"the teacher gives {tuple(aim.shape)} where the student gives {tuple(own.shape)}; it must be of the "
+                "same task, with as many outputs"
+            )
+        shape = own.shape
+        if self.loss == "kl":
+            shape = own.select(self.class_dim, 0).shape
+        keep = kept_positions(shape, lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+        if keep is None and self.loss == "mse" and own.ndim > 1:  # rows of values, not one
+            keep = kept_positions(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+        keep = None if keep is None else keep.to(own.device)
+        with torch.autocast(own.device.type, enabled=False):
+            if self.loss == "kl":
+                return divergence(own, aim, self.temperature, self.class_dim, keep)
+            if self.loss == "mse":
+                return squared_error(own, aim, keep)
+            assert callable(self.loss)
+            return self.loss(own, aim) if keep is None else self.loss(own[keep], aim[keep])
+
+    def _compare_features(self, calls: Calls, teachers: Calls, used: dict[str, int]) -> Tensor:
+        """Mean over pairs; a student's submodule that is called several times in a step goes by its next calls."""
+        terms = []
+        for name, other in self.features.items():
+            aims = teachers.get(other, [])
+            own = calls.get(name, [])[used[name] : used[name] + len(aims)]
+            used[name] += len(aims)
+            if not own or len(own) < len(aims):
+                raise ValueError(
+                    f"feature {name!r} of the student is called {len(own)} times in a step, {other!r} of the teacher "
+                    f"{len(aims)} times; name submodules that both call"
+                )
+            for mine, aim in zip(own, aims, strict=True):
+                terms.append(self._feature_distance(name, mine.output, other, aim.output))
+        return torch.stack(terms).mean()
+
+    def _feature_distance(self, name: str, mine: Any, other: str, aim: Any) -> Tensor:
+        own = output_tensor(mine, f"feature {name!r} of the student")
+        goal = output_tensor(aim, f"feature {other!r} of the teacher")
+        with torch.autocast(own.device.type, enabled=False):
+            if self.feature_loss == "similarity":
+                return similarity_error(own, goal)
+            if own.shape != goal.shape:
+                raise ValueError(
+                    f"feature {name!r} of the student is {tuple(own.shape)}, {other!r} of the teacher "
+                    f"{tuple(goal.shape)}; feature_loss='similarity' compares features of different widths"
+                )
+            return squared_error(own, goal)
+
+    # ---- after training
+
+    def _detach(self, pl_module: L.LightningModule) -> None:
+        if self._attached is not None and vars(pl_module).get("training_step") is self._attached:
+            del vars(pl_module)["training_step"]
+            if self._replaced is not None:
+                vars(pl_module)["training_step"] = self._replaced
+        self._recorder.close()
+        if self._teacher is not None:
+            self._teacher.close()
+        self._forget()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the module as it was, before callbacks copy, convert or export it."""
+        self._detach(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._detach(pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._detach(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.teacher != "initial" or self._teacher is None:
+            return {"initial": self._saved}
+        weights = {name: value.cpu() for name, value in self._teacher.module.state_dict().items()}
+        return {"initial": {"weights": weights, "plan": plan_of(self._teacher.module)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict["initial"] if self.teacher == "initial" else {}
+
+
+def _copy_of(trainer: L.Trainer, pl_module: L.LightningModule) -> WholeCopy:
+    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        raise ValueError(
+            f"teacher='initial' needs a whole copy of the student, which {type(trainer.strategy).__name__} does not "
+            "give; train with 'accel_fsdp2', or give the path of a checkpoint of the student"
+        )
+    if type(pl_module).configure_model is not L.LightningModule.configure_model:
+        pl_module.configure_model()  # which the Trainer calls later, and by its contract may be called twice
+    return WholeCopy(pl_module)
+
+
+def _unbound(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_OUTPUT]:
+    if isinstance(step, MethodType) and step.__self__ is pl_module:
+        return step.__func__
+
+    @wraps(step)
+    def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return step(*args, **kwargs)
+
+    return training_step
+
+
+def _require_parts(whose: str, module: nn.Module, names: Sequence[str]) -> None:
+    there = dict(module.named_modules())
+    if missing := [name for name in names if name not in there]:
+        children = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(
+            f"the {whose} {type(module).__name__} has no submodule {missing[0]!r}; give one of its own, such as "
+            f"{children}"
+        )

@@ -1,0 +1,113 @@
+"""How far a student is from its teacher. Shapes: B rows, T steps, C classes, N values in a row."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def divergence(
+    student: Tensor, teacher: Tensor, temperature: float, class_dim: int = -1, keep: Tensor | None = None
+) -> Tensor:
+    """Kullback-Leibler divergence of softened distributions, in nats times ``temperature`` squared, ().
+
+    Args:
+        student: logits, with classes in ``class_dim``.
+        teacher: logits of the same shape.
+        temperature: that both are divided by.
+        class_dim: dimension of the classes.
+        keep: which positions count, of the shape without ``class_dim``; by default all.
+
+    Source: Hinton, Vinyals and Dean 2015, Distilling the Knowledge in a Neural Network, section 2, where the factor
+    keeps gradients as large as those of hard targets; a mean over positions here.
+
+    >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]]), 2.0)
+    tensor(0.4438)
+    """
+    own = F.log_softmax(_exact(student) / temperature, dim=class_dim)
+    aim = F.log_softmax(_exact(teacher) / temperature, dim=class_dim)
+    terms = torch.where(aim == -torch.inf, 0.0, aim.exp() * (aim - own))  # classes that are masked out in both
+    return mean_of(terms.sum(class_dim), keep) * temperature**2
+
+
+def squared_error(student: Tensor, teacher: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean squared difference of equal shapes, (); ``keep`` of the shape of their first dimensions."""
+    difference = (_exact(student) - _exact(teacher)).square()
+    if keep is not None and keep.ndim < difference.ndim:
+        difference = difference.flatten(keep.ndim).mean(-1)
+    return mean_of(difference, keep)
+
+
+def similarity_error(student: Tensor, teacher: Tensor) -> Tensor:
+    """How differently the rows of two batches of features (B, ...), of any widths, resemble each other, ().
+
+    Source: Tung and Mori 2019, Similarity-Preserving Knowledge Distillation, https://arxiv.org/abs/1907.09682, eq. 4.
+
+    >>> similarity_error(torch.eye(2), torch.eye(2, 3))
+    tensor(0.)
+    """
+    own, aim = (_exact(value).flatten(1) for value in (student, teacher))
+    own, aim = (F.normalize(value @ value.T, dim=1) for value in (own, aim))
+    return (own - aim).square().mean()
+
+
+def mean_of(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Mean of the values that are kept; 0 if none is."""
+    if keep is None:
+        return values.mean()
+    return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
+
+
+def output_tensor(output: Any, of_what: str) -> Tensor:
+    """The tensor that an output is about: itself, its ``logits`` or ``scores``, or its first.
+
+    Raises:
+        TypeError: if it holds none that is floating.
+    """
+    if not isinstance(output, Tensor):
+        named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        if hasattr(output, "_asdict"):
+            named = output._asdict()
+        for name in ("logits", "scores"):
+            if isinstance(named.get(name), Tensor):
+                return named[name]
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise TypeError(f"distillation needs a floating tensor from {of_what}; it gives {type(output).__name__}")
+
+
+def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore_index: int) -> Tensor | None:
+    """Which positions of ``shape``, (B, ...), the criterion of a training step looks at; None for all.
+
+    Left out are steps after the ``lengths`` (B,) of rows, and positions that a tensor of classes in ``batch``, of the
+    same shape, marks with ``ignore_index``.
+    """
+    keep = None
+    if lengths is not None and len(shape) > 1 and lengths.shape == shape[:1]:
+        number = torch.arange(shape[1], device=lengths.device)
+        within = number < lengths[:, None]
+        keep = within.reshape(*within.shape, *[1] * (len(shape) - 2)).expand(shape)
+    for value in tree_leaves(batch):
+        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape == shape:
+            there = value != ignore_index
+            keep = there if keep is None else keep.to(there.device) & there
+    return keep
+
+
+def lengths_in(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a call of ``module`` gives for a parameter called ``lengths``, if its ``forward`` has one."""
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a forward that something else stands for
+        return None
+    lengths = bound.get("lengths")
+    return lengths if isinstance(lengths, Tensor) else None
+
+
+def _exact(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))

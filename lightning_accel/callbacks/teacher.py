@@ -1,0 +1,131 @@
+"""The module that a student is taught by."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls
+
+
+class Teacher:
+    """A frozen module in evaluation mode, on each device that it is asked on.
+
+    Args:
+        module: is frozen.
+        features: names of submodules whose outputs are wanted.
+    """
+
+    def __init__(self, module: nn.Module, features: Sequence[str] = ()) -> None:
+        self.module = module.requires_grad_(False).eval()
+        self.features = list(features)
+        self._copies: dict[torch.device, tuple[nn.Module, CallRecorder]] = {}
+
+    def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Move it to the student, and cast it where all parameters of the student are of one ``dtype``."""
+        self.module.to(device, dtype) if dtype is not None else self.module.to(device)
+        self.close()
+
+    def run(self, call: Call, name: str, device: torch.device) -> tuple[Any, Calls]:
+        """What it gives for a call of the student's submodule ``name``, and what its features are."""
+        if device not in self._copies:
+            module = self.module if not self._copies else copy.deepcopy(self.module).to(device)
+            recorder = CallRecorder()
+            recorder.watch(module, self.features)
+            self._copies[device] = module, recorder
+        module, recorder = self._copies[device]
+        with torch.no_grad(), recorder.recording() as calls:
+            return self._part(module, name)(*call.args, **call.kwargs), calls
+
+    def _part(self, module: nn.Module, name: str) -> nn.Module:
+        if not isinstance(module, L.LightningModule):
+            return module
+        if name in dict(module.named_modules()):
+            module = module.get_submodule(name)
+        if type(module).forward is L.LightningModule.forward:
+            raise TypeError(
+                f"the teacher {type(module).__name__} has no forward, and no submodule {name!r}, which the student's "
+                "step calls; give the part of it that takes the same inputs"
+            )
+        return module
+
+    def close(self) -> None:
+        for _, recorder in self._copies.values():
+            recorder.close()
+        self._copies = {}
+
+
+def load_teacher(path: str | PathLike[str]) -> L.LightningModule:
+    """The LightningModule of a checkpoint that names its class, as those of a command line do; without pickle.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it names no class, or one that is not imported.
+    """
+    settings = _read(path).get("hyper_parameters", {})
+    class_path = settings.get("_class_path")
+    if class_path is None:
+        raise ValueError(
+            f"{path} does not say which class it holds the weights of; give a module, teacher=MyModule(...), or "
+            f"class_path and init_args in a config, and checkpoint={str(path)!r}"
+        )
+    if class_path.startswith("lightning_accel."):
+        package, _, name = class_path.rpartition(".")
+        getattr(import_module(package), name)
+    return L.LightningModule.load_from_checkpoint(Path(path), map_location="cpu", weights_only=True)
+
+
+def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
+    """Load a checkpoint of a Trainer, or a file of weights alone, into ``module``; without pickle.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        RuntimeError: naming what does not fit.
+    """
+    content = _read(path)
+    module.load_state_dict(content.get("state_dict", content))
+
+
+def _read(path: str | PathLike[str]) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"no checkpoint {path} of a teacher; name a .ckpt file, or write teacher='initial' for the student itself "
+            "as it is when training starts"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Sizes that submodules keep beside their weights, such as ``groups`` of a convolution, as plain values."""
+    return {
+        name: {key: value for key, value in vars(one).items() if _is_size(key, value)}
+        for name, one in module.named_modules()
+    }
+
+
+def restore_(module: nn.Module, state: Mapping[str, torch.Tensor], plan: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load the ``state`` of a module of the same parts, whose shapes may have been others, as ``plan_of`` it tells."""
+    for name, one in module.named_modules():
+        if name in plan:
+            vars(one).update(plan[name])
+        for own in (one._parameters, one._buffers):
+            for key, value in own.items():
+                saved = state.get(f"{name}.{key}" if name else key)
+                if value is not None and saved is not None and saved.shape != value.shape:
+                    empty = torch.empty_like(saved, dtype=value.dtype)
+                    own[key] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+    module.load_state_dict(state)
+
+
+def _is_size(key: str, value: Any) -> bool:
+    if key.startswith("_") or key == "training":
+        return False
+    return isinstance(value, int) or (
+        isinstance(value, tuple) and bool(value) and all(type(one) is int for one in value)
+    )

@@ -1,0 +1,592 @@
+"""Distilled runs are compared with loops that know no Trainer, and, resumed or split, with whole ones."""
+
+import copy
+import warnings
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import LightningArgumentParser
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, SequenceModel
+from lightning_accel.callbacks import Distillation, ExactResume
+from lightning_accel.callbacks.deployment import WholeCopy, find_deployed
+from lightning_accel.callbacks.distillation_loss import divergence, similarity_error, squared_error
+from lightning_accel.callbacks.teacher import plan_of, restore_
+from lightning_accel.data.sequence_batch import IGNORED
+from tests.ranks import run_ranks
+from tests.strategies.trained import Rows, make
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+DATA = TensorDataset(torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)),
+                     torch.arange(12) % 3)  # fmt: skip
+FLOATS = TensorDataset(DATA.tensors[0].float(), DATA.tensors[1])
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+class Own(L.LightningModule):
+    """Knows nothing of us; calls its network, never itself."""
+
+    def __init__(self, dropout=0.0, width=7):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return SGD(self.parameters())
+
+
+def teacher_net(seed=5):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 3))
+
+
+def fit(module, *callbacks, data=DATA, batch_size=4, ckpt_path=None, **options):
+    options = {"max_steps": 6, "max_epochs": -1, "precision": "64-true", **options}
+    trainer = L.Trainer(callbacks=list(callbacks), **QUIET | options)
+    loader = data if isinstance(data, L.LightningDataModule) else DataLoader(data, batch_size)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return trainer
+
+
+def by_hand(module, step, batches, optimizer=SGD):
+    """Weights after training ``module`` on ``step``, its loss, alone."""
+    module = copy.deepcopy(module).double()
+    optimizer = optimizer(module.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        step(module, batch).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+def kl(student, teacher, temperature):
+    """Through probabilities, position by position."""
+    p, q = (teacher / temperature).softmax(-1), (student / temperature).softmax(-1)
+    return (p * (p.log() - q.log())).sum(-1) * temperature**2
+
+
+def batches_of(data, size=4, times=2):
+    return [batch for _ in range(times) for batch in DataLoader(data, size)]
+
+
+def test_weights_are_those_of_a_loop():
+    module, teacher = Own(), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        logits = student.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 0.7 * kl(logits, aim(batch[0]), 3.0).mean()
+
+    expected = by_hand(module, step, batches_of(DATA))
+    trainer = fit(module, Distillation(teacher, weight=0.7, temperature=3.0))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():  # what is logged is of the last step, before it
+        assert trainer.callback_metrics["train/distillation_loss"] > 0
+
+
+def test_accumulated_steps_are_those_of_a_loop():
+    module, teacher = Own(), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        logits = student.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 0.5 * kl(logits, aim(batch[0]), 4.0).mean()
+
+    expected = by_hand(module, step, batches_of(DATA, 6, 3))
+    fit(module, Distillation(teacher), batch_size=2, accumulate_grad_batches=3)
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["mse", lambda student, teacher: (student - teacher).abs().sum()])
+def test_other_distances(loss):
+    module, teacher = Own(), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        values = student.net(batch[0])
+        far = values - aim(batch[0])
+        return F.cross_entropy(values, batch[1]) + 0.5 * (far.square().mean() if loss == "mse" else far.abs().sum())
+
+    expected = by_hand(module, step, batches_of(DATA))
+    fit(module, Distillation(teacher, loss=loss))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mse", "similarity"])
+def test_features_of_submodules(kind):
+    width = 9 if kind == "mse" else 7
+    module, teacher = Own(width=width), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        x, target = batch
+        hidden, hint = student.net[1](student.net[0](x)), aim[:3](x)
+        logits = student.net[3](hidden)
+        if kind == "mse":
+            distance = (hidden - hint).square().mean()
+        else:
+            rows = [value @ value.T for value in (hidden, hint)]
+            rows = [value / value.norm(dim=1, keepdim=True) for value in rows]
+            distance = (rows[0] - rows[1]).square().sum() / len(x) ** 2
+        return F.cross_entropy(logits, target) + 0.5 * (kl(logits, aim[3](hint), 4.0).mean() + 3 * distance)
+
+    expected = by_hand(module, step, batches_of(DATA))
+    fit(module, Distillation(teacher, features={"net.1": "2"}, feature_loss=kind, feature_weight=3.0))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+def sequence_model(seed, **options):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_size": 8, **options}
+    return SequenceModel(**sizes, target_kind="labelling", optimizer=SGD)
+
+
+def test_padding_counts_for_nothing():
+    lengths = torch.tensor([1, 4, 6, 2, 3, 6])
+    tokens = torch.randint(11, (6, 6))
+    labels = torch.randint(3, (6, 6)).masked_fill(torch.arange(6) >= lengths[:, None], IGNORED)
+    labels[2, 1] = IGNORED  # and one within a row
+    module, teacher = sequence_model(1), sequence_model(2, hidden_size=12)
+    aim = copy.deepcopy(teacher).double().eval()
+    valid = labels != IGNORED
+
+    def step(student, batch):
+        x, lengths, target = batch
+        scores = student(x, lengths).scores[valid]
+        far = kl(scores, aim(x, lengths).scores[valid], 4.0)
+        return F.cross_entropy(scores, target[valid]) + 0.5 * far.mean()
+
+    data = TensorDataset(tokens, lengths, labels)
+    expected = by_hand(module, step, batches_of(data, 6, 3))
+    fit(module, Distillation(teacher), data=data, batch_size=6, max_steps=3)
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_language_model_and_its_balance_loss():
+    def model(seed, layers):
+        torch.manual_seed(seed)
+        return MoELanguageModel(11, dim=8, num_layers=layers, num_heads=2, num_experts=4, expert_dim=6, optimizer=SGD)
+
+    module, teacher = model(1, 1), model(2, 2)
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        logits, reports = student(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + student.auxiliary_loss(reports)
+        return loss + 0.5 * kl(logits, aim(batch[:, :-1]).logits, 4.0).mean()
+
+    tokens = torch.randint(11, (4, 7))
+    data = [tokens[:2], tokens[2:]]
+    expected = by_hand(module, step, data)
+    trainer = L.Trainer(callbacks=[Distillation(teacher)], precision="64-true", max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    for name, value in expected.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-7, atol=1e-7, msg=lambda m, n=name: n + m)
+
+
+def test_classifiers_teach_each_other():
+    torch.manual_seed(2)
+    teacher = MoEClassifier(5, 3, dim=8, num_experts=4, expert_dim=6)
+    for module in (Classifier(5, 3, hidden_dims=[4], optimizer=SGD), MoEClassifier(5, 3, dim=8, optimizer=SGD)):
+        before = copy.deepcopy(module.state_dict())
+        trainer = fit(module, Distillation(copy.deepcopy(teacher)))
+        assert trainer.callback_metrics["train/distillation_loss"].isfinite()
+        assert any(not value.equal(before[name]) for name, value in module.state_dict().items())
+    (own, aim), keep = torch.randn(2, 4, 3), torch.tensor([True, False, True, True])
+    expected = kl(own[keep], aim[keep], 2.0).mean()
+    torch.testing.assert_close(divergence(own, aim, 2.0, keep=keep), expected)
+    torch.testing.assert_close(divergence(own.T, aim.T, 2.0, class_dim=0, keep=keep), expected)
+    aim[:, 1] = own[:, 1] = -torch.inf  # a class that is masked out
+    assert divergence(own, aim, 2.0).isfinite()
+    assert squared_error(own[:, [0]], own[:, [0]] + 2, keep) == 4
+    assert similarity_error(own[:, [0, 2]], own[:, [0, 2]] * 3) == pytest.approx(0, abs=1e-6)
+
+
+class Watches(L.Callback):
+    """What the module looks like in mid-run."""
+
+    copy = None
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.names = set(dict(pl_module.named_modules()))
+        self.state = set(pl_module.state_dict())
+        self.copy = self.copy or copy.deepcopy(pl_module)
+        optimizer = trainer.optimizers[0]
+        self.optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+    def on_fit_end(self, trainer, pl_module):
+        self.at_end = WholeCopy(pl_module).make(trainer, pl_module)
+
+
+def test_the_teacher_is_no_part_of_the_module():
+    module, teacher, watches = Own(), teacher_net(), Watches()
+    names, state = set(dict(module.named_modules())), set(module.state_dict())
+    fit(module, Distillation(teacher), watches)
+    assert watches.names == names
+    assert watches.state == state
+    assert watches.optimized == {id(one) for one in module.parameters()}
+    for one in (module, watches.at_end):
+        assert "training_step" not in vars(one)
+        assert not any(part._forward_hooks for part in one.modules())
+    assert all(value.grad is None for value in teacher.parameters())
+    batch = DATA[:4]
+    copied = watches.copy.training_step(batch, 0)  # of a copy, after the run, with no teacher
+    assert copied == F.cross_entropy(watches.copy.net(batch[0]), batch[1])
+    assert copied != F.cross_entropy(module.net(batch[0]), batch[1])
+    loader = DataLoader(DATA, 4)
+    assert find_deployed(watches.at_end, loader).name == "net"
+
+
+def test_it_is_taken_off_after_an_exception():
+    class Fails(Own):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("planted")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(module, Distillation(teacher_net()))
+    assert "training_step" not in vars(module)
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+def test_a_step_of_somebody_elses_is_kept():
+    module = Own()
+    given = []
+
+    def training_step(batch, batch_idx):
+        given.append(batch_idx)
+        return Own.training_step(module, batch, batch_idx)
+
+    module.training_step = training_step
+    fit(module, Distillation(teacher_net()))
+    assert given == [0, 1, 2, 0, 1, 2]
+    assert module.training_step is training_step
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_steps_that_return_a_dict_or_nothing():
+    class Returns(Own):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else {"loss": loss, "more": 3}
+
+    class Sees(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert (outputs.get("more") == 3) is (batch_idx != 1), outputs
+
+    module, teacher = Returns(), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        logits = student.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 0.5 * kl(logits, aim(batch[0]), 4.0).mean()
+
+    batches = batches_of(DATA)
+    expected = by_hand(module, step, [batches[number] for number in (0, 2, 3, 5)])
+    fit(module, Distillation(teacher), Sees(), max_steps=-1, max_epochs=2)
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_two_views_of_a_batch_are_compared_each():
+    class Twice(Own):
+        def training_step(self, batch, batch_idx):
+            x, target = batch
+            return F.cross_entropy(self.net(x), target) + F.cross_entropy(self.net(-x), target)
+
+    module, teacher = Twice(), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        x, target = batch
+        terms = [F.cross_entropy(student.net(one), target) for one in (x, -x)]
+        far = [kl(student.net(one), aim(one), 4.0).mean() for one in (x, -x)]
+        return sum(terms) + 0.5 * sum(far) / 2
+
+    expected = by_hand(module, step, batches_of(DATA))
+    fit(module, Distillation(teacher))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_initial_is_the_student_at_the_start():
+    module = Own()
+    aim = copy.deepcopy(module).double()
+
+    def step(student, batch):
+        logits = student.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 2.0 * kl(logits, aim.net(batch[0]), 4.0).mean()
+
+    expected = by_hand(module, step, batches_of(DATA))
+    fit(module, Distillation("initial", weight=2.0))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_of_zero_changes_nothing():
+    """The teacher draws no numbers, and leaves the student in training mode."""
+    ends = []
+    for callbacks in ([], [Distillation("initial", weight=0.0)]):
+        torch.manual_seed(5)
+        module = Own(dropout=0.5)
+        fit(module, *callbacks)
+        ends.append(module.state_dict())
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+class SaveAt(L.Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_resumed_runs_have_the_same_teacher(tmp_path):
+    data, options = FLOATS, {"precision": "32-true"}  # Lightning rounds weights of 64-true when it resumes
+    whole = Own(dropout=0.3)
+    distillation = Distillation("initial", weight=3.0)
+    fit(whole, ExactResume(), distillation, SaveAt(tmp_path / "2.ckpt", 2), data=data, **options)
+    resumed = Own(dropout=0.3)
+    again = Distillation("initial", weight=3.0)
+    fit(resumed, ExactResume(), again, data=data, ckpt_path=tmp_path / "2.ckpt", **options)
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    torch.load(tmp_path / "2.ckpt", weights_only=True)
+
+
+def test_a_teacher_of_other_shapes_is_restored():
+    """A student that has lost channels, grouped ones too, is resumed with the teacher that has them all."""
+    whole = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), nn.LSTM(3, 5), nn.LayerNorm((4, 3)))
+    small = nn.Sequential(nn.Conv2d(1, 2, 3, groups=1), nn.BatchNorm2d(2), nn.LSTM(3, 2), nn.LayerNorm((2, 3)))
+    restore_(small, whole.state_dict(), plan_of(whole))
+    x = torch.randn(3, 2, 5, 5)
+    torch.testing.assert_close(small[1](small[0](x)), whole[1](whole[0](x)))
+    torch.testing.assert_close(small[2](torch.ones(2, 3))[0], whole[2](torch.ones(2, 3))[0])
+    torch.testing.assert_close(small[3](torch.ones(4, 3)), whole[3](torch.ones(4, 3)))
+
+
+def test_teachers_are_loaded_without_pickle(tmp_path):
+    torch.manual_seed(3)
+    one = Classifier(5, 3, hidden_dims=[9])
+    named = {"_class_path": "lightning_accel.Classifier", "in_features": 5, "num_classes": 3, "hidden_dims": [9]}
+    head = {"state_dict": one.state_dict(), "pytorch-lightning_version": L.__version__}
+    torch.save({**head, "hyper_parameters": {**named, "_instantiator": "lightning.pytorch.cli.instantiate_module"}},
+               tmp_path / "named.ckpt")  # fmt: skip
+    torch.save(head, tmp_path / "plain.ckpt")
+    torch.save(one.state_dict(), tmp_path / "weights.pt")
+    ends = []
+    for callback in [
+        Distillation(one),
+        Distillation(tmp_path / "named.ckpt"),
+        Distillation(Classifier(5, 3, hidden_dims=[9]), checkpoint=tmp_path / "plain.ckpt"),
+        Distillation(Classifier(5, 3, hidden_dims=[9]), checkpoint=tmp_path / "weights.pt"),
+    ]:
+        torch.manual_seed(1)
+        module = Classifier(5, 3, hidden_dims=[4], optimizer=SGD)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(module, callback)
+        ends.append(module.state_dict())
+    for other in ends[1:]:
+        torch.testing.assert_close(other, ends[0], rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"plain.ckpt does not say which class.*checkpoint='.*plain.ckpt'"):
+        fit(Own(), Distillation(tmp_path / "plain.ckpt"))
+
+
+def test_a_config_builds_the_teacher():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(L.Trainer, "trainer")
+    for teacher in ("initial", {"class_path": "lightning_accel.Classifier", "init_args": {"hidden_dims": [9]}}):
+        options = {"teacher": teacher, "features": {"network.1": "network.1"}, "temperature": 2.0}
+        callback = {"class_path": "lightning_accel.callbacks.Distillation", "init_args": options}
+        config = parser.parse_object({"trainer": {"callbacks": [callback]}})
+        made = parser.instantiate(config).trainer.callbacks[0]
+        assert isinstance(made, Distillation)
+        assert made.teacher == "initial" or made.teacher.network[1].out_features == 9
+        assert made.features == {"network.1": "network.1"}
+
+
+@pytest.mark.filterwarnings("ignore:.*compile:UserWarning")
+def test_a_compiled_submodule_is_not_compiled_again():
+    """With no compiler behind it: what is counted is how often its code is looked at."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    for in_place in (True, False):
+        module, alike = Own(), Own()
+        alike.load_state_dict(module.state_dict())
+        seen.clear()
+        if in_place:
+            module.net.compile(backend=backend)
+        else:
+            module.net = torch.compile(module.net, backend=backend)
+        fit(module, Distillation(teacher_net()), max_steps=2)
+        once = len(seen)
+        assert once
+        fit(alike, Distillation(teacher_net()), max_steps=2)
+        for one, other in zip(module.parameters(), alike.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch._dynamo.reset()
+        seen.clear()
+        again = Own()
+        again.net.compile(backend=backend) if in_place else setattr(
+            again, "net", torch.compile(again.net, backend=backend)
+        )
+        fit(again, Distillation(teacher_net()), max_steps=6)
+        assert len(seen) == once
+        torch._dynamo.reset()
+
+
+def test_autocast_reaches_the_teacher_and_not_the_distance():
+    seen = []
+
+    class Sees(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append((out.dtype, out.requires_grad, self.training))
+            return out
+
+    def distance(student, teacher):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return (student.float() - teacher.float()).square().mean()
+
+    teacher = Sees(5, 3).train()
+    fit(Own(), Distillation(teacher, loss=distance), data=FLOATS, precision="bf16-mixed", max_steps=1)
+    assert seen == [(torch.bfloat16, False, False), False]
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    for options, message in [
+        ({"weight": -1.0}, "weight must be at least 0; got -1.0"),
+        ({"feature_weight": float("nan")}, "feature_weight must be at least 0; got nan"),
+        ({"temperature": 0.0}, "temperature must be above 0; got 0.0"),
+        ({"loss": "ce"}, "loss must be 'kl', 'mse' or a function; got 'ce'"),
+        ({"feature_loss": "kl"}, "feature_loss must be 'mse' or 'similarity'; got 'kl'"),
+        ({"checkpoint": "a.ckpt"}, "checkpoint holds weights for a module, but teacher is 'initial'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Distillation("initial", **options)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint none.ckpt of a teacher; name a .ckpt file"):
+        fit(Own(), Distillation("none.ckpt"))
+    module = Own()
+    with pytest.raises(ValueError, match="share weights, which would be frozen; write teacher='initial'"):
+        fit(module, Distillation(module.net))
+    for name, features, whose in (("nets", (), "student Own"), (None, {"net": "7"}, "teacher Sequential")):
+        with pytest.raises(ValueError, match=f"the {whose} has no submodule"):
+            fit(Own(), Distillation(teacher_net(), module=name, features=features))
+
+    class ByHand(Own):
+        automatic_optimization = False
+
+    with pytest.raises(TypeError, match="needs automatic optimization, but ByHand optimizes by hand; take"):
+        fit(ByHand(), Distillation(teacher_net()))
+
+
+def test_shapes_are_compared_before_any_weight_changes():
+    for callback, message in [
+        (Distillation(nn.Linear(5, 4)), r"the teacher gives \(4, 4\) where the student gives \(4, 3\)"),
+        (
+            Distillation(teacher_net(), features={"net.1": "2"}),
+            r"'net.1' of the student is \(4, 7\), '2' of the teacher",
+        ),
+        (Distillation(teacher_net(), features={"net": "0"}, module="net.3"), "mat1 and mat2"),
+        (Distillation(Own.__base__()), "the teacher LightningModule has no forward, and no submodule 'net'"),
+    ]:
+        module = Own()
+        before = copy.deepcopy(module.state_dict())
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+            fit(module, callback)
+        torch.testing.assert_close(module.double().state_dict(), {k: v.double() for k, v in before.items()})
+
+
+def test_a_step_that_calls_nothing_is_told():
+    class Silent(Own):
+        def training_step(self, batch, batch_idx):
+            return (batch[0] @ self.net[0].weight.T).square().mean()
+
+    with pytest.raises(ValueError, match=r"Silent does not call a module with parameters, so there is no output"):
+        fit(Silent(), Distillation(teacher_net()))
+    with pytest.raises(ValueError, match=r"does not call 'net.2', so"):
+        fit(Silent(), Distillation(teacher_net(), module="net.2"))
+
+
+# ---- several devices
+
+
+def run_split(name, teacher="initial", rows=8, ckpt_path=None, saver=(), **options):
+    module, data = make(name, SGD)
+    if teacher != "initial":
+        with torch.random.fork_rng():
+            teacher = make(name)[0]
+            torch.manual_seed(7)
+            for value in teacher.parameters():
+                nn.init.normal_(value, std=0.3)
+    callbacks = [ExactResume(), Distillation(teacher, weight=2.0), *saver]
+    trainer = L.Trainer(callbacks=callbacks, **QUIET | {"max_steps": 4, "max_epochs": -1, **options})
+    trainer.fit(module, Rows(data, rows), ckpt_path=ckpt_path)
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in module.state_dict().items()
+        if value.is_floating_point()
+    }
+
+
+def check_split(rank, name, strategy, folder):
+    for teacher in ("initial", "other"):
+        path = folder / f"{teacher}.ckpt"
+        split = run_split(name, teacher, saver=[SaveAt(path, 2)], strategy=strategy, devices=2)
+        whole = run_split(name, teacher, rows=16)
+        torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-5)
+        resumed = run_split(name, teacher, strategy=strategy, devices=2, ckpt_path=path)
+        torch.testing.assert_close(resumed, split, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+def test_processes_train_as_one(tmp_path, strategy):
+    run_ranks(check_split, "plain", strategy, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+@pytest.mark.parametrize("name", ["classifier", "sequence", "language_model"])
+def test_processes_train_our_own_as_one(tmp_path, name, strategy):
+    run_ranks(check_split, name, strategy, tmp_path)
+
+
+def test_devices_of_one_process_train_as_one():
+    for name in ("plain", "classifier"):
+        split = run_split(name, "other", strategy="accel_dp", devices=2, rows=16)
+        torch.testing.assert_close(split, run_split(name, "other", rows=16), rtol=1e-4, atol=1e-5)
+
+
+def check_refused(rank):
+    for strategy, error, message in [
+        ("accel_pipeline", TypeError, "does not work under accel_pipeline"),
+        ("model_parallel", ValueError, "needs a whole copy of the student, which ModelParallelStrategy does not"),
+    ]:
+        made = L.pytorch.strategies.ModelParallelStrategy() if strategy == "model_parallel" else strategy
+        with pytest.raises(error, match=message):
+            run_split("plain", strategy=made, devices=2)
+
+
+def test_strategies_that_cannot_copy_are_refused():
+    run_ranks(check_refused)
