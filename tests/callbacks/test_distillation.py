@@ -177,17 +177,18 @@ def test_padding_counts_for_nothing():
     torch.testing.assert_close(module.state_dict(), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_language_model_and_its_balance_loss():
+def test_every_token_of_a_language_model_counts():
     def model(seed, layers):
         torch.manual_seed(seed)
-        return MoELanguageModel(11, dim=8, num_layers=layers, num_heads=2, num_experts=4, expert_dim=6, optimizer=SGD)
+        options = {"num_experts": 4, "expert_dim": 6, "balance_weight": 0.0, "z_weight": 0.0, "optimizer": SGD}
+        return MoELanguageModel(11, dim=8, num_layers=layers, num_heads=2, **options)
 
     module, teacher = model(1, 1), model(2, 2)
     aim = copy.deepcopy(teacher).double().eval()
 
     def step(student, batch):
-        logits, reports = student(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + student.auxiliary_loss(reports)
+        logits, _ = student(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         return loss + 0.5 * kl(logits, aim(batch[:, :-1]).logits, 4.0).mean()
 
     tokens = torch.randint(11, (4, 7))
@@ -197,7 +198,7 @@ def test_language_model_and_its_balance_loss():
     trainer.fit(module, DataLoader(data, batch_size=None))
     for name, value in expected.items():
         if value.is_floating_point():
-            torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-7, atol=1e-7, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-6, atol=1e-7)  # float32 inside
 
 
 def test_classifiers_teach_each_other():
