@@ -116,6 +116,8 @@ class AccelDDPStrategy(DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
+        if self._usage is not None:  # called again, where there are other parameters
+            self._unwrap()
         super().configure_ddp()
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
@@ -152,7 +154,6 @@ class AccelDDPStrategy(DDPStrategy):
                 "requires_grad of some parameters changed between the micro-batches of an optimizer step, so that "
                 "gradients would stay behind unsent; change it where a step begins, such as in on_train_epoch_start"
             )
-        self._unwrap()
         self.configure_ddp()
 
     def _unwrap(self) -> None:

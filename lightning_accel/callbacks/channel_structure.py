@@ -1,0 +1,314 @@
+"""Channels that are held at zero while a share of them grows, and then removed from the module that trains."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_accel.callbacks.deployment import Inputs, WholeCopy, find_deployed
+from lightning_accel.callbacks.pruning_structure import StructureOptions
+from lightning_accel.callbacks.random_state import random_state, set_random_state
+from lightning_accel.compress.channel_checkpoint import CHANNEL_PLAN
+from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, first_order_terms, score_channels
+from lightning_accel.compress.channel_groups import ChannelGroups, find_channel_groups
+from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
+from lightning_accel.strategies.data_parallel import DataParallelStrategy
+
+_DECAY = 0.9  # of what the criterion "taylor" remembers of earlier steps
+
+
+class ChannelStructure:
+    """Channels of which all weights are zero, and at the end gone: a smaller module, with its optimizers.
+
+    Once the target is reached, parameters of the live module are replaced by smaller ones under their names and in
+    their order; optimizers keep the moments of what is left, and a strategy that wraps the module wraps it anew.
+    What the module computes does not change by that. Channels of a layer go in equal shares, also where ``scope`` is
+    ``erk``, which is a rule for single weights.
+
+    Args:
+        options: as :class:`~lightning_accel.callbacks.Pruning` was given them.
+        module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
+        inputs: positional and keyword arguments to call it with; by default those of the first batch.
+        min_left: channels that each layer keeps.
+        round_to: each layer keeps a multiple of this, the next higher one.
+
+    Raises:
+        ValueError: if the options ask for what channels cannot do.
+    """
+
+    def __init__(
+        self,
+        options: StructureOptions,
+        module: str | None = None,
+        inputs: Inputs | None = None,
+        min_left: int = 1,
+        round_to: int = 1,
+    ) -> None:
+        _require_possible(options)
+        self.options = options
+        self.module = module
+        self.inputs = inputs
+        self.min_left = min_left
+        self.round_to = round_to
+        self.groups: ChannelGroups | None = None  # None once they are removed
+        self.removed: dict[str, list[int]] = {}  # channels held at zero, or gone, by the name of their layer
+        self.plan = ChannelPlan()
+        self._sizes: dict[str, int] = {}  # channels of each layer at first
+        self._weights: dict[str, int] = {}  # numbers in the module that makes them, at first
+        self._left_out: dict[str, str] = {}
+        self._terms: dict[str, Tensor] = {}  # of the criterion "taylor"
+        self._loaded: dict[str, Any] | None = None
+        self._indices: list[tuple[nn.Parameter, int, Tensor]] = []  # what is held at zero
+        self._pl_module: L.LightningModule | None = None
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
+        self._pl_module = pl_module
+        _require_strategy(trainer, pl_module)
+        if self._loaded is not None:
+            self._restore(self._loaded)
+            self._loaded = None
+        if self.plan:
+            return self._left_out
+        self.groups = self._find(trainer, pl_module)
+        self._left_out = self.groups.left_out
+        self._sizes = {layer.name: len(layer) for layer in self.groups.layers}
+        self._weights = {name: sum(one.numel() for one in _own(pl_module, name)) for name in self._sizes}
+        if not self.groups.layers:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
+            raise ValueError(f"{type(pl_module).__name__} has no channels that can be removed: {reasons}")
+        if unknown := [name for name in self.removed if name not in self._sizes]:
+            raise ValueError(
+                f"the checkpoint has removed channels of {', '.join(unknown)}, which this module does not have; resume "
+                "with the module and the exclusions of the run that wrote it"
+            )
+        self._remember(pl_module)
+        return self._left_out
+
+    def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
+        if self.groups is None:
+            return
+        scores = self._scores(pl_module)
+        scope = "global" if self.options.scope == "global" else "layer"
+        chosen = choose_channels(scores, sparsity, scope, self.min_left, self.round_to)
+        self.removed = trainer.strategy.broadcast(chosen)  # sums of one process may round otherwise than another's
+        self._remember(pl_module)
+        self._zero(trainer, with_moments=True)
+
+    def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        if self.groups is None:
+            return
+        if self.options.criterion == "taylor" and any(one.grad is not None for one in pl_module.parameters()):
+            for name, term in first_order_terms(pl_module, self.groups).items():
+                before = self._terms.get(name, torch.zeros_like(term))
+                self._terms[name] = _DECAY * before + (1 - _DECAY) * term.square()
+        with torch.no_grad():
+            for parameter, dim, index in self._indices:
+                if parameter.grad is not None:
+                    parameter.grad.index_fill_(dim, index, 0)
+
+    def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.groups is not None:
+            self._zero(trainer, with_moments=False)  # which got no gradient since they were set to zero
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.groups is None:
+            return
+        plan = self.groups.plan(pl_module, {name: gone for name, gone in self.removed.items() if gone})
+        apply_plan_(pl_module, plan, trainer.optimizers)
+        for averaged in _averaged_modules(trainer):
+            apply_plan_(averaged, plan)
+        self.plan = plan
+        self.groups, self._indices, self._terms = None, [], {}
+        _wrap_anew(trainer, pl_module)
+
+    def detach(self, pl_module: L.LightningModule) -> None:
+        self._indices = []
+
+    def sparsity(self) -> float:
+        return sum(map(len, self.removed.values())) / max(1, sum(self._sizes.values()))
+
+    def sparsities(self) -> dict[str, float]:
+        return {name: len(self.removed.get(name, [])) / size for name, size in self._sizes.items()}
+
+    def report_rows(self) -> list[dict[str, Any]]:
+        """A row a layer: ``parameters`` of the module that makes its channels, at first, and how many are left."""
+        rows = []
+        for name, share in self.sparsities().items():
+            own = [] if self._pl_module is None else _own(self._pl_module, name)
+            left = self._sizes[name] - len(self.removed.get(name, []))
+            rows.append(
+                {
+                    "name": name,
+                    "shape": list(max(own, key=lambda value: value.ndim).shape) if own else [],
+                    "parameters": self._weights[name],
+                    "nonzero": sum(int(value.count_nonzero()) for value in own),
+                    "sparsity": share,
+                    "note": f"{left} of {self._sizes[name]} channels" + (" left" if self.plan else " not zero"),
+                }
+            )
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "removed": self.removed,
+            "sizes": self._sizes,
+            "weights": self._weights,
+            "left_out": self._left_out,
+            "terms": self._terms,
+            CHANNEL_PLAN: self.plan.state_dict() if self.plan else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+        """Remove from a whole module what the checkpoint has removed; one that is small already is left as it is."""
+        if state[CHANNEL_PLAN]:
+            plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
+            tensors = pl_module.state_dict()
+            if not all(list(tensors[name].shape) == plan.shape_after(name) for name in plan.kept if name in tensors):
+                apply_plan_(pl_module, plan)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.removed = {name: list(gone) for name, gone in state["removed"].items()}
+        self._sizes = dict(state["sizes"])
+        self._weights = dict(state["weights"])
+        self._left_out = dict(state["left_out"])
+        self._terms = dict(state["terms"])
+        if state[CHANNEL_PLAN]:
+            self.plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
+
+    def _find(self, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
+        """In the first process, whose answer all take; a failure is every process's."""
+        made = WholeCopy(pl_module).make(trainer, pl_module)
+        answer: ChannelGroups | Exception | None = None
+        if made is not None:
+            before = random_state()
+            try:
+                answer = self._find_in(made, trainer, pl_module)
+            except Exception as error:
+                answer = type(error)(*error.args) if isinstance(error, (TypeError, ValueError)) else error
+            finally:
+                set_random_state(before)
+        answer = trainer.strategy.broadcast(answer)
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return answer
+
+    def _find_in(self, made: L.LightningModule, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
+        if self.inputs is not None:
+            name, inputs = self.module or "", self.inputs
+        else:
+            datamodule: Any = getattr(trainer, "datamodule", None)
+            found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
+            name, inputs = found.name, found.inputs[0]
+        try:
+            exclude = _within(self.options.exclude, name)
+            groups = find_channel_groups(made.get_submodule(name), *inputs, exclude=exclude)
+        except TypeError as error:
+            raise TypeError(f"{error}. Pruning(module=...) names another") from error
+        return groups.prefixed(name)
+
+    def _scores(self, pl_module: L.LightningModule) -> dict[str, Tensor]:
+        assert self.groups is not None
+        if self.options.criterion == "taylor":
+            if not self._terms:
+                raise ValueError(
+                    "criterion='taylor' judges channels by gradients, and no step has been made yet; begin to prune at "
+                    "a later step, or take criterion='magnitude'"
+                )
+            return self._terms
+        return score_channels(pl_module, self.groups, self.options.criterion, self.options.seed)
+
+    def _remember(self, pl_module: L.LightningModule) -> None:
+        assert self.groups is not None
+        parameters = dict(pl_module.named_parameters(remove_duplicate=False))
+        indices: dict[tuple[str, int], list[int]] = {}
+        for layer, numbers in self.removed.items():
+            for place, rows in self.groups[layer].slices.items():
+                if place[0] in parameters and numbers:
+                    indices.setdefault(place, []).extend(rows[numbers].ravel().tolist())
+        self._indices = [
+            (parameters[name], dim, torch.tensor(index, device=parameters[name].device))
+            for (name, dim), index in indices.items()
+        ]
+
+    @torch.no_grad()
+    def _zero(self, trainer: L.Trainer, with_moments: bool) -> None:
+        for parameter, dim, index in self._indices:
+            parameter.index_fill_(dim, index, 0)
+            if with_moments:
+                for optimizer in trainer.optimizers:
+                    for value in optimizer.state.get(parameter, {}).values():
+                        if isinstance(value, Tensor) and value.shape == parameter.shape:
+                            value.index_fill_(dim, index, 0)
+
+
+def _own(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
+    """Of the module that makes the channels of a layer."""
+    return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
+
+
+def _require_possible(options: StructureOptions) -> None:
+    if options.regrowth is not None:
+        raise ValueError(
+            f"structure='channel' removes channels for good, so that none regrow; got regrowth={options.regrowth!r}"
+        )
+    if not callable(options.criterion) and options.criterion not in CRITERIA:
+        raise ValueError(
+            f"structure='channel' has criterion {', '.join(CRITERIA)}, or a function; got {options.criterion!r}"
+        )
+
+
+def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, DataParallelStrategy)):
+        raise TypeError(
+            f"channels cannot be removed in training under {type(strategy).__name__}, which keeps parameters in pieces "
+            "whose sizes it does not change. Use strategy='ddp' or 'accel_ddp', or remove them after training from a "
+            "whole copy: compress.find_channel_groups, compress.apply_plan_"
+        )
+    if getattr(strategy, "compression", "none") == "powersgd":
+        raise ValueError(
+            "compression=powersgd remembers gradients in the shapes that they have before channels are removed; take "
+            "compression=bf16"
+        )
+
+
+def _averaged_modules(trainer: L.Trainer) -> list[nn.Module]:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            average = callback._average_model  # it shows its average in no other way
+            if average is not None:
+                found.append(average.module if isinstance(callback, WeightAveraging) else average)
+    return found  # type: ignore[return-value]
+
+
+def _wrap_anew(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Let DDP know of the new parameters: its buckets and hooks are those of the old ones."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
+        strategy.model = pl_module
+        gc.collect()  # what the old wrapper hooked to parameters that stay goes with it
+        strategy.configure_ddp()
+
+
+def _loader(trainer: L.Trainer) -> Any:
+    """The loader for validation, or that for training, in a state of its own, for none is set up yet."""
+    loop = trainer.fit_loop
+    sources = loop.epoch_loop.val_loop._data_source, loop._data_source  # loaders given to fit are kept nowhere else
+    return next(source.dataloader() for source in sources if source.is_defined())
+
+
+def _within(exclude: Sequence[str | type[nn.Module]], name: str) -> list[str | type[nn.Module]]:
+    """``exclude`` in the names of the submodule ``name``."""
+    return [one.removeprefix(f"{name}.") if isinstance(one, str) and name else one for one in exclude]

@@ -1,0 +1,124 @@
+"""Experts taken out of a mixture. Shapes: E experts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_accel.compress.batchnorm import run_batch
+from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan_of_kept
+from lightning_accel.nn import MixtureOfExperts
+
+
+def plan_of_experts(mixture: MixtureOfExperts, keep: Sequence[int]) -> ChannelPlan:
+    """The plan that leaves the experts ``keep`` of ``mixture``; its gate then asks for no more than there are.
+
+    Raises:
+        ValueError: if ``keep`` is empty, names an expert twice or one that is not there, or leaves groups of experts
+            of unequal size.
+        TypeError: if the gate is of a kind with no row for each expert.
+    """
+    gate: Any = mixture.gate
+    number = mixture.num_experts
+    kept = sorted(keep)
+    if not kept or len(set(kept)) < len(kept) or kept[0] < 0 or kept[-1] >= number:
+        raise ValueError(f"keep must name one or more of experts 0 to {number - 1}, each once; got {list(keep)}")
+    rows = dict([*gate.named_parameters(recurse=False), *gate.named_buffers(recurse=False)])
+    if not {"k", "num_experts"} <= vars(gate).keys() or any(one.shape[:1] != (number,) for one in rows.values()):
+        raise TypeError(
+            f"experts can be taken from a gate whose parameters and buffers have a row for each of them, and which "
+            f"knows num_experts and k, as TopKGate; got {type(gate).__name__}"
+        )
+    groups = getattr(gate, "num_groups", 1)
+    of_group = [sum(one * groups // number == group for one in kept) for group in range(groups)]
+    k = min(gate.k, len(kept))
+    if len(set(of_group)) > 1 or k > of_group[0] * getattr(gate, "top_groups", 1):
+        raise ValueError(
+            f"the gate chooses among {groups} groups of experts, which must stay equally large and hold k={k} in "
+            f"those that it visits; {of_group} would be left. Keep as many of each"
+        )
+    gone = set(range(number)) - set(kept)
+    experts: Any = mixture.experts
+    names = [f"experts.{name}" for name in experts.expert_parameters if getattr(experts, name) is not None]
+    names += [f"gate.{name}" for name in rows]
+    attributes = {("", "num_experts"): len(kept), ("gate", "num_experts"): len(kept), ("gate", "k"): k}
+    return plan_of_kept(mixture, {(name, 0): gone for name in names}, attributes)
+
+
+def remove_experts_(
+    mixture: MixtureOfExperts, keep: Sequence[int], optimizers: Sequence[Optimizer] = ()
+) -> ChannelPlan:
+    """Leave the experts ``keep`` of ``mixture``: their weights, their rows of the gate, what optimizers know of them.
+
+    Returns:
+        The plan, which does the same to another mixture of these sizes.
+
+    Raises:
+        ValueError: as :func:`plan_of_experts`.
+        TypeError: likewise.
+    """
+    plan = plan_of_experts(mixture, keep)
+    apply_plan_(mixture, plan, optimizers)
+    return plan
+
+
+def busiest_experts(load: Tensor, number: int) -> list[int]:
+    """The ``number`` experts with most of ``load``, (E,), in order of their numbers.
+
+    The load is what :func:`measure_expert_load` gives, or the ``load`` of
+    :class:`~lightning_accel.nn.expert_load.LoadStatistics`.
+
+    Raises:
+        ValueError: if ``number`` is not in [1, E].
+
+    >>> busiest_experts(torch.tensor([0.1, 0.5, 0.4]), 2)
+    [1, 2]
+    """
+    if not 1 <= number <= len(load):
+        raise ValueError(f"number must be in [1, {len(load)}], the experts that there are; got {number}")
+    return sorted(load.argsort(descending=True, stable=True)[:number].tolist())
+
+
+@torch.no_grad()
+def measure_expert_load(
+    module: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], object] | None = None
+) -> dict[str, Tensor]:
+    """Share of the slots that each expert is asked for, (E,) float64, by name of the mixture in ``module``.
+
+    Args:
+        module: is run in evaluation mode, and left in the mode it was in.
+        batches: a tensor each, or a tuple or list of positional arguments, or a mapping of keyword arguments.
+        call: runs the module on a batch of another kind.
+
+    Raises:
+        ValueError: if the module has no mixture of experts, or none ran.
+    """
+    mixtures = {name: part for name, part in module.named_modules() if isinstance(part, MixtureOfExperts)}
+    counts: dict[str, Tensor] = {}
+    modes = {part: part.training for part in module.modules()}
+    handles = [part.register_forward_hook(_Count(counts, name)) for name, part in mixtures.items()]
+    module.eval()
+    try:
+        for batch in batches:
+            run_batch(module, batch) if call is None else call(module, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for part, mode in modes.items():
+            part.training = mode
+    if not counts:
+        raise ValueError(
+            f"{type(module).__name__} has {len(mixtures)} mixtures of experts, of which none ran on these batches"
+        )
+    return {name: count / count.sum().clamp(min=1) for name, count in counts.items()}
+
+
+class _Count:
+    def __init__(self, counts: dict[str, Tensor], name: str) -> None:
+        self.counts, self.name = counts, name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        new = output.report.expert_counts.double().cpu()
+        self.counts[self.name] = self.counts.get(self.name, torch.zeros_like(new)) + new
