@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.deployment import Inputs, WholeCopy, find_deployed
@@ -18,6 +19,7 @@ from lightning_accel.compress.channel_checkpoint import CHANNEL_PLAN
 from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, first_order_terms, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
+from lightning_accel.compress.exclusion import excluded_parameters
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
 _DECAY = 0.9  # of what the criterion "taylor" remembers of earlier steps
@@ -210,7 +212,7 @@ class ChannelStructure:
             found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
             name, inputs = found.name, found.inputs[0]
         try:
-            exclude = _within(self.options.exclude, name)
+            exclude = _within(made, self.options.exclude, name)
             groups = find_channel_groups(made.get_submodule(name), *inputs, exclude=exclude)
         except TypeError as error:
             raise TypeError(f"{error}. Pruning(module=...) names another") from error
@@ -269,7 +271,8 @@ def _require_possible(options: StructureOptions) -> None:
 
 def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
     strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, DataParallelStrategy)):
+    in_pieces = any(one.is_meta or isinstance(one, DTensor) for one in pl_module.parameters())
+    if in_pieces or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, DataParallelStrategy)):
         raise TypeError(
             f"channels cannot be removed in training under {type(strategy).__name__}, which keeps parameters in pieces "
             "whose sizes it does not change. Use strategy='ddp' or 'accel_ddp', or remove them after training from a "
@@ -309,6 +312,8 @@ def _loader(trainer: L.Trainer) -> Any:
     return next(source.dataloader() for source in sources if source.is_defined())
 
 
-def _within(exclude: Sequence[str | type[nn.Module]], name: str) -> list[str | type[nn.Module]]:
-    """``exclude`` in the names of the submodule ``name``."""
-    return [one.removeprefix(f"{name}.") if isinstance(one, str) and name else one for one in exclude]
+def _within(module: L.LightningModule, exclude: Sequence[str | type[nn.Module]], name: str) -> list[str]:
+    """Parameters that ``exclude`` means, by their names in the submodule ``name``."""
+    prefix = f"{name}." if name else ""
+    found = excluded_parameters(module, exclude)
+    return sorted(one.removeprefix(prefix) for one in found if one.startswith(prefix))

@@ -1,11 +1,10 @@
 """Prune a module while it trains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, get_args
 
 import lightning as L
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -170,6 +169,9 @@ class Pruning(L.Callback):
         return self._generate_state_key(structure=self.structure)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.structure == "channel":
+            # a public method, where no hook stands: the checkpoint is read, and its weights are not loaded yet
+            trainer.strategy.load_model_state_dict = _LoadIntoSmaller(self, trainer)  # type: ignore[method-assign]
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
@@ -177,10 +179,6 @@ class Pruning(L.Callback):
             self._start_anew()
             self._masks = _make_structure(self._options)
             self._rewinding = Rewinding()
-        if self.structure == "channel" and trainer.ckpt_path is not None:
-            state = _saved_state(trainer.ckpt_path, self.state_key)
-            if state is not None:
-                self._masks.rebuild(pl_module, state["masks"])
         hold_back_checkpoints(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -291,6 +289,9 @@ class Pruning(L.Callback):
         self._masks.apply(trainer)
 
     # ---- ending
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        vars(trainer.strategy).pop("load_model_state_dict", None)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(self._masks, MaskStructure):
@@ -410,7 +411,15 @@ def _tell_left_out(left_out: dict[str, str]) -> None:
     rank_zero_info(f"Pruning leaves out {told}" if told else "Pruning leaves out no parameter")
 
 
-def _saved_state(path: Any, key: str) -> dict[str, Any] | None:
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    state: dict[str, Any] | None = checkpoint.get("callbacks", {}).get(key)
-    return state
+class _LoadIntoSmaller:
+    """In place of a strategy's ``load_model_state_dict``: the module gets the shapes of the checkpoint first."""
+
+    def __init__(self, pruning: Pruning, trainer: L.Trainer) -> None:
+        self.pruning = pruning
+        self.trainer = trainer
+
+    def __call__(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        strategy, state = self.trainer.strategy, checkpoint.get("callbacks", {}).get(self.pruning.state_key)
+        if state:
+            self.pruning._masks.rebuild(self.trainer.lightning_module, state["masks"])
+        type(strategy).load_model_state_dict(strategy, checkpoint, strict=strict)

@@ -1,0 +1,249 @@
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import Classifier, ExactResume, MoEClassifier
+from lightning_accel.callbacks.pruning import Pruning
+from lightning_accel.compress import load_pruned
+from tests.callbacks.test_exact_resume import SaveAt
+from tests.ranks import run_ranks
+
+GENERATOR = torch.Generator().manual_seed(3)
+IMAGES = TensorDataset(torch.randn(24, 2, 6, 6, generator=GENERATOR), torch.arange(24) % 3)
+SEQUENCES = torch.randn(24, 5, 2, generator=GENERATOR)
+
+
+class Own(L.LightningModule):
+    """Knows nothing of us: calls its network alone, with a residual, a batch norm, a scheduler and two optimizers."""
+
+    def __init__(self, lr=0.05):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(
+            nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.BatchNorm2d(12), nn.ReLU(),
+            nn.Dropout(0.1), nn.Flatten(), nn.Linear(48, 10), nn.ReLU(), nn.Linear(10, 3),
+        )  # fmt: skip
+        self.bare = nn.Parameter(torch.ones(3))
+        self.rates, self.held = [], []
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self.net(batch[0]) * self.bare, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", cross_entropy(self.net(batch[0]) * self.bare, batch[1]), sync_dist=True)
+
+    def on_train_batch_end(self, *_):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        held = {id(one) for group in self.optimizers().param_groups for one in group["params"]}
+        self.held.append(held == {id(one) for one in self.parameters()})
+
+    def configure_optimizers(self):
+        groups = [{"params": [self.bare], "lr": 0.01}, {"params": self.net.parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def pruning(**options):
+    return Pruning(0.5, **{"structure": "channel", "scope": "layer", "end": 6, "every_n_steps": 2} | options)
+
+
+def fit(module, folder=None, callbacks=(), rows=IMAGES, resume=None, max_steps=10, prune=None, **options):
+    callback = prune or pruning()
+    trainer = L.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False} | options,
+        max_steps=max_steps, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=[callback, *callbacks],
+    )  # fmt: skip
+    loaders = [DataLoader(rows, 4, shuffle=shuffle) for shuffle in (True, False)]
+    trainer.fit(module, *loaders, ckpt_path=resume)
+    return callback, trainer
+
+
+def sizes(module):
+    return [one.shape[0] for one in module.parameters() if one.ndim > 1]
+
+
+def test_channels_are_removed_and_all_that_is_left_trains_on():
+    module = Own()
+    callback, trainer = fit(module)
+    assert sizes(module) == [4, 6, 5, 3]
+    assert module.net[3].in_channels == module.net[1].num_features == 4
+    assert module.net[8].in_features == 24
+    assert all(module.held)
+    assert module.rates == pytest.approx([0.01 * 0.9**step for step in range(1, 11)])
+    (optimizer,) = trainer.optimizers
+    assert all(state["exp_avg"].shape == one.shape for one, state in optimizer.state.items())
+    assert [state["step"].item() for state in optimizer.state.values()] == [10] * len(optimizer.state)
+    assert callback.is_final_phase
+    assert callback.sparsity() == 0.5
+    assert callback.left_out == {"net.10.weight": "the module's output"}
+    assert [row["note"] for row in callback.report_rows()] == [f"{n} of {2 * n} channels left" for n in (4, 6, 5)]
+
+
+class Around(L.Callback):
+    """Calls the network right before and right after the removal."""
+
+    def __init__(self, pruned):
+        self.pruned = pruned
+
+    def on_train_start(self, trainer, pl_module):
+        finish = self.pruned._masks.finish
+
+        def watched(trainer, pl_module):
+            self.removed = {name: list(gone) for name, gone in self.pruned._masks.removed.items()}
+            self.before, self.whole = self.put_out(pl_module), copy.deepcopy(pl_module.net.state_dict())
+            finish(trainer, pl_module)
+            self.after = self.put_out(pl_module)
+
+        self.pruned._masks.finish = watched
+
+    def put_out(self, pl_module):
+        return copy.deepcopy(pl_module.net).eval()(IMAGES.tensors[0])
+
+
+def test_the_removal_changes_nothing_that_the_module_computes():
+    callback = pruning()
+    around = Around(callback)
+    fit(Own(), callbacks=[around], prune=callback)
+    torch.testing.assert_close(around.after, around.before, rtol=1e-5, atol=1e-6)
+    gone = around.removed["net.0"]
+    assert len(gone) == 4
+    assert not around.whole["0.weight"][gone].any()
+    assert not around.whole["3.weight"][:, gone].any()
+    assert around.whole["0.weight"].count_nonzero() == 4 * 18
+
+
+def test_batch_norms_learn_after_the_removal():
+    """Modules that are left in evaluation mode would keep the statistics of before."""
+    module, short = Own(), Own()
+    short.load_state_dict(module.state_dict())
+    for one, steps in ((module, 10), (short, 6)):
+        torch.manual_seed(1)
+        fit(one, max_steps=steps)
+    assert module.net[1].num_batches_tracked == 10
+    assert module.net[1].running_mean.shape == short.net[1].running_mean.shape == (4,)
+    assert not module.net[1].running_mean.equal(short.net[1].running_mean)
+    for one, before in zip(module.parameters(), short.parameters(), strict=True):
+        assert one.shape == before.shape
+        assert not one.equal(before)
+
+
+MOMENTS = ["step 1", "step 3", "step 5", "step 6", "validation 6", "step 7", "step 9"]
+
+
+@pytest.mark.parametrize("criterion", ["magnitude", "taylor"])
+def test_killed_and_resumed_runs_end_with_equal_bits(tmp_path, criterion):
+    def run(resume=None):
+        torch.manual_seed(0 if resume is None else 9)
+        module = Own()
+        callbacks = [ExactResume(), SaveAt(tmp_path, MOMENTS if resume is None else [])]
+        _, trainer = fit(
+            module, tmp_path, callbacks, resume=resume, val_check_interval=3, prune=pruning(criterion=criterion)
+        )
+        return module, trainer.optimizers[0].state_dict()
+
+    whole, state = run()
+    assert sizes(whole) == [4, 6, 5, 3]
+    for moment in MOMENTS:
+        resumed, resumed_state = run(tmp_path / f"{moment}.ckpt")
+        torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(resumed_state["state"], state["state"], rtol=0, atol=0)
+        assert resumed.rates == whole.rates[-len(resumed.rates) :], moment
+
+
+def test_a_checkpoint_makes_the_smaller_module(tmp_path):
+    module = Own()
+    fit(module, tmp_path, [SaveAt(tmp_path, ["step 4", "step 9", "step 10"])])
+    loaded = load_pruned(Own(), tmp_path / "step 10.ckpt")
+    assert sizes(loaded) == [4, 6, 5, 3]
+    torch.testing.assert_close(loaded.state_dict(), module.state_dict(), rtol=0, atol=0)
+    assert sizes(load_pruned(Own(), tmp_path / "step 4.ckpt")) == [8, 12, 10, 3]
+
+
+def test_the_best_is_one_of_the_smaller_ones(tmp_path):
+    module = Own(lr=0.5)  # which is better before
+    keeper = ModelCheckpoint(tmp_path, monitor="val/loss")
+    fit(module, tmp_path, [keeper], enable_checkpointing=True, val_check_interval=2)
+    assert sizes(load_pruned(Own(), keeper.best_model_path)) == [4, 6, 5, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*weights_only:FutureWarning")
+def test_averages_become_smaller_too():
+    module = Own()
+    fit(module, callbacks=[WeightAveraging()])
+    assert sizes(module) == [4, 6, 5, 3]
+
+
+@pytest.mark.parametrize("name", ["cnn", "moe", "lstm"])
+def test_our_modules(name):
+    rows, module, expected = {
+        "cnn": lambda: (IMAGES, Classifier(2, 3, channels=[8, 12], hidden_dims=[10]), {"network.0", "network.3",
+                        "network.8"}),
+        "moe": lambda: (TensorDataset(IMAGES.tensors[0].flatten(1), IMAGES.tensors[1]), MoEClassifier(72, 3), None),
+        "lstm": lambda: (None, None, None),
+    }[name]()  # fmt: skip
+    if name == "lstm":
+        pytest.skip("see tests/compress")
+    before = sum(one.numel() for one in module.parameters())
+    callback, _ = fit(module, rows=rows)
+    assert expected is None or set(callback._masks.sparsities()) == expected
+    assert set(callback._masks.sparsities().values()) == {0.5}
+    assert sum(one.numel() for one in module.parameters()) < 0.6 * before
+
+
+def check_ranks(rank, folder, strategy, options):
+    module = Own()
+    torch.manual_seed(5)
+    rows = TensorDataset(IMAGES.tensors[0], IMAGES.tensors[1])
+    callbacks = [ExactResume(), SaveAt(folder, ["step 3", "step 7"])]
+    torch.manual_seed(5)
+    fit(module, folder, callbacks, rows, strategy=strategy, devices=2, **options)
+    states = []
+    for moment in ("step 3", "step 7"):
+        torch.manual_seed(6)
+        again = Own()
+        fit(again, folder, [ExactResume()], rows, folder / f"{moment}.ckpt", strategy=strategy, devices=2, **options)
+        states.append(again.state_dict())
+    for state in states:
+        for name, value in module.state_dict().items():
+            if "running" not in name or rank == 0 or options:  # buffers of the first process are those of a checkpoint
+                torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accel_ddp"])
+def test_processes_remove_the_same_channels_and_go_on_together(tmp_path, strategy):
+    first, second = run_ranks(check_ranks, tmp_path, strategy, {})
+    assert first["net.0.weight"].shape == (4, 2, 3, 3)
+    for name in first:
+        if "running" not in name:
+            torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
+
+
+def check_refusal(rank):
+    with pytest.raises(TypeError, match=r"channels cannot be removed in training under .*Use strategy='ddp'"):
+        fit(Own(), strategy="accel_fsdp2", devices=2)
+
+
+def test_sharded_parameters_are_refused():
+    run_ranks(check_refusal)
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="criterion magnitude, batchnorm, taylor, random, or a function; got 'wanda'"):
+        pruning(criterion="wanda")
+    with pytest.raises(ValueError, match=r"has no channels that can be removed: net.0.weight: excluded"):
+        fit(Own(), prune=pruning(exclude=["net"]))
+
+    class Silent(Own):
+        validation_step = L.LightningModule.validation_step
+
+    with pytest.raises(TypeError, match="needs a validation_step"):
+        fit(Silent())
