@@ -236,6 +236,7 @@ def test_sharded_parameters_are_refused():
     run_ranks(check_refusal)
 
 
+@pytest.mark.filterwarnings("ignore:.*no `validation_step`:UserWarning")
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="criterion magnitude, batchnorm, taylor, random, or a function; got 'wanda'"):
         pruning(criterion="wanda")
