@@ -7,13 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_accel.callbacks import Distillation as Distillation
+    from lightning_accel.callbacks import EarlyStopping as EarlyStopping
     from lightning_accel.callbacks import ExactResume as ExactResume
     from lightning_accel.callbacks import ExpertLoadMonitor as ExpertLoadMonitor
+    from lightning_accel.callbacks import Export as Export
     from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+    from lightning_accel.callbacks import Pruning as Pruning
+    from lightning_accel.callbacks import Quantization as Quantization
     from lightning_accel.callbacks import RBMMonitor as RBMMonitor
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
+    from lightning_accel.compress import load_compressed as load_compressed
+    from lightning_accel.compress import load_pruned as load_pruned
     from lightning_accel.data import BarsAndStripesDataModule as BarsAndStripesDataModule
     from lightning_accel.data import DigitsDataModule as DigitsDataModule
     from lightning_accel.data import IdxDataModule as IdxDataModule
@@ -82,11 +89,14 @@ _PACKAGE_OF = {
     "DataParallelStrategy": "strategies",
     "DeepBeliefNetwork": "models",
     "DigitsDataModule": "data",
+    "Distillation": "callbacks",
     "DynamicRNN": "nn",
+    "EarlyStopping": "callbacks",
     "ExactResume": "callbacks",
     "ExpertChoiceGate": "nn",
     "ExpertLoad": "nn",
     "ExpertLoadMonitor": "callbacks",
+    "Export": "callbacks",
     "FSDP1Strategy": "strategies",
     "FeedForward": "nn",
     "Float8Precision": "precision",
@@ -99,6 +109,8 @@ _PACKAGE_OF = {
     "MoELanguageModel": "models",
     "PipelineStrategy": "strategies",
     "PredictionWriter": "callbacks",
+    "Pruning": "callbacks",
+    "Quantization": "callbacks",
     "RBM": "nn",
     "RBMMonitor": "callbacks",
     "RBMStack": "nn",
@@ -125,6 +137,8 @@ _PACKAGE_OF = {
     "attribute_triples": "nn.relational_attribution",
     "draw_triples": "models.triple_figure",
     "length_batch_loader": "data",
+    "load_compressed": "compress",
+    "load_pruned": "compress",
     "read_idx": "data",
 }
 
@@ -143,11 +157,14 @@ __all__ = [
     "DataParallelStrategy",
     "DeepBeliefNetwork",
     "DigitsDataModule",
+    "Distillation",
     "DynamicRNN",
+    "EarlyStopping",
     "ExactResume",
     "ExpertChoiceGate",
     "ExpertLoad",
     "ExpertLoadMonitor",
+    "Export",
     "FSDP1Strategy",
     "FeedForward",
     "Float8Precision",
@@ -160,6 +177,8 @@ __all__ = [
     "MoELanguageModel",
     "PipelineStrategy",
     "PredictionWriter",
+    "Pruning",
+    "Quantization",
     "RBMMonitor",
     "RBMStack",
     "RBMTransformer",
@@ -186,6 +205,8 @@ __all__ = [
     "attribute_triples",
     "draw_triples",
     "length_batch_loader",
+    "load_compressed",
+    "load_pruned",
     "read_idx",
 ]
 

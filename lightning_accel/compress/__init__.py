@@ -1,24 +1,25 @@
 """Smaller and faster forms of any ``nn.Module``, and what they cost; without Lightning."""
 
-from lightning_accel.compress.compressed import Compressed, load_compressed
-from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable
-from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.batchnorm import recalibrate_batchnorm_
 from lightning_accel.compress.channel_checkpoint import load_pruned
 from lightning_accel.compress.channel_choice import choose_channels, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
+from lightning_accel.compress.compressed import Compressed, load_compressed
 from lightning_accel.compress.experts import busiest_experts, measure_expert_load, plan_of_experts, remove_experts_
+from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable
+from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.latency import Latency, measure_latency
+from lightning_accel.compress.macs import Macs, count_macs
 from lightning_accel.compress.masks import prune_
 from lightning_accel.compress.prunable import find_prunable
+from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
 from lightning_accel.compress.schedule import sparsity_at
 
-__all__ = ["Latency", "find_prunable", "measure_latency", "prune_", "sparsity_at"]
-from lightning_accel.compress.macs import Macs, count_macs
-from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
-
 __all__ = [
+    "ChannelGroups",
+    "ChannelLayer",
+    "ChannelPlan",
     "Compressed",
     "ExportError",
     "Exported",
@@ -28,32 +29,26 @@ __all__ = [
     "Probabilities",
     "Report",
     "Row",
+    "apply_plan_",
+    "busiest_experts",
+    "choose_channels",
     "count_macs",
     "count_parameters",
     "describe_layers",
     "export",
+    "find_channel_groups",
+    "find_prunable",
     "load_compressed",
+    "load_pruned",
+    "measure_expert_load",
     "measure_forms",
     "measure_latency",
     "plain_forms",
-    "require_exportable",
-__all__ = [
-    "ChannelGroups",
-    "ChannelLayer",
-    "ChannelPlan",
-    "Latency",
-    "apply_plan_",
-    "busiest_experts",
-    "choose_channels",
-    "find_channel_groups",
-    "find_prunable",
-    "load_pruned",
-    "measure_expert_load",
-    "measure_latency",
     "plan_of_experts",
     "prune_",
     "recalibrate_batchnorm_",
     "remove_experts_",
+    "require_exportable",
     "score_channels",
     "sparsity_at",
 ]
