@@ -1,4 +1,6 @@
 import copy
+import threading
+from functools import partial
 
 import lightning as L
 import pytest
@@ -64,6 +66,13 @@ def test_copy_has_the_weights_and_no_trainer():
     assert not made.training
     assert module._trainer is not None
     assert made.net[0].weight is not module.net[0].weight
+
+
+def test_copy_shares_what_a_config_made():
+    """A partial function of jsonargparse's leads to all objects of the run, of which some cannot be copied."""
+    module = Own()
+    module.make_optimizer = partial(torch.optim.SGD, lr=threading.Lock())
+    assert WholeCopy(module).make(L.Trainer(accelerator="cpu", logger=False), module).make_optimizer.keywords["lr"]
 
 
 def check_copy_of_a_sharded_module_is_whole(rank):
