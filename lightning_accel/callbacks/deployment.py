@@ -264,13 +264,15 @@ def _on_meta(value: torch.Tensor) -> torch.Tensor:
 def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModule:
     """A deep copy that knows no Trainer; ``memo`` gives the places of some tensors to others.
 
-    Partial functions are shared: those that a config makes, of optimizers say, hold the whole command line, Trainer and
-    all.
+    Nor does it know the factories, of optimizers say, that a config gave it: they hold the whole command line, Trainer
+    and all.
     """
-    shared = {
-        id(value): value for one in module.modules() for value in vars(one).values() if isinstance(value, partial)
-    }
-    ties = [one.__dict__[name] for one in module.modules() for name in ("_trainer", "_fabric") if name in one.__dict__]
-    made = copy.deepcopy(module, {**memo, **shared, **{id(tie): None for tie in ties if tie is not None}})
+    ties = [vars(one)[name] for one in module.modules() for name in ("_trainer", "_fabric") if name in vars(one)]
+    ties += [value for one in module.modules() for value in vars(one).values() if _is_of_a_config(value)]
+    made = copy.deepcopy(module, {**memo, **{id(tie): None for tie in ties if tie is not None}})
     made._metric_attributes = None  # names by the identity of the metrics of ``module``
     return made
+
+
+def _is_of_a_config(value: Any) -> bool:
+    return isinstance(value, partial) and type(value.func).__module__.startswith("jsonargparse")

@@ -1,6 +1,4 @@
 import copy
-import threading
-from functools import partial
 
 import lightning as L
 import pytest
@@ -68,11 +66,36 @@ def test_copy_has_the_weights_and_no_trainer():
     assert made.net[0].weight is not module.net[0].weight
 
 
-def test_copy_shares_what_a_config_made():
-    """A partial function of jsonargparse's leads to all objects of the run, of which some cannot be copied."""
-    module = Own()
-    module.make_optimizer = partial(torch.optim.SGD, lr=threading.Lock())
-    assert WholeCopy(module).make(L.Trainer(accelerator="cpu", logger=False), module).make_optimizer.keywords["lr"]
+def test_copy_leaves_what_leads_to_the_whole_run(command, run_folder):
+    """The partial function that jsonargparse gives for an optimizer holds all objects of the run."""
+    (run_folder / "own_callback.py").write_text(OWN_CALLBACK)
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+    data = ["--data=DigitsDataModule", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
+    callback = "--trainer.callbacks+=own_callback.Uncopied"
+    result = command(
+        "fit", "--model=Classifier", "--model.optimizer=SGD", "--model.optimizer.lr=0.1", *quiet, *data, callback
+    )
+    assert result.status == 0, result.err
+
+
+OWN_CALLBACK = """
+import copy
+import threading
+
+import lightning as L
+from lightning_accel.callbacks.deployment import WholeCopy
+
+
+class Uncopied(L.Callback):
+    lock = None
+
+    def setup(self, trainer, pl_module, stage):
+        self.lock = threading.Lock()
+        self.copy = WholeCopy(pl_module)
+
+    def on_fit_end(self, trainer, pl_module):
+        copy.deepcopy(self.copy.make(trainer, pl_module))
+"""
 
 
 def check_copy_of_a_sharded_module_is_whole(rank):
