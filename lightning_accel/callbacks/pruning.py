@@ -302,8 +302,9 @@ class Pruning(L.Callback):
                 f"target of {self.target:g} is reached at step {self._last}"
             )
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._masks.detach(pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rank_zero_info(table(self.report_rows()))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

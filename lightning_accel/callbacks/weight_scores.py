@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -175,7 +176,13 @@ class InputSum:
             torch.zeros(size + 1, dtype=torch.float64, device=self.device) if self.sums is None else self.sums.clone()
         )
         sums = total(sums)
-        root = (sums[:-1] / sums[-1]).sqrt().float() if bool(sums[-1] > 0) else sums.new_ones(size).float()
+        if bool(sums[-1] > 0):
+            root = (sums[:-1] / sums[-1]).sqrt().float()
+        else:  # the layer was not called; or it was compiled in an earlier run of this process, without hooks
+            rank_zero_warn(
+                f"wanda saw no input of {part.name}, and takes its inputs for equal; another criterion sees it"
+            )
+            root = torch.ones(size, device=sums.device)
         module, shape = part.module, part.shape
         if part.input_dim == 0:
             root = root[:, None].expand(shape[:2])

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -520,3 +521,53 @@ def test_mixture_and_plain_module_with_blocks():
         pruning = Pruning(0.6, end=2, every_n_steps=1)
         fit(module, pruning, data=data, max_epochs=2)
         assert pruning.sparsity() == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.parametrize("criterion", ["magnitude", pytest.param("wanda", marks=pytest.mark.slow)])
+def test_a_compiled_module_has_the_names_of_the_module(criterion):
+    module, plain = Net(), Net()
+    plain.load_state_dict(module.state_dict())
+    torch._dynamo.reset()  # graphs of an earlier module of this structure, which had no hooks
+    module.net = torch.compile(module.net, backend="eager")
+    masks = []
+    for one in (module, plain):
+        pruning = Pruning(0.8, criterion=criterion, begin=1, end=12, every_n_steps=3)
+        fit(one, pruning)
+        masks.append(pruning.masks())
+    assert list(masks[0]) == ["net.0.weight", "net.3.weight", "net.5.weight"]
+    assert all(kept.equal(masks[1][name]) for name, kept in masks[0].items())
+
+
+def test_options_are_read_from_a_config():
+    parser = ArgumentParser()
+    parser.add_argument("pruning", type=Pruning)
+    options = {"target": 0.8, "criterion": "taylor", "begin": 10, "end": 0.5, "exclude": ["head", "torch.nn.Conv2d"],
+               "scope": "global", "rewind": 3}  # fmt: skip
+    config = parser.parse_object({"pruning": {"class_path": "lightning_accel.callbacks.Pruning", "init_args": options}})
+    pruning = parser.instantiate(config).pruning
+    assert (pruning.begin, pruning.end, pruning.criterion, pruning.target) == (10, 0.5, "taylor", 0.8)
+    assert isinstance(pruning.begin, int)
+    assert isinstance(pruning.end, float)
+    function = {"criterion": "tests.callbacks.test_pruning.squares", "begin": 1.0}
+    config = parser.parse_object(
+        {"pruning": {"class_path": "lightning_accel.callbacks.Pruning", "init_args": function}}
+    )
+    made = parser.instantiate(config).pruning
+    assert made.criterion(None, torch.tensor(3.0)) == 9
+    assert isinstance(made.begin, float)
+
+
+def squares(name: str, weight: torch.Tensor) -> torch.Tensor:
+    return weight.square()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_layer_that_nothing_was_seen_to_enter_is_told():
+    class Around(Net):
+        """Calls for the last layer's product by itself."""
+
+        def forward(self, x):
+            return F.linear(self.net[:5](x), self.net[5].weight, self.net[5].bias)
+
+    with pytest.warns(UserWarning, match=r"wanda saw no input of net.5.weight, and takes"):
+        fit(Around(), Pruning(0.5, criterion="wanda", begin=1, end=4))

