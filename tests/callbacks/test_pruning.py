@@ -109,6 +109,22 @@ def test_zeros_follow_the_schedule_and_stay(optimizer, scope):
     assert list(pruning.masks()) == ["net.0.weight", "net.3.weight", "net.5.weight"]
 
 
+class Drifting(torch.optim.SGD):
+    """Moves weights without a gradient, too, as those that make updates orthogonal do."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += 0.01
+        return loss
+
+
+def test_an_optimizer_that_moves_all_weights_leaves_the_zeros():
+    pruning = Pruning(0.8, begin=2, end=12)
+    fit(Net(partial(Drifting, lr=0.01)), [pruning, Watch(pruning)])
+
+
 def test_parameters_are_the_same_objects_under_the_same_names():
     module = Net()
     before = dict(module.named_parameters())
@@ -523,7 +539,8 @@ def test_mixture_and_plain_module_with_blocks():
         assert pruning.sparsity() == pytest.approx(0.6, abs=0.01)
 
 
-@pytest.mark.parametrize("criterion", ["magnitude", pytest.param("wanda", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
 def test_a_compiled_module_has_the_names_of_the_module(criterion):
     module, plain = Net(), Net()
     plain.load_state_dict(module.state_dict())

@@ -67,10 +67,13 @@ def assert_same(one, other):
         ]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["saved before pruning", "saved after pruning"])
-@pytest.mark.parametrize("kind", KINDS)
+SAVED_BEFORE = [pytest.param(kind, True, id=f"{kind}, saved before pruning") for kind in ("cubic", "rigl", "rewind")]
+SAVED_AFTER = [pytest.param(kind, False, id=kind) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "first"), SAVED_BEFORE + SAVED_AFTER)
 def test_one_process(tmp_path, kind, first):
-    steps = [1, 2, 5, 8, 12, 15]
+    steps = [2, 5, 12]
     whole = run(kind, tmp_path, steps, first)
     for step in steps:
         assert_same(run(kind, tmp_path, resume=tmp_path / f"{step}.ckpt"), whole)
