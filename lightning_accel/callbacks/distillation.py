@@ -19,6 +19,7 @@ from lightning_accel.callbacks.distillation_loss import (
     kept_positions,
     lengths_in,
     output_tensor,
+    share_of,
     similarity_error,
     squared_error,
 )
@@ -35,7 +36,8 @@ class Distillation(L.Callback):
     autocast, in evaluation mode; the step's loss becomes ``loss + weight * distance``. The distance is logged as
     ``train/distillation_loss``. Outputs are tensors, or hold one as ``logits``, ``scores`` or their first. Steps after
     a row's end, where ``forward`` has a parameter ``lengths``, and positions whose class is ``ignore_index`` do not
-    count. Where a step calls the module several times, the distance is the mean over calls.
+    count. Where a step calls the module several times, the distance is the mean over calls. Processes have equal says,
+    but where the step returns what its loss is a mean over as ``weight``, the distance is a mean over as much.
 
     The teacher is no part of the module: optimizers, strategies and checkpoints do not see it. It is whole on each
     device. With ``teacher="initial"`` it is a copy of the module as it is when training starts, for a student that is
@@ -210,12 +212,13 @@ class Distillation(L.Callback):
                 f"Distillation needs a loss from training_step of {type(module).__name__}, a tensor or a dict with "
                 f"'loss'; it returned {type(output).__name__}"
             )
-        distance = self._distance(module, calls, batch)
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        distance = self._distance(module, calls, batch, weight)
         module.log("train/distillation_loss", distance.detach())
         total = loss + self.weight * distance.to(loss.device)
         return {**output, "loss": total} if isinstance(output, Mapping) else total
 
-    def _distance(self, module: L.LightningModule, calls: Calls, batch: Any) -> Tensor:
+    def _distance(self, module: L.LightningModule, calls: Calls, batch: Any, weight: Any) -> Tensor:
         if self._student is None:
             parts = {name: found for name, found in calls.items() if name in callable_parts(module)}
             self._student = outermost(parts, module)
@@ -231,12 +234,12 @@ class Distillation(L.Callback):
         terms, hints = [], dict.fromkeys(self.features, 0)
         for call in found:
             output, features = self._teacher.run(call, self._student, module.device)
-            terms.append(self._compare(module.get_submodule(self._student), call, output, batch))
+            terms.append(self._compare(module.get_submodule(self._student), call, output, batch, weight))
             if self.features:
                 terms[-1] = terms[-1] + self.feature_weight * self._compare_features(calls, features, hints)
         return torch.stack(terms).mean()
 
-    def _compare(self, module: nn.Module, call: Call, teachers: Any, batch: Any) -> Tensor:
+    def _compare(self, module: nn.Module, call: Call, teachers: Any, batch: Any, weight: Any) -> Tensor:
         own, aim = output_tensor(call.output, "the student"), output_tensor(teachers, "the teacher")
         if own.shape != aim.shape and self.loss in ("kl", "mse"):
             raise ValueError(
@@ -251,12 +254,13 @@ class Distillation(L.Callback):
             keep = kept_positions(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
         keep = None if keep is None else keep.to(own.device)
         with torch.autocast(own.device.type, enabled=False):
+            share = share_of(keep, weight)
             if self.loss == "kl":
-                return divergence(own, aim, self.temperature, self.class_dim, keep)
+                return share * divergence(own, aim, self.temperature, self.class_dim, keep)
             if self.loss == "mse":
-                return squared_error(own, aim, keep)
+                return share * squared_error(own, aim, keep)
             assert callable(self.loss)
-            return self.loss(own, aim) if keep is None else self.loss(own[keep], aim[keep])
+            return share * (self.loss(own, aim) if keep is None else self.loss(own[keep], aim[keep]))
 
     def _compare_features(self, calls: Calls, teachers: Calls, used: dict[str, int]) -> Tensor:
         """Mean over pairs; a student's submodule that is called several times in a step goes by its next calls."""

@@ -99,6 +99,21 @@ def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore
     return keep
 
 
+def share_of(keep: Tensor | None, weight: Any) -> Tensor | float:
+    """What a mean over the positions that are kept, (B, ...), is multiplied with to be one over ``weight`` of them.
+
+    Processes with more positions than others have a larger say so, as in a loss that is a sum divided by a ``weight``
+    that is equal on all processes. Of positions and rows, a weight counts what there is the more equal number of.
+    """
+    if keep is None or weight is None:
+        return 1.0
+    weight = torch.as_tensor(weight, device=keep.device).detach().float()
+    rows = keep.flatten(1).any(1) if keep.ndim > 1 else keep
+    by_position, by_row = keep.sum() / weight, rows.sum() / weight
+    ratio = torch.where(by_position.log().abs() <= by_row.log().abs(), by_position, by_row)
+    return torch.where(weight > 0, ratio, 1.0)
+
+
 def lengths_in(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a call of ``module`` gives for a parameter called ``lengths``, if its ``forward`` has one."""
     try:
