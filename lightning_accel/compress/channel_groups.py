@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_accel.compress.channel_labels import Labels
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan_of_kept
+from lightning_accel.compress.channel_rules import rule_of
 from lightning_accel.compress.channel_trace import KERNEL, ChannelTrace
 from lightning_accel.compress.exclusion import excluded_parameters
 
+_STATES = ("state", "states")
 _CLOSE = 1e-3  # of the largest output; a channel that is mistaken for another changes far more
 
 
@@ -101,7 +103,8 @@ def find_channel_groups(
     A copy of the module is run on the CPU, once, and each operation followed. With what remains, a module from which
     channels are removed computes what the whole one does with their slices at zero. Channels of the inputs and
     outputs stay, those that are normalised over (layer norm), and those that an operation takes which is not known
-    here: :attr:`ChannelGroups.left_out` says why.
+    here: :attr:`ChannelGroups.left_out` says why. Fields ``state`` and ``states`` of an output that is a named tuple or
+    a mapping are taken to be for the module itself to go on from, and become smaller with it.
 
     Args:
         module: on any device, in any mode; neither it nor a random generator is changed.
@@ -116,7 +119,7 @@ def find_channel_groups(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small, args, kwargs = _copy(module, args, kwargs or {})
-        trace = ChannelTrace(small)
+        trace = ChannelTrace(small, rule_of)
         try:
             with trace.watch():
                 output = small(*args, **kwargs)
@@ -130,9 +133,18 @@ def find_channel_groups(
                 f"the output of {type(module).__name__} has no tensor that could be found in it ({type(output)}); "
                 "let forward return a tensor, or a tuple, list or dict of tensors"
             )
-        trace.pin(output, "the module's output")
+        trace.pin(_lasting(output), "the module's output")
         found = _collect(trace, small, exclude)
         return _leave_out_failures(small, found, args, kwargs) if check and found.layers else found
+
+
+def _lasting(output: Any) -> Any:
+    """``output`` without states that the module hands to itself."""
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return [_lasting(value) for name, value in zip(output._fields, output, strict=True) if name not in _STATES]
+    if isinstance(output, Mapping):
+        return [_lasting(value) for name, value in output.items() if name not in _STATES]
+    return output
 
 
 def _copy(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Any, Any]:
@@ -291,7 +303,8 @@ class _Trial:
         torch.manual_seed(0)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return [leaf for leaf in tree_leaves(module(*self.args, **self.kwargs)) if isinstance(leaf, Tensor)]
+            output = _lasting(module(*self.args, **self.kwargs))
+        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _some_of(count: int, number: int) -> list[int]:

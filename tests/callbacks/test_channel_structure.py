@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel import Classifier, ExactResume, MoEClassifier
+from lightning_accel import Classifier, ExactResume, MoEClassifier, SequenceModel
 from lightning_accel.callbacks.pruning import Pruning
 from lightning_accel.compress import load_pruned
 from tests.callbacks.test_exact_resume import SaveAt
@@ -181,16 +181,33 @@ def test_averages_become_smaller_too():
     assert sizes(module) == [4, 6, 5, 3]
 
 
-@pytest.mark.parametrize("name", ["cnn", "moe", "lstm"])
+OURS = {
+    "cnn": (
+        lambda: Classifier(2, 3, channels=[8, 12], hidden_dims=[10]),
+        IMAGES,
+        {"network.0", "network.3", "network.8"},
+    ),
+    "moe": (
+        lambda: MoEClassifier(72, 3, num_experts=4),
+        TensorDataset(IMAGES.tensors[0].flatten(1), IMAGES.tensors[1]),
+        None,
+    ),
+    **{
+        cell: (
+            lambda cell=cell: SequenceModel(2, 3, hidden_size=16, cell=cell, bidirectional=True),
+            TensorDataset(SEQUENCES, torch.arange(24) % 5 + 1, IMAGES.tensors[1]),
+            {"blocks.0.rnn.layers.0"},
+        )
+        for cell in ("gru", "lstm", "minlstm")
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("name", OURS)
 def test_our_modules(name):
-    rows, module, expected = {
-        "cnn": lambda: (IMAGES, Classifier(2, 3, channels=[8, 12], hidden_dims=[10]), {"network.0", "network.3",
-                        "network.8"}),
-        "moe": lambda: (TensorDataset(IMAGES.tensors[0].flatten(1), IMAGES.tensors[1]), MoEClassifier(72, 3), None),
-        "lstm": lambda: (None, None, None),
-    }[name]()  # fmt: skip
-    if name == "lstm":
-        pytest.skip("see tests/compress")
+    make, rows, expected = OURS[name]
+    module = make()
     before = sum(one.numel() for one in module.parameters())
     callback, _ = fit(module, rows=rows)
     assert expected is None or set(callback._masks.sparsities()) == expected

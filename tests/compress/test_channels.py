@@ -19,7 +19,7 @@ from lightning_accel.compress.channel_groups import zero_channels_
 from lightning_accel.models import Classifier
 from lightning_accel.nn import DynamicRNN, FeedForward, MixtureOfExperts
 from lightning_accel.nn.transformer import TransformerBlock
-from tests.compress.networks import Attention, Dense, Reads, ResNet18, Squeeze, mobile
+from tests.compress.networks import Attention, Dense, Pools, Reads, ResNet18, Squeeze, mobile
 
 IMAGES = torch.randn(2, 3, 9, 8)
 STEPS = torch.randn(2, 5, 3)
@@ -43,6 +43,14 @@ CASES = {
     "rnn": (lambda: Reads(nn.RNN(3, 5, batch_first=True), 5), STEPS, [5]),
     "DynamicRNN lstm": (lambda: Reads(DynamicRNN(3, 5, 2, cell="lstm", bidirectional=True), 10), STEPS, [5]),
     "DynamicRNN mingru": (lambda: Reads(DynamicRNN(3, 5, cell="mingru"), 5), STEPS, [5]),
+    **{
+        f"rows of unequal length, {cell}": (
+            lambda cell=cell: Pools(DynamicRNN(3, 5, 2, cell=cell, pooling="attention"), 5),
+            STEPS,
+            [5, 5],
+        )
+        for cell in ("rnn", "gru", "lstm", "mingru", "minlstm")
+    },
     "encoder": (lambda: nn.TransformerEncoderLayer(12, 3, 16), TOKENS, [16]),
     "attention": (Attention, TOKENS, [3]),
     "attention, packed": (lambda: Attention(12, 2, packed=True), TOKENS, [2]),
