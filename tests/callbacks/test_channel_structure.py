@@ -194,7 +194,9 @@ OURS = {
     ),
     **{
         cell: (
-            lambda cell=cell: SequenceModel(2, 3, hidden_size=16, cell=cell, bidirectional=True),
+            lambda cell=cell: SequenceModel(
+                2, 3, target_kind="classification", hidden_size=16, cell=cell, bidirectional=True
+            ),
             TensorDataset(SEQUENCES, torch.arange(24) % 5 + 1, IMAGES.tensors[1]),
             {"blocks.0.rnn.layers.0"},
         )
