@@ -120,6 +120,29 @@ def test_the_removal_changes_nothing_that_the_module_computes():
     assert around.whole["0.weight"].count_nonzero() == 4 * 18
 
 
+class Zeros(L.Callback):
+    """Of the first layer: how many channels have a weight, a moment or a gradient, after each step."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        weight = pl_module.net[0].weight
+        moment = trainer.optimizers[0].state[weight]["exp_avg"]
+        self.counts.append([int(one.flatten(1).any(1).sum()) for one in (weight, moment, weight.grad)])
+
+
+def test_channels_stay_at_zero_from_one_pruning_to_the_next():
+    zeros = Zeros()
+    fit(Own(), callbacks=[zeros])
+    weights, moments, gradients = zip(*zeros.counts, strict=True)
+    assert weights == moments
+    assert list(weights) == sorted(weights, reverse=True)
+    assert weights[1] == weights[2] < 8  # pruned after steps 2, 4 and 6
+    assert gradients[2] == weights[2]
+    assert weights[-1] == 4
+
+
 def test_batch_norms_learn_after_the_removal():
     """Modules that are left in evaluation mode would keep the statistics of before."""
     module, short = Own(), Own()
