@@ -357,6 +357,8 @@ def test_the_lowest_scores_go():
     # of twelve, relative to the mean of their layer: three of b, and the three lowest of a
     assert choose_channels(scores, 0.5, "global") == {"a": [1, 2, 3], "b": [0, 1, 2]}
     assert choose_channels(scores, 0.9, "global", min_left=3) == {"a": [0, 1, 2, 3, 4], "b": [0]}
+    uneven = {"a": torch.tensor([3.0, 3, 30]), "b": torch.tensor([1.5, 9, 9])}  # 0.25 and 0.23 of the means
+    assert choose_channels(uneven, 1 / 6, "global") == {"a": [], "b": [0]}
     assert choose_channels(scores, 0.0) == {"a": [], "b": []}
     with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\); got 1"):
         choose_channels(scores, 1)
