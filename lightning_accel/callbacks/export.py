@@ -50,7 +50,8 @@ class Export(L.Callback):
         outputs: names of the tensors that the file gives; by default those with a row for each of the batch's.
         verify: whether the file is compared with the model.
         num_batches: of validation, to compare on.
-        tolerance: of the comparison, as a share of the largest value.
+        tolerance: of the comparison, as a share of the largest value; by default 0.001, and 0.02 for what is quantized,
+            where two runtimes may round a value to neighbouring integers.
         compare: whether the report measures the plain forms, too; to compile takes a minute or so.
 
     Raises:
@@ -74,7 +75,7 @@ class Export(L.Callback):
         outputs: Sequence[str] | None = None,
         verify: bool = True,
         num_batches: int = 2,
-        tolerance: float = 1e-3,
+        tolerance: float | None = None,
         compare: bool = True,
     ) -> None:
         if format != "auto" and format not in get_args(Format):
@@ -180,7 +181,7 @@ class Export(L.Callback):
             quantized=None if result is None else _content(result, format),
             reference=None if result is None else result.run,
             verify=self.verify,
-            tolerance=self.tolerance,
+            tolerance=self._tolerance(result is not None),
         )
         _tell(self.exported)
         label = f"{format} file" if result is None else f"{result.name}, {format} file"
@@ -198,24 +199,24 @@ class Export(L.Callback):
         raw: "_Raw | None",
     ) -> Report:
         assert self.exported is not None
-        loaded: Run = load_compressed(self.exported.path)
-        run: Run = loaded if raw is None else raw.put_before(loaded)
+        files: dict[str, Run] = {label: load_compressed(self.exported.path)}
+        if self.compare and self.exported.format == "pt2":
+            files[f"{label}, compiled"] = load_compressed(self.exported.path, compiled=True)
+        if raw is not None:
+            files = {name: raw.put_before(run) for name, run in files.items()}
         plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
-        rows = measure_forms(deployed.module, deployed.inputs[0], {label: run}, plain=plain)
-        judged: Mapping[str, Run | None] = {
-            **plain,
-            "fp32 eager": None,
-            label: _InPlace(deployed.module, run, self.postprocess),
-        }
+        rows = measure_forms(deployed.module, deployed.inputs[0], files, plain=plain)
+        judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
+        judged |= {name: _InPlace(deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
         report = Report("export")
         for name, row in rows.items():
-            comparable = name != label or self.postprocess is None or isinstance(self.postprocess, Probabilities)
+            comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
             if not row.note and comparable:
                 metrics = evaluate(copied, loader, deployed.name, judged[name], limits, datamodule)
                 row = row._replace(metrics=metrics)
-            report.add(row._replace(file_bytes=self.exported.file_bytes) if name == label else row)
+            report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
         args, kwargs = first_rows(deployed.inputs[0], 1)
         report.layers = describe_layers(deployed.module, args, kwargs, _left_out(trainer, deployed.name))
         return report
@@ -224,6 +225,9 @@ class Export(L.Callback):
         if self.format != "auto":
             return self.format
         return "onnx" if result is not None and result.onnx is not None and result.program is None else "pt2"
+
+    def _tolerance(self, quantized: bool) -> float:
+        return self.tolerance if self.tolerance is not None else 0.02 if quantized else 1e-3
 
     def _preprocess(self, datamodule: Any) -> nn.Module | None:
         if not isinstance(self.preprocess, str):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -135,7 +136,10 @@ def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> 
 
 def _load_program(path: Path, compiled: bool) -> Compressed:
     extra = {METADATA: ""}
-    with path.open("rb") as file:  # by its name, load would want a suffix
+    with path.open("rb") as file, warnings.catch_warnings():  # by its name, load would want a suffix
+        warnings.filterwarnings(
+            "ignore", message="The given buffer is not writable", category=UserWarning
+        )  # torch's own
         program = torch.export.load(file, extra_files=extra)
     module: Any = program.module(check_guards=False)
     about = _read_metadata(extra[METADATA], path)

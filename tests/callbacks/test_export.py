@@ -137,7 +137,7 @@ class MakesResult(L.Callback):
         )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_quantization_left_is_exported_whatever_the_order(onnx, tmp_path):
     module, callback, before = Own(), Export(compare=False), MakesResult(onnx)
@@ -228,5 +228,5 @@ def test_compiled_and_bfloat16_stand_beside(tmp_path):
     callback = Export()
     fit(Own(), [callback], tmp_path)
     names = [row.name for row in callback.report.rows]
-    assert names == ["fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled", "pt2 file"]
+    assert names == ["fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled", "pt2 file", "pt2 file, compiled"]
     assert all(row.metrics and row.latencies and not row.note for row in callback.report.rows)
