@@ -32,6 +32,17 @@ def in_final_phase(trainer: L.Trainer) -> bool:
     return all(callback.is_final_phase for callback in _in_phases(trainer))
 
 
+def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Call ``before_model_changes(trainer, pl_module)`` of all callbacks that have it.
+
+    Called in all processes by a callback with phases, just before it first makes the model one of another kind.
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if callable(hook := getattr(callback, "before_model_changes", None)):
+            hook(trainer, pl_module)
+
+
 def hold_back_checkpoints(trainer: L.Trainer) -> None:
     """Let a ``ModelCheckpoint`` that keeps the best keep none before the final phase; ``save_last`` goes on.
 

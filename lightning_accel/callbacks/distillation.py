@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
+from lightning_accel.callbacks.compression_phase import current_phase
 from lightning_accel.callbacks.deployment import WholeCopy
 from lightning_accel.callbacks.distillation_loss import (
     divergence,
@@ -27,6 +28,8 @@ from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, 
 from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weights, plan_of, restore_
 from lightning_accel.strategies import PipelineStrategy
 
+_OWN = "initial", "dense"  # teachers that are the student as it was
+
 
 class Distillation(L.Callback):
     """Add to the loss of any LightningModule how far its outputs are from those of a teacher.
@@ -40,15 +43,16 @@ class Distillation(L.Callback):
     but where the step returns what its loss is a mean over as ``weight``, the distance is a mean over as much.
 
     The teacher is no part of the module: optimizers, strategies and checkpoints do not see it. It is whole on each
-    device. With ``teacher="initial"`` it is a copy of the module as it is when training starts, for a student that is
-    pruned or quantized afterwards; its weights are kept in checkpoints, so that a resumed run has the same teacher.
+    device. With ``teacher="initial"`` it is a copy of the module as it is when training starts, such as one that was
+    trained before; with ``teacher="dense"``, as it is when ``Pruning`` or ``Quantization`` first changes it in this
+    run, and until then nothing is added. Its weights are kept in checkpoints, so that a resumed run has the same one.
     Carried recurrent states are the student's own, so that truncated back-propagation through time needs a teacher with
     states of the same shapes.
 
     Args:
         teacher: a module that takes the same inputs; the path of a checkpoint that names its class, as those of
-            ``lightning-accel fit`` do; or ``"initial"``. A LightningModule gives the part of the same name where the
-            step calls a submodule.
+            ``lightning-accel fit`` do; ``"initial"``; or ``"dense"``. A LightningModule gives the part of the same name
+            where the step calls a submodule.
         checkpoint: whose weights the ``teacher``, a module, takes: of a Trainer, or a file of weights alone.
         weight: what the distance counts for.
         temperature: that logits are divided by; higher ones tell more of how the teacher ranks what is wrong.
@@ -66,8 +70,8 @@ class Distillation(L.Callback):
 
     Raises:
         ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
-            submodule is not there, or a strategy cannot copy the student; before the first weights change, if shapes
-            differ.
+            submodule is not there, a strategy cannot copy the student, or nothing in the Trainer would change a
+            ``"dense"`` one; before the first weights change, if shapes differ.
         TypeError: before training, if the module optimizes by hand, or under ``accel_pipeline``; in the first step, if
             outputs hold no tensor, or ``training_step`` returns no loss.
         FileNotFoundError: before training, if there is no such checkpoint.
@@ -123,8 +127,14 @@ class Distillation(L.Callback):
             return
         self._saved = {}
         self._require_served(trainer, pl_module)
-        if self.teacher == "initial":
-            self._copy = _copy_of(trainer, pl_module)
+        if self.teacher == "dense" and not current_phase(trainer):
+            raise ValueError(
+                "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does that; "
+                "add Pruning or Quantization(mode='qat'), or write teacher='initial' or a checkpoint"
+            )
+        if self.teacher in _OWN:
+            self._teacher = None
+            self._copy = _copy_of(trainer, pl_module, self.teacher)
             return
         if isinstance(self.teacher, nn.Module):
             if {id(one) for one in self.teacher.parameters()} & {id(one) for one in pl_module.parameters()}:
@@ -157,9 +167,18 @@ class Distillation(L.Callback):
         if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
             self._make_initial(trainer, pl_module)
 
+    def before_model_changes(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See :func:`~lightning_accel.callbacks.compression_phase.announce_change`."""
+        if self.teacher == "dense" and self._copy is not None:
+            self._make_own(trainer, pl_module)
+            self._place(trainer, pl_module)
+
     def _make_initial(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._copy is None:
-            return
+        if self._copy is not None and (self.teacher == "initial" or self._saved):
+            self._make_own(trainer, pl_module)
+
+    def _make_own(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self._copy is not None
         made = self._copy.make(trainer, pl_module, everywhere=True)
         assert made is not None
         if self._saved:
@@ -169,15 +188,16 @@ class Distillation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._make_initial(trainer, pl_module)
+        _require_parts("student", pl_module, [*self.features, *([] if self.module is None else [self.module])])
+        if self._teacher is not None:
+            _require_parts("teacher", self._teacher.module, self._teacher.features)
+            self._place(trainer, pl_module)
+        self._attach(pl_module)
+
+    def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._teacher is not None
-        for whose, module, names in (
-            ("student", pl_module, [*self.features, *([] if self.module is None else [self.module])]),
-            ("teacher", self._teacher.module, self._teacher.features),
-        ):
-            _require_parts(whose, module, names)
         dtypes = {one.dtype for one in pl_module.parameters() if one.is_floating_point()}
         self._teacher.place(trainer.strategy.root_device, dtypes.pop() if len(dtypes) == 1 else None)
-        self._attach(pl_module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -194,7 +214,7 @@ class Distillation(L.Callback):
 
         @wraps(original)
         def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-            if self._attached is None:  # in a copy that outlived the run
+            if self._attached is None or self._teacher is None:  # in a copy that outlived the run; still dense
                 return original(module, *args, **kwargs)
             with self._recorder.recording() as calls:
                 output = original(module, *args, **kwargs)
@@ -314,19 +334,19 @@ class Distillation(L.Callback):
         self._detach(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.teacher != "initial" or self._teacher is None:
+        if self.teacher not in _OWN or self._teacher is None:
             return {"initial": self._saved}
         weights = {name: value.cpu() for name, value in self._teacher.module.state_dict().items()}
         return {"initial": {"weights": weights, "plan": plan_of(self._teacher.module)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict["initial"] if self.teacher == "initial" else {}
+        self._saved = state_dict["initial"] if self.teacher in _OWN else {}
 
 
-def _copy_of(trainer: L.Trainer, pl_module: L.LightningModule) -> WholeCopy:
+def _copy_of(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object) -> WholeCopy:
     if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
         raise ValueError(
-            f"teacher='initial' needs a whole copy of the student, which {type(trainer.strategy).__name__} does not "
+            f"teacher={teacher!r} needs a whole copy of the student, which {type(trainer.strategy).__name__} does not "
             "give; train with 'accel_fsdp2', or give the path of a checkpoint of the student"
         )
     if type(pl_module).configure_model is not L.LightningModule.configure_model:

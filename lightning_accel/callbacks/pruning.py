@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.compression_phase import hold_back_checkpoints
+from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
 from lightning_accel.callbacks.rewinding import Rewinding
@@ -271,6 +271,8 @@ class Pruning(L.Callback):
             return
         sparsity = sparsity_at(self._step, self._first, self._last, self.target, self.schedule)
         if sparsity > self._reached:
+            if self._reached == 0:
+                announce_change(trainer, pl_module)
             self._reached = sparsity
             self._masks.prune_to(trainer, pl_module, sparsity)
             if self.rewind is not None:
@@ -325,6 +327,11 @@ class Pruning(L.Callback):
             "masks": self._masks.state_dict(),
             "rewinding": self._rewinding.state_dict(self._module),
         }
+
+    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+        """Bring a new module to the shapes of a checkpoint that has this ``state`` of the callback."""
+        if state:
+            self._masks.rebuild(pl_module, state["masks"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._step, self._seen = state_dict["step"], state_dict["seen"]

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.callbacks.compression_phase import hold_back_checkpoints
+from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
 from lightning_accel.callbacks.deployment import Deployed, WholeCopy, all_rows, evaluate, find_deployed
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.forms import Inputs, num_rows
@@ -175,9 +175,12 @@ class Quantization(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._layers and not self._enabled:
             by_epoch = isinstance(self.start, int)
-            self._enabled = trainer.current_epoch >= self.start if by_epoch else trainer.global_step >= self._start_step
+            starts = trainer.current_epoch >= self.start if by_epoch else trainer.global_step >= self._start_step
+            if starts:
+                announce_change(trainer, pl_module)
+            self._enabled = starts
             for layer in self._layers.values():
-                layer.enabled = self._enabled
+                layer.enabled = starts
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._enabled and self._layers:

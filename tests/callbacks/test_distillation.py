@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, SequenceModel
-from lightning_accel.callbacks import Distillation, ExactResume
+from lightning_accel.callbacks import Distillation, ExactResume, Pruning
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed
 from lightning_accel.callbacks.distillation_loss import divergence, similarity_error, squared_error
 from lightning_accel.callbacks.teacher import plan_of, restore_
@@ -337,6 +337,49 @@ def test_initial_is_the_student_at_the_start():
     expected = by_hand(module, step, batches_of(DATA))
     fit(module, Distillation("initial", weight=2.0))
     torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["pruned first", "taught first"])
+def test_dense_is_the_student_before_it_is_pruned(order):
+    """And until then there is no teacher."""
+    alone, module, data = Own(), Own(), FLOATS
+    module.load_state_dict(alone.state_dict())
+    options = {"data": data, "precision": "32-true"}
+    fit(alone, max_steps=2, **options)
+    distillation, pruning = Distillation("dense", weight=2.0), Pruning(0.5, schedule="one_shot", begin=2)
+    distances = []
+
+    class Watching(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            distances.append(trainer.logged_metrics.get("train/distillation_loss"))
+
+    fit(module, *[distillation, pruning][::order], Watching(), max_steps=4, **options)
+    torch.testing.assert_close(distillation._teacher.module.state_dict(), alone.state_dict())
+    assert [one is None for one in distances] == [True, True, False, False]
+    assert distances[2] > 0  # of the same weights, but for those that are pruned
+
+
+def test_a_dense_teacher_is_kept_for_a_run_that_goes_on(tmp_path):
+    ends = []
+    for begin in (1, 3):  # before and after the run is cut
+
+        def parts(begin=begin):
+            return ExactResume(), Distillation("dense", weight=2.0), Pruning(0.5, schedule="one_shot", begin=begin)
+
+        options = {"data": FLOATS, "precision": "32-true"}
+        whole, resumed, path = Own(), Own(), tmp_path / f"{begin}.ckpt"
+        resumed.load_state_dict(whole.state_dict())
+        fit(whole, *parts(), SaveAt(path, 2), **options)
+        fit(resumed, *parts(), ckpt_path=path, **options)
+        torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+        torch.load(path, weights_only=True)
+        ends.append(whole.net[0].weight)
+    assert not torch.equal(*ends)
+
+
+def test_a_dense_teacher_needs_what_changes_the_student():
+    with pytest.raises(ValueError, match=r"teacher='dense'.*add Pruning or Quantization.*teacher='initial'"):
+        fit(Own(), Distillation("dense"))
 
 
 def test_a_weight_of_zero_changes_nothing():
