@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 
@@ -39,11 +38,10 @@ class CallRecorder:
                 del self._hooks[name]
         for name, one in wanted.items():
             if name not in self._hooks:
-                self._hooks[name] = one, one.register_forward_hook(self._hook(name, one), with_kwargs=True)
-
-    def _hook(self, name: str, module: nn.Module) -> Any:
-        hook = _Hook(name, self)
-        return torch.compiler.disable(hook) if module._compiled_call_impl is not None else hook
+                compiled = one._compiled_call_impl is not None
+                hook = _Hook(name, self)
+                handle = _Around(one, hook) if compiled else one.register_forward_hook(hook, with_kwargs=True)
+                self._hooks[name] = one, handle
 
     def close(self) -> None:
         for _, handle in self._hooks.values():
@@ -72,6 +70,24 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.recorder.keep(self.name, Call(args, kwargs, output))
+
+
+class _Around:
+    """A hook outside of what ``module.compile()`` compiles, which one inside would break up; copies do not have it."""
+
+    def __init__(self, module: Any, hook: _Hook) -> None:
+        self.module, self.hook = module, hook
+        self.compiled = module._compiled_call_impl
+        module._compiled_call_impl = self.call
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.compiled(*args, **kwargs)
+        self.hook(self.module, args, kwargs, output)
+        return output
+
+    def remove(self) -> None:
+        if self.module._compiled_call_impl == self.call:
+            self.module._compiled_call_impl = self.compiled
 
 
 def callable_parts(module: nn.Module) -> list[str]:
