@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_flatten
 from lightning_accel.compress.forms import Inputs
 from lightning_accel.compress.quant_inputs import Flat, shapes_to_export, tensors_of
 
+MAX_NODES = 3000  # of a graph that is compiled: more would take many minutes
+
 
 @dataclass
 class Form:
@@ -88,6 +90,10 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
             compiled(*tensors)
         return compiled
     assert isinstance(graph, torch.fx.GraphModule)
+    if len(graph.graph.nodes) > MAX_NODES:
+        raise CannotConvertError(
+            f"its graph has {len(graph.graph.nodes)} nodes, recurrent steps one by one perhaps: too many to compile"
+        )
     run = torch._inductor.compile(graph, list(tensors), options={"freezing": True})
     run(*tensors)
     return run
@@ -113,11 +119,15 @@ def export(module: nn.Module, inputs: Sequence[Inputs]) -> ExportedProgram:
     raise CannotConvertError(f"torch.export cannot trace it: {first_line(failure)}") from failure
 
 
-def size_of(program: ExportedProgram) -> int:
-    """Bytes of the ``.pt2`` file."""
+def size_of(program: ExportedProgram, inputs: Inputs) -> int:
+    """Bytes of the ``.pt2`` file that takes the tensors of a call like ``inputs``, one by one."""
+    flat = Flat(program.module(), inputs)  # classes of results have no place in a file
+    flat.see_result(inputs)
     file = io.BytesIO()
-    with quietly():
-        torch.export.save(program, file)
+    with quietly(), torch.no_grad():
+        traced = torch.export.export(flat, tuple(tensors_of(inputs)), strict=False)
+        traced.example_inputs = None
+        torch.export.save(traced, file)
     return len(file.getbuffer())
 
 

@@ -1,12 +1,14 @@
 """Forms that ONNX Runtime runs on CPUs."""
 
+import copy
 import logging
 import tempfile
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +19,20 @@ from lightning_accel.compress.quant_form import CannotConvertError, Form, first_
 from lightning_accel.compress.quant_inputs import Flat, argument_names, dynamic_sizes, tensors_of
 from lightning_accel.compress.quant_layers import Layers
 from lightning_accel.compress.quant_torch import Ranges, has_vnni
+from lightning_accel.nn.moe import Experts
 
 _RECURRENT = (nn.LSTM,)  # that ONNX Runtime quantizes; its GRU and RNN stay float
+_SAME_GRID = ("MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")  # as what goes in
+_STATIC = [  # what stands between products and is as good in int8, so that it need not go through floats
+    *("Conv", "Gemm", "MatMul", "Relu", "Clip", "AveragePool", "GlobalAveragePool", "Add", "Concat"),
+    *_SAME_GRID,
+]
 _WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
+
+
+class _Plan(NamedTuple):
+    skipped: list[str]  # nodes that stay in float
+    inputs: dict[str, str]  # the layer that each tensor goes into, unchanged but for its shape
 
 
 class OnnxCall:
@@ -47,11 +60,16 @@ def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
     """Weights of linear layers and LSTMs in int8, inputs rounded by the range that each call has."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    def convert(source: Path, target: Path, nodes: list[str]) -> None:
+    def convert(source: Path, target: Path, plan: _Plan) -> None:
         # Of convolutions, its dynamic kernel is several times slower than that in floats
         kinds = ["MatMul", "Gemm", "LSTM"]
         quantize_dynamic(
-            source, target, kinds, weight_type=QuantType.QInt8, nodes_to_exclude=nodes, reduce_range=not has_vnni()
+            source,
+            target,
+            kinds,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=plan.skipped,
+            reduce_range=not has_vnni(),
         )
 
     def left_float(name: str, one: nn.Module) -> str:
@@ -67,20 +85,22 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
     """
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    def convert(source: Path, target: Path, nodes: list[str]) -> None:
+    def convert(source: Path, target: Path, plan: _Plan) -> None:
         quantize_static(
             source,
             target,
             _Reader(source, inputs),
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+            op_types_to_quantize=_STATIC,
             per_channel=True,
             reduce_range=not has_vnni(),
             activation_type=QuantType.QUInt8,  # with int8 there are no quick kernels on CPUs
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=nodes,
+            nodes_to_exclude=plan.skipped,
             calibrate_method=CalibrationMethod.MinMax,
-            extra_options={"TensorQuantOverrides": _overrides(source, ranges or {})},
+            extra_options={
+                "TensorQuantOverrides": _overrides(plan.inputs, ranges or {}),
+            },
         )
 
     def left_float(name: str, one: nn.Module) -> str:
@@ -94,7 +114,7 @@ def _form(
     module: nn.Module,
     inputs: Sequence[Inputs],
     layers: Layers,
-    convert: Callable[[Path, Path, list[str]], None],
+    convert: Callable[[Path, Path, _Plan], None],
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     require_onnxruntime()
@@ -105,7 +125,10 @@ def _form(
         flat = write_float(module, inputs, paths[0])
         quant_pre_process(paths[0], paths[1])
         skipped = [key for key, why in layers.left_float.items() if why.startswith("left out by skip")]
-        convert(paths[1], paths[2], _nodes_of(paths[1], skipped))
+        nodes = list(_products(paths[0], paths[1]))
+        # Gemm becomes MatMul and Add before a dynamic form is made
+        left = [key for node, name in nodes if name in skipped for key in (node.name, f"{node.name}_MatMul")]
+        convert(paths[1], paths[2], _Plan(left, _tensors_into(paths[1], nodes)))
         content = paths[2].read_bytes()
     left = {key: left_float(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
     form = Form(name, OnnxCall(content, flat), onnx=content, file_bytes=len(content))
@@ -115,6 +138,10 @@ def _form(
 
 def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat:
     """Write ``module`` as ONNX. Names of inputs end in ``__`` and the place of the tensor among those of a call."""
+    module = copy.deepcopy(module)
+    for one in module.modules():
+        if isinstance(one, Experts):
+            one.backend = "dense"  # of operators that ONNX has
     flat = Flat(module, inputs[0])
     flat.see_result(inputs[0])
     tensors = tuple(tensors_of(inputs[0]))
@@ -161,32 +188,43 @@ class _Reader:
         return next(self.calls, None)
 
 
-def _nodes_of(path: Path, names: Sequence[str]) -> list[str]:
-    """Nodes with products that come from the modules of these names."""
+def _products(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
+    """Nodes of ``ready`` with products, and the names of the modules that they come from.
+
+    Optimization, between the files, drops what nodes say of their origin, but keeps their names, as beginnings of what
+    is fused.
+    """
     import onnx
 
-    return [
-        node.name for node in onnx.load(path).graph.node if node.op_type in _WITH_PRODUCTS and _module_of(node) in names
-    ]
+    origins = {node.name: _module_of(node) for node in onnx.load(floating).graph.node if node.op_type in _WITH_PRODUCTS}
+    for node in onnx.load(ready).graph.node:
+        if node.op_type in _WITH_PRODUCTS:
+            found = max((name for name in origins if node.name.startswith(name)), key=len, default=None)
+            yield node, "" if found is None else origins[found]
 
 
-def _overrides(path: Path, ranges: Ranges) -> Mapping[str, Any]:
-    """Ranges of the tensors that go into layers, in ONNX Runtime's terms."""
+def _tensors_into(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str]:
+    """The name of the layer that each tensor goes into, and that which it has the grid of: only its shape changes."""
     import onnx
 
-    return {
-        node.input[0]: [{"rmin": np.float32(min(ranges[name][0], 0.0)), "rmax": np.float32(max(ranges[name][1], 0.0))}]
-        for node in onnx.load(path).graph.node
-        if node.op_type in _WITH_PRODUCTS and (name := _module_of(node)) in ranges
-    }
+    makers = {node.output[0]: node for node in onnx.load(path).graph.node}
+    found = {}
+    for node, name in nodes:
+        tensor = node.input[0]
+        found[tensor] = name
+        while tensor in makers and makers[tensor].op_type in _SAME_GRID:
+            tensor = makers[tensor].input[0]
+            found.setdefault(tensor, name)
+    return found
 
 
 def _module_of(node: Any) -> str:
-    """Name of the module that a node was traced from, ``""`` if it is not known."""
-    import ast
-
+    """Name of the module that a node was traced from: of that which has its weight, since batch norms are folded."""
+    for name in node.input:
+        if name.startswith("module.") and name.endswith(".weight"):
+            return name.removeprefix("module.").removesuffix(".weight")
     found = {one.key: one.value for one in node.metadata_props}.get("pkg.torch.onnx.name_scopes", "[]")
-    scopes = [scope for scope in ast.literal_eval(found)[:-1] if scope]
+    scopes = [scope for scope in literal_eval(found)[:-1] if scope]
     return scopes[-1].removeprefix("module").removeprefix(".") if scopes else ""
 
 
@@ -205,3 +243,12 @@ def _silent() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _overrides(inputs: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
+    """Ranges of the tensors that go into layers, in ONNX Runtime's terms."""
+    return {
+        tensor: [{"rmin": np.float32(min(ranges[name][0], 0.0)), "rmax": np.float32(max(ranges[name][1], 0.0))}]
+        for tensor, name in inputs.items()
+        if name in ranges
+    }

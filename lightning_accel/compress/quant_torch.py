@@ -79,7 +79,7 @@ def _form(name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: di
     form = Form(name, Compiled(module), left_float=left_float or {})
     try:
         form.program = export(module, inputs)
-        form.file_bytes = size_of(form.program)
+        form.file_bytes = size_of(form.program, inputs[0])
     except Exception:  # it may still compile; files are optional
         form.program = None
     args, kwargs = inputs[0]

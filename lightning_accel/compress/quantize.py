@@ -148,8 +148,11 @@ def quantize(
         if name in wanted or maker.kind == "float":
             try:
                 options = {"ranges": ranges} if maker.kind == "static" else {}
-                made[name] = require_sane(maker.make(module, inputs, layers, **options), module, inputs[0])
+                made[name] = maker.make(module, inputs, layers, **options)
+                if limit is None or limit.max_drop is None:  # nothing else would find out
+                    require_sane(made[name], module, inputs[0])
             except Exception as error:  # exporters and compilers raise what they like
+                made.pop(name, None)
                 refused[name] = str(error) if isinstance(error, CannotConvertError) else first_line(error)
     figures = _figures(limit, module, made, refused)
     for name in [name for name in made if name in wanted]:

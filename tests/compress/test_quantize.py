@@ -1,0 +1,273 @@
+"""Forms run uncompiled here unless a test is slow: what they compute is the same."""
+
+import io
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel.compress.fake_quant import attach, detach
+from lightning_accel.compress.quant_form import CannotConvertError, Form
+from lightning_accel.compress.quant_layers import find_layers, weight_scale
+from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
+from lightning_accel.compress.quant_torch import compiled_bfloat16, pt2e_dynamic, pt2e_static
+from lightning_accel.compress.quantize import Limit, _Maker, quantize, require_sane
+
+
+class Scores(NamedTuple):
+    scores: torch.Tensor
+    state: list
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x, scale=None, *, shift):
+        out, state = self.rnn(x * scale)
+        return Scores(self.head(out[:, -1]) + shift["by"], list(state))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.quant_form.compile_flat", lambda flat, tensors: flat)
+
+
+def network():
+    torch.manual_seed(1)
+    module = nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.Conv2d(5, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4),
+    )  # fmt: skip
+    for _ in range(4):
+        module(torch.randn(30, 2, 6, 6) + 0.5)
+    with torch.no_grad():
+        module[3].weight[:, :3] = 0
+        module[6].weight[:, ::2] = 0
+    return module.eval()
+
+
+def trained_for_int8(module, x):
+    attached = attach(find_layers(module).quantized)
+    module.train()
+    for layer in attached.values():
+        layer.enabled = True
+    for _ in range(3):
+        module(x)
+        for layer in attached.values():
+            layer.take_seen(layer.seen.clone())
+    module.eval()
+    with torch.no_grad():
+        expected = module(x)
+    detach(module)
+    return expected, {name: tuple(layer.range.tolist()) for name, layer in attached.items()}
+
+
+def test_static_form_is_what_was_trained_for(uncompiled):
+    """Bit for bit, though the batch norm is folded into the convolution; and zeros are zeros."""
+    x = torch.randn(9, 2, 6, 6) + 0.5
+    module = network()
+    expected, ranges = trained_for_int8(module, x)
+    form = pt2e_static(module, [((x,), {})], find_layers(module), ranges=ranges)
+    torch.testing.assert_close(form.run(x), expected, rtol=0, atol=1e-6)
+    assert not torch.equal(form.run(x), module(x))
+    other = pt2e_static(module, [((x,), {})], find_layers(module), {**ranges, "6": (0.0, 99.0)})
+    assert not torch.allclose(other.run(x), expected, atol=1e-3)
+    state = form.program.state_dict | form.program.constants
+    eights = {value.shape: value for value in state.values() if value.dtype == torch.int8}
+    assert eights[module[3].weight.shape][:, :3].eq(0).all()
+    assert eights[module[6].weight.shape][:, ::2].eq(0).all()
+    by_hand = (module[6].weight / weight_scale(module[6].weight)[:, None]).round()
+    torch.testing.assert_close(eights[module[6].weight.shape], by_hand.to(torch.int8))
+    assert not any(value.numel() > 30 for value in state.values() if value.dtype == torch.float32)  # no dead weights
+    assert form.program.example_inputs is None
+    for rows in (1, 4):
+        assert form.program.module()(x[:rows]).shape == (rows, 4)
+
+
+def test_onnx_static_form_has_the_ranges_of_training():
+    import onnx
+    from onnx import numpy_helper
+
+    x = torch.randn(9, 2, 6, 6) + 0.5
+    module = network()
+    _, ranges = trained_for_int8(module, x)
+    wide = {**ranges, "0": (-7.0, 9.0), "6": (0.0, 20.0)}
+    form = onnx_static(module, [((x,), {})], find_layers(module), wide)
+    graph = onnx.load_model_from_string(form.onnx).graph
+    values = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    scales = [float(values[node.input[1]]) for node in graph.node if node.op_type == "QuantizeLinear"
+              and values[node.input[1]].ndim == 0]  # fmt: skip
+    assert any(scale == pytest.approx(16 / 255) for scale in scales)
+    assert any(scale == pytest.approx(20 / 255) for scale in scales)
+    eights = [one for one in values.values() if one.dtype == "int8" and one.ndim > 1]
+    assert [one[:, ::2].any() for one in eights if one.shape == (4, 12)] == [False]
+    assert [one[:, :3].any() for one in eights if one.shape == (3, 5, 3, 3)] == [False]
+    assert form.run(x[:1]).shape == (1, 4)
+
+
+def test_onnx_runs_structures_of_any_number_of_rows():
+    module = Recurrent().eval()
+    calls = [((torch.randn(rows, 5, 3), torch.ones(3)), {"shift": {"by": torch.randn(4)}}) for rows in (6, 6, 2)]
+    form = onnx_dynamic(module, calls, find_layers(module))
+    assert b"DynamicQuantizeLSTM" in form.onnx
+    assert form.left_float == {}
+    for rows in (6, 1, 9):
+        args, kwargs = (torch.randn(rows, 5, 3), torch.full((3,), 2.0)), {"shift": {"by": torch.randn(4)}}
+        found, wanted = form.run(*args, **kwargs), module(*args, **kwargs)
+        assert type(found) is Scores
+        assert type(found.state) is list
+        torch.testing.assert_close(found.scores, wanted.scores, rtol=0, atol=0.03)
+        torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=0.03)
+    skipped = onnx_dynamic(module, calls, find_layers(module, ["head"]))
+    assert b"DynamicQuantizeLSTM" in skipped.onnx
+    assert skipped.file_bytes > form.file_bytes
+    assert list(skipped.left_float) == ["head"]
+
+
+def test_dynamic_form_rounds_by_the_range_of_each_call(uncompiled):
+    module = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
+    x = torch.randn(8, 7)
+    form = pt2e_dynamic(module, [((x,), {})], find_layers(module))
+    for factor in (1e-3, 1, 1e3):
+        wanted = module(factor * x)
+        torch.testing.assert_close(form.run(factor * x), wanted, rtol=0, atol=0.05 * wanted.abs().max().item())
+
+
+def test_bfloat16_takes_and_returns_floats(uncompiled):
+    module = network()
+    x = torch.randn(9, 2, 6, 6)
+    found = compiled_bfloat16(module, [((x,), {})], find_layers(module)).run(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, module(x), rtol=0, atol=0.1)
+    assert not torch.equal(found, module(x))
+
+
+class Slow:
+    def __init__(self, seconds, error=0.0):
+        self.seconds, self.error = seconds, error
+
+    def __call__(self, module, inputs, layers, ranges=None):
+        left = len(layers.left_float)
+
+        def run(x):
+            time.sleep(self.seconds)
+            return module(x) + (self.error if not left else 0)
+
+        return Form("", run, left_float=dict(layers.left_float))
+
+
+def failing(module, inputs, layers, ranges=None):
+    raise CannotConvertError("needs nothing that there is")
+
+
+@pytest.fixture
+def makers(monkeypatch):
+    def put(**made):
+        found = {name: _Maker(kind, "pt2e", maker) for name, (kind, maker) in made.items()}
+        monkeypatch.setattr("lightning_accel.compress.quantize._MAKERS", found)
+
+    return put
+
+
+def run(module, mode="auto", **options):
+    return quantize(module, [((torch.randn(4, 3),), {})], mode, seconds=0.02, **options)
+
+
+def judge(module):
+    x = torch.randn(50, 3)
+    wanted = module(x)
+    return lambda form: {"val/error": (form(x) - wanted).abs().mean().item()}
+
+
+def test_the_fastest_form_is_picked(makers):
+    module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    makers(half=("float", Slow(0.001)), fixed=("static", Slow(0.004)), moving=("dynamic", Slow(0.006)),
+           never=("static", failing))  # fmt: skip
+    found = run(module)
+    assert found.name == ""
+    assert {row.name: row.note for row in found.report.rows}["never"] == "needs nothing that there is"
+    rows = {row.name: row for row in found.report.rows}
+    assert list(rows) == ["fp32 eager", "half", "fixed", "moving", "never"]
+    assert list(rows["half"].latencies) == [1, 4]
+    assert found.faster_float is None
+    static = run(module, "static")
+    assert static.faster_float == "half"
+    assert "moving" not in {row.name for row in static.report.rows}
+
+
+def test_forms_that_cost_too_much_are_not_picked(makers):
+    module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    makers(half=("float", Slow(0.004)), moving=("dynamic", Slow(0.0, 0.3)))
+    limit = Limit(judge(module), "val/error", 0.1, higher_is_better=False)
+    found = run(module, limit=limit)
+    assert found.refused == {"moving": "val/error is 0.3 worse"}
+    assert {row.name: row.metrics for row in found.report.rows}["moving"]["val/error"] == pytest.approx(0.3)
+    with pytest.raises(RuntimeError, match=r"no form can be picked. moving: val/error is 0.3 worse"):
+        run(module, "dynamic", limit=limit)
+    with pytest.raises(ValueError, match=r"monitor='val/acc' is not logged in validation; what is: val/error"):
+        run(module, limit=limit._replace(monitor="val/acc"))
+
+
+def test_sensitive_layers_are_left_in_float(makers):
+    module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    with torch.no_grad():
+        module[2].weight[:, 0] = 4000.0
+        module[0].weight[0] = 0
+        module[0].bias[0] = -1
+    makers(fixed=("static", Slow(0.0, 0.3)))
+    found = run(module, limit=Limit(judge(module), "val/error", 0.1, higher_is_better=False))
+    assert list(found.left_float) == ["2"]
+    assert found.left_float["2"].startswith("sensitive: ")
+    assert not found.refused
+    fine = run(module, limit=Limit(judge(module), "val/error", 0.4, higher_is_better=False))
+    assert not fine.left_float
+
+
+def test_forms_that_are_wrong_are_refused():
+    module = nn.Linear(3, 2).eval()
+    x = torch.randn(20, 3)
+    require_sane(Form("", lambda x: module(x) * 1.1), module, ((x,), {}))
+    for wrong in (torch.zeros_like, lambda y: y[torch.randperm(20)], lambda y: y * torch.nan):
+        with pytest.raises(CannotConvertError, match="its outputs are wrong"):
+            require_sane(Form("", lambda x, wrong=wrong: wrong(module(x))), module, ((x,), {}))
+
+
+def test_options_that_are_none_are_refused():
+    module = nn.Linear(3, 2).eval()
+    for options in ({"mode": "dynamics"}, {"backend": "fbgemm"}, {"skip": ["head"]}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            quantize(module, [((torch.randn(4, 3),), {})], **options)
+
+
+@pytest.mark.slow
+def test_all_forms_of_a_network():
+    """Compiled: int8 within the steps of its grid, the file as small as it says, each size of batch."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5),
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        module[7].weight[:, ::2] = 0
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    x = torch.randn(12, 3, 8, 8)
+    found = quantize(module, [((x,), {})], seconds=0.05)
+    rows = {row.name: row for row in found.report.rows}
+    assert [name for name, row in rows.items() if not row.latencies] == []
+    torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
+    static = quantize(module, [((x,), {})], "static", "pt2e", seconds=0.05)
+    wanted = module(x)
+    for rows_now in (12, 1, 5):
+        torch.testing.assert_close(static.run(x[:rows_now]), wanted[:rows_now], rtol=0, atol=0.03 * wanted.std().item())
+    with torch.inference_mode():
+        torch.testing.assert_close(static.run(x[:5]), static.run(x)[:5])
+    file = io.BytesIO()
+    torch.export.save(static.program, file)
+    loaded = torch.export.load(io.BytesIO(file.getvalue())).module()
+    torch.testing.assert_close(loaded(x), static.run(x), rtol=0, atol=1e-4)
+    again = quantize(module, [((x,), {})], "static", "pt2e", seconds=0.05)
+    torch.testing.assert_close(again.run(x), static.run(x), rtol=0, atol=0)
