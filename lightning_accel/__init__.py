@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_accel.callbacks import CompressionReport as CompressionReport
     from lightning_accel.callbacks import Distillation as Distillation
     from lightning_accel.callbacks import EarlyStopping as EarlyStopping
     from lightning_accel.callbacks import ExactResume as ExactResume
@@ -84,6 +85,7 @@ _PACKAGE_OF = {
     "BarsAndStripesDataModule": "data",
     "Bfloat16Precision": "precision",
     "Classifier": "models",
+    "CompressionReport": "callbacks",
     "ContrastiveDivergence": "nn",
     "DBNClassifier": "models.estimators",
     "DataParallelStrategy": "strategies",
@@ -152,6 +154,7 @@ __all__ = [
     "BarsAndStripesDataModule",
     "Bfloat16Precision",
     "Classifier",
+    "CompressionReport",
     "ContrastiveDivergence",
     "DBNClassifier",
     "DataParallelStrategy",

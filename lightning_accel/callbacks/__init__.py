@@ -1,5 +1,6 @@
 """Callbacks for any LightningModule."""
 
+from lightning_accel.callbacks.compression_report import CompressionReport
 from lightning_accel.callbacks.distillation import Distillation
 from lightning_accel.callbacks.early_stopping import EarlyStopping
 from lightning_accel.callbacks.exact_resume import ExactResume
@@ -14,6 +15,7 @@ from lightning_accel.callbacks.save_on_signal import SaveOnSignal
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
 __all__ = [
+    "CompressionReport",
     "Distillation",
     "EarlyStopping",
     "ExactResume",

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -36,6 +37,14 @@ class WholeCopy:
         pl_module.configure_model()  # which may build what is to be copied, and does so once
         self._skeleton = _copy(pl_module, {id(value): _on_meta(value) for value in _tensors(pl_module)})
 
+    def at_start(self) -> L.LightningModule:
+        """The module with the shapes that it had when this was made, and weights that mean nothing."""
+        made = copy.deepcopy(self._skeleton).to_empty(device="cpu")
+        with torch.no_grad():
+            for value in _tensors(made):
+                value.fill_(0.01 if value.is_floating_point() else 0)
+        return _forget_run(made)
+
     def make(
         self, trainer: L.Trainer, pl_module: L.LightningModule, everywhere: bool = False
     ) -> L.LightningModule | None:
@@ -65,6 +74,33 @@ class WholeCopy:
                 made.get_buffer(name).copy_(buffer)
         made.load_state_dict(state)
         return _forget_run(made)
+
+
+def use_in_first_process(
+    trainer: L.Trainer, copied: L.LightningModule | None, use: Callable[[L.LightningModule], None], purpose: str
+) -> None:
+    """Call ``use`` with what :class:`WholeCopy` made, while other processes wait; if it fails, it fails in all.
+
+    Raises:
+        Exception: what ``use`` raises; in the other processes a RuntimeError that tells it, and the ``purpose``.
+    """
+    failure: Exception | None = None
+    if copied is not None:
+        try:
+            use(copied)
+        except Exception as error:
+            failure = error
+    message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise RuntimeError(f"the first process could not {purpose}: {message}")
+
+
+def run_folder(trainer: L.Trainer) -> Path:
+    """Where a run leaves its files; all processes must ask, since it is broadcast."""
+    log_dir = trainer.log_dir
+    return Path(trainer.default_root_dir if log_dir is None else log_dir)
 
 
 def whole(value: Any) -> Any:
@@ -275,4 +311,6 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
 
 
 def _is_of_a_config(value: Any) -> bool:
-    return isinstance(value, partial) and type(value.func).__module__.startswith("jsonargparse")
+    if not isinstance(value, partial):
+        return False
+    return any(str(getattr(one, "__module__", "")).startswith("jsonargparse") for one in (value.func, type(value.func)))

@@ -129,8 +129,8 @@ class Distillation(L.Callback):
         self._require_served(trainer, pl_module)
         if self.teacher == "dense" and not current_phase(trainer):
             raise ValueError(
-                "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does that; "
-                "add Pruning or Quantization(mode='qat'), or write teacher='initial' or a checkpoint"
+                "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does "
+                "that; add Pruning or Quantization(mode='qat'), or write teacher='initial' or a checkpoint"
             )
         if self.teacher in _OWN:
             self._teacher = None

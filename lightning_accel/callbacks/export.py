@@ -13,7 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_accel.callbacks.deployment import Deployed, WholeCopy, all_rows, evaluate, find_deployed
+from lightning_accel.callbacks.deployment import (
+    Deployed,
+    WholeCopy,
+    all_rows,
+    evaluate,
+    find_deployed,
+    run_folder,
+    use_in_first_process,
+)
 from lightning_accel.compress.compressed import load_compressed
 from lightning_accel.compress.export import SUFFIXES, Exported, Format, Probabilities, export, require_exportable
 from lightning_accel.compress.forms import Inputs, Run, first_rows, measure_forms, plain_forms
@@ -135,19 +143,8 @@ class Export(L.Callback):
 
     def _run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         copied = self._copy.make(trainer, pl_module)
-        folder = self._folder(trainer)
-        failure: Exception | None = None
-        if trainer.is_global_zero:
-            assert copied is not None
-            try:
-                self._export(trainer, copied, folder)
-            except Exception as error:
-                failure = error
-        message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if message is not None:
-            raise RuntimeError(f"the first process could not export: {message}")
+        folder = run_folder(trainer)
+        use_in_first_process(trainer, copied, lambda made: self._export(trainer, made, folder), "export")
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -236,12 +233,8 @@ class Export(L.Callback):
         _require_inverse(found)
         return found
 
-    def _folder(self, trainer: L.Trainer) -> Path:
-        log_dir = trainer.log_dir  # on every process: it is broadcast
-        return Path(trainer.default_root_dir if log_dir is None else log_dir)
-
     def _require_path(self, trainer: L.Trainer) -> None:
-        path = self._folder(trainer) / self.filename
+        path = run_folder(trainer) / self.filename
         if self.format != "auto":
             require_exportable(self.format, _with_suffix(path, SUFFIXES[self.format]))
         if not trainer.is_global_zero:

@@ -1,7 +1,6 @@
 """Prune a module while it trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -10,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
@@ -17,7 +17,7 @@ from lightning_accel.callbacks.rewinding import Rewinding
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
 from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
 
-CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "random"]
+CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "batchnorm", "random"]
 _MEASURED = "movement", "taylor", "wanda"  # in steps before weights are pruned
 
 
@@ -45,7 +45,8 @@ class Pruning(L.Callback):
         structure: ``"unstructured"``; ``"2:4"`` or another N:M, where N of M neighbours along a layer's input are kept;
             ``"channel"``, which removes whole channels.
         criterion: what makes a weight important: ``"magnitude"``; ``"movement"``, ``"taylor"`` (of gradients),
-            ``"wanda"`` (of inputs), which measure in all steps before; ``"random"``; or a function of a parameter's
+            ``"wanda"`` (of inputs), which measure in all steps before; ``"batchnorm"``, of channels, by the scale of
+            their norm; ``"random"``; or a function of a parameter's
             name and value (the part that the process holds) that returns scores of that shape, the lowest of which go.
         scope: shares are equal in each ``"layer"``; or the lowest scores of all go (``"global"``); or smaller layers
             keep more (``"erk"``). N:M is the same in all layers.
@@ -61,6 +62,8 @@ class Pruning(L.Callback):
         rewind: at each pruning what is left goes back to its weights after this step (lottery tickets; a copy of all
             parameters is kept), and optimizers begin anew. ``schedule="geometric"`` with few prunings is the usual way.
         exclude: names or patterns of parameters or submodules (``"head"``, ``"blocks.*.norm"``), or classes by name.
+        module: name of the submodule whose channels are removed; by default what ``validation_step`` calls.
+        round_to: a multiple of this many channels is kept in each layer, such as 8 for GPUs.
         log_layers: log ``pruning/sparsity/<weight>`` too.
         seed: of random choices.
 
@@ -89,10 +92,19 @@ class Pruning(L.Callback):
         drop_fraction: float = 0.3,
         rewind: int | None = None,
         exclude: Sequence[str | type[nn.Module]] = (),
+        module: str | None = None,
+        round_to: int = 1,
         log_layers: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if structure != "channel" and (module is not None or round_to != 1 or criterion == "batchnorm"):
+            raise ValueError(
+                "module, round_to and criterion='batchnorm' are about channels that are removed: give "
+                f"structure='channel'; got {structure!r}"
+            )
+        if round_to < 1:
+            raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
         pattern = None if structure == "channel" else parse_structure(structure)
         self.target = require_target(target, pattern)
         require_scope(scope)
@@ -122,9 +134,11 @@ class Pruning(L.Callback):
         self.rewind = rewind
         self.criterion = criterion
         self.log_layers = log_layers
+        self.module = module
+        self.round_to = round_to
         self.left_out: dict[str, str] = {}
         self._options = StructureOptions(structure, criterion, scope, tuple(exclude), regrowth, seed, self.target)
-        self._masks: Structure = _make_structure(self._options)
+        self._masks: Structure = self._make_structure()
         self._rewinding = Rewinding()
         self._start_anew()
 
@@ -177,9 +191,14 @@ class Pruning(L.Callback):
         _require_strategy(trainer.strategy)
         if trainer.global_step == 0:
             self._start_anew()
-            self._masks = _make_structure(self._options)
+            self._masks = self._make_structure()
             self._rewinding = Rewinding()
         hold_back_checkpoints(trainer)
+
+    def _make_structure(self) -> Structure:
+        if self.structure == "channel":
+            return ChannelStructure(self._options, self.module, round_to=self.round_to)
+        return MaskStructure(self._options)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._module = pl_module
@@ -356,13 +375,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         sparsity = 1 - row["nonzero"] / max(row["parameters"], 1)
         lines.append(f"{row['name']:<{width}}  {row['parameters']:>12,}  {row['nonzero']:>12,}  {sparsity:>8.4f}")
     return "\n".join(lines)
-
-
-def _make_structure(options: StructureOptions) -> Structure:
-    if options.structure == "channel":
-        made: Structure = import_module("lightning_accel.callbacks.channel_structure").ChannelStructure(options)
-        return made
-    return MaskStructure(options)
 
 
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:

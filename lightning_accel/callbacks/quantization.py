@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
-from lightning_accel.callbacks.deployment import Deployed, WholeCopy, all_rows, evaluate, find_deployed
+from lightning_accel.callbacks.deployment import (
+    Deployed,
+    WholeCopy,
+    all_rows,
+    evaluate,
+    find_deployed,
+    run_folder,
+    use_in_first_process,
+)
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.forms import Inputs, num_rows
 from lightning_accel.compress.quant_layers import find_layers
@@ -197,25 +205,17 @@ class Quantization(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         copied = self._copy.make(trainer, pl_module)
-        folder = trainer.log_dir  # on every process: it is broadcast
-        failure: Exception | None = None
-        if trainer.is_global_zero:
-            assert copied is not None
-            try:
-                datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-                loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
-                result = self.convert(copied, *loaders, datamodule)
-                assert result.report is not None
-                result.report.print()
-                result.report.save(Path(trainer.default_root_dir if folder is None else folder))
-            except Exception as error:
-                failure = error
-        message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if message is not None:
-            raise RuntimeError(f"the first process could not quantize: {message}")
+        folder = run_folder(trainer)
+        use_in_first_process(trainer, copied, lambda made: self._convert(trainer, made, folder), "quantize")
         detach(pl_module)  # what other callbacks make of it is in float
+
+    def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
+        result = self.convert(copied, *loaders, datamodule)
+        assert result.report is not None
+        result.report.print()
+        result.report.save(folder)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self._layers:

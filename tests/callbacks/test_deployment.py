@@ -66,15 +66,16 @@ def test_copy_has_the_weights_and_no_trainer():
     assert made.net[0].weight is not module.net[0].weight
 
 
-def test_copy_leaves_what_leads_to_the_whole_run(command, run_folder):
+@pytest.mark.parametrize(
+    "optimizer", [[], ["--model.optimizer=SGD", "--model.optimizer.lr=0.1"]], ids=["default", "given"]
+)
+def test_copy_leaves_what_leads_to_the_whole_run(command, run_folder, optimizer):
     """The partial function that jsonargparse gives for an optimizer holds all objects of the run."""
     (run_folder / "own_callback.py").write_text(OWN_CALLBACK)
     quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
     data = ["--data=DigitsDataModule", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
     callback = "--trainer.callbacks+=own_callback.Uncopied"
-    result = command(
-        "fit", "--model=Classifier", "--model.optimizer=SGD", "--model.optimizer.lr=0.1", *quiet, *data, callback
-    )
+    result = command("fit", "--model=Classifier", *optimizer, *quiet, *data, callback)
     assert result.status == 0, result.err
 
 

@@ -470,7 +470,12 @@ def test_a_dense_checkpoint_is_pruned_from_where_it_is(tmp_path):
         ({"target": 1.5}, r"share in \[0, 1\).*got 1.5"),
         ({"structure": "half"}, "structure must be 'unstructured', 'channel', or 'N:M'"),
         ({"structure": "2:4", "target": 0.9}, "0.5 are pruned; got a target of 0.9"),
-        ({"criterion": "size"}, "criterion must be one of magnitude, movement, taylor, wanda, random; got 'size'"),
+        ({"module": "net"}, "structure='channel'; got 'unstructured'"),
+        ({"structure": "channel", "round_to": 0}, "round_to must be at least 1 channel; got 0"),
+        (
+            {"criterion": "size"},
+            "criterion must be one of magnitude, movement, taylor, wanda, batchnorm, random; got 'size'",
+        ),
         ({"scope": "whole"}, "scope must be one of layer, global, erk"),
         ({"schedule": "slow"}, "schedule must be one of cubic, linear, geometric, one_shot, constant"),
         ({"begin": -1}, "begin must not be negative"),

@@ -1,0 +1,100 @@
+"""What a trained model costs and is worth, beside its plain forms and the model that it was at first."""
+
+from io import BytesIO
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import nn
+
+from lightning_accel.callbacks.deployment import (
+    WholeCopy,
+    all_rows,
+    evaluate,
+    find_deployed,
+    run_folder,
+    use_in_first_process,
+)
+from lightning_accel.compress.forms import Run, first_rows, measure_forms, plain_forms
+from lightning_accel.compress.macs import count_macs
+from lightning_accel.compress.report import Report, count_parameters, describe_layers
+
+_AT_FIRST = "before training"
+
+
+class CompressionReport(L.Callback):
+    """Measure the trained model at the end of ``fit``: a table in the terminal, a picture and JSON in ``figures/``.
+
+    Its rows are the model as it is, compiled, and in bfloat16, each with its latency at batch 1 and at the batch of
+    validation, and with what ``validation_step`` logs; and, where training has changed shapes, the model of the start,
+    whose latency does not depend on its weights, and which has no figures. A table of layers says what is left of each.
+    :class:`~lightning_accel.callbacks.Quantization` and :class:`~lightning_accel.callbacks.Export` report what they
+    make themselves.
+
+    Args:
+        module: name of the submodule to measure; by default what ``validation_step`` calls.
+        compiled: whether compiled forms are measured, too, which takes a minute or so.
+        seconds: that each form is measured for, at each batch.
+
+    Attributes:
+        report: in the first process, after a fit.
+
+    Raises:
+        TypeError: before training, if there is no ``validation_step``.
+        ValueError: at the end, if there are no validation data, or no submodule ``module``.
+    """
+
+    def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
+        self.module = module
+        self.compiled = compiled
+        self.seconds = seconds
+        self.report: Report | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if type(pl_module).validation_step is L.LightningModule.validation_step:
+            raise TypeError(
+                f"CompressionReport needs a validation_step of {type(pl_module).__name__}: it shows what is called, "
+                "and how good it is"
+            )
+        self._copy = WholeCopy(pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        copied, folder = self._copy.make(trainer, pl_module), run_folder(trainer)
+        use_in_first_process(trainer, copied, lambda made: self._measure(trainer, made, folder), "report")
+
+    def _measure(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loader = all_rows(trainer.val_dataloaders)
+        if not loader:
+            raise ValueError("CompressionReport measures on validation batches, and there are none; give some")
+        found = find_deployed(copied, loader, self.module, datamodule=datamodule)
+        plain = plain_forms(found.module, self.compiled)
+        start = self._copy.at_start().get_submodule(found.name)
+        has_shrunk = count_parameters(start.parameters())[0] != count_parameters(found.module.parameters())[0]
+        others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
+        rows = measure_forms(found.module, found.inputs[0], others, plain=plain, seconds=self.seconds)
+        self.report = Report("compression")
+        if has_shrunk:
+            parameters, _ = count_parameters(start.parameters())
+            macs = count_macs(start, *first_rows(found.inputs[0], 1)).total
+            of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=_file_bytes(start))
+            self.report.add(of_start)
+        for name, row in rows.items():
+            if not row.note:
+                run = None if plain[name] is found.module else plain[name]
+                row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
+            self.report.add(row._replace(file_bytes=_file_bytes(plain[name])))
+        self.report.layers = describe_layers(found.module, *first_rows(found.inputs[0], 1))
+        self.report.print()
+        self.report.save(folder)
+
+
+def _file_bytes(form: Run) -> int | None:
+    """Of the weights as ``torch.save`` writes them; compiled programs have no file."""
+    if not isinstance(form, nn.Module) or isinstance(getattr(form, "module", form), torch._dynamo.OptimizedModule):
+        return None
+    file = BytesIO()
+    torch.save(form.state_dict(), file)
+    return file.tell()

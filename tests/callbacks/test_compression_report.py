@@ -1,0 +1,110 @@
+"""What a report says is what the model is."""
+
+import json
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import Classifier, CompressionReport, DigitsDataModule, Pruning
+from tests.ranks import run_ranks
+
+
+def fit(folder, *callbacks, model=None, data=None, **options):
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        max_epochs=1, enable_checkpointing=False, default_root_dir=folder, callbacks=list(callbacks), **quiet | options
+    )
+    model = Classifier(hidden_dims=[12]) if model is None else model
+    trainer.fit(model, DigitsDataModule(batch_size=256) if data is None else data)
+    return trainer, model
+
+
+def test_channels_that_are_gone_are_reported_beside_the_model_of_the_start(tmp_path, capsys):
+    seen = CompressionReport(compiled=False, seconds=0.02)
+    _, model = fit(tmp_path, seen, Pruning(0.5, structure="channel", schedule="one_shot"))
+    rows = {row.name: row for row in seen.report.rows}
+    assert list(rows) == ["before training", "fp32 eager", "bf16 eager"]
+    assert rows["before training"].parameters == 65 * 12 + 13 * 10
+    assert rows["before training"].macs == 64 * 12 + 12 * 10
+    assert not rows["before training"].metrics
+    now = rows["fp32 eager"]
+    assert (now.parameters, now.macs) == (65 * 6 + 7 * 10, 64 * 6 + 6 * 10)
+    assert set(now.latencies) == {1, 180}
+    assert rows["bf16 eager"].file_bytes < now.file_bytes < rows["before training"].file_bytes
+    images, labels = DigitsDataModule(), None
+    images.setup()
+    images, labels = images.val_rows[:]
+    assert now.metrics["val/accuracy"] == pytest.approx(model.eval()(images).argmax(1).eq(labels).float().mean().item())
+    assert [layer.parameters for layer in seen.report.layers] == [65 * 6, 7 * 10]
+    assert "before training" in capsys.readouterr().out
+    assert json.loads((tmp_path / "figures/compression.json").read_text())["rows"][1]["macs"] == now.macs
+    assert (tmp_path / "figures/compression.png").stat().st_size > 1000
+
+
+def test_zeros_are_counted_and_shapes_are_the_same(tmp_path):
+    seen = CompressionReport(compiled=False, seconds=0.02)
+    fit(tmp_path, seen, Pruning(0.5, schedule="one_shot", scope="layer"))
+    assert [row.name for row in seen.report.rows] == ["fp32 eager", "bf16 eager"]
+    assert seen.report.rows[0].nonzero == 32 * 12 + 12 + 6 * 10 + 10
+
+
+@pytest.mark.slow
+def test_compiled_forms_are_measured_too(tmp_path):
+    seen = CompressionReport(seconds=0.02)
+    fit(tmp_path, seen)
+    rows = {row.name: row for row in seen.report.rows}
+    assert rows["fp32 compiled"].metrics == pytest.approx(rows["fp32 eager"].metrics, rel=1e-4)
+    assert rows["bf16 compiled"].latencies.keys() == rows["fp32 eager"].latencies.keys()
+    assert rows["bf16 compiled"].file_bytes is None
+
+
+def check_one_process_reports(rank, folder):
+    seen = CompressionReport(compiled=False, seconds=0.02)
+    fit(folder, seen, strategy="accel_fsdp2", devices=2)
+    return None if seen.report is None else seen.report.rows[0].parameters
+
+
+def test_one_process_reports_what_is_split(tmp_path):
+    assert run_ranks(check_one_process_reports, tmp_path) == [65 * 12 + 13 * 10, None]
+
+
+class Failing(Classifier):
+    def validation_step(self, batch, batch_idx):
+        if self._trainer is not None and not self.trainer.state.fn == "fit":
+            raise OSError("no more")
+
+
+def check_a_failure_reaches_all(rank, folder):
+    with pytest.raises((OSError, RuntimeError)) as error:
+        fit(folder, CompressionReport(compiled=False), model=Failing(), strategy="ddp", devices=2)
+    return str(error.value)
+
+
+def test_a_failure_reaches_all(tmp_path):
+    first, second = run_ranks(check_a_failure_reaches_all, tmp_path)
+    assert first == "no more"
+    assert second == "the first process could not report: OSError: no more"
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`:UserWarning")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
+def test_what_cannot_be_reported_is_refused(tmp_path):
+    class Untested(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(64, 2)
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    with pytest.raises(TypeError, match="CompressionReport needs a validation_step of Untested"):
+        fit(tmp_path, CompressionReport(), model=Untested())
+    rows = DataLoader(TensorDataset(torch.randn(6, 64), torch.arange(6)), 3)
+    with pytest.raises(ValueError, match="measures on validation batches, and there are none"):
+        fit(tmp_path, CompressionReport(compiled=False), data=rows)
