@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from types import MethodType
 
 import lightning as L
 import pytest
@@ -17,8 +18,10 @@ from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, Sequenc
 from lightning_accel.callbacks import Distillation, ExactResume, Pruning
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed
 from lightning_accel.callbacks.distillation_loss import divergence, kept_positions, similarity_error, squared_error
+from lightning_accel.callbacks.recorded_calls import CallRecorder
 from lightning_accel.callbacks.teacher import plan_of, restore_
 from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.strategies.replicas import Replica
 from tests.ranks import run_ranks
 from tests.strategies.trained import Rows, make
 
@@ -47,6 +50,15 @@ class Own(L.LightningModule):
 
     def configure_optimizers(self):
         return SGD(self.parameters())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, x):
+        return self.layers(x)
 
 
 def teacher_net(seed=5):
@@ -256,6 +268,25 @@ def test_the_teacher_is_no_part_of_the_module():
     assert copied != F.cross_entropy(module.net(batch[0]), batch[1])
     loader = DataLoader(DATA, 4)
     assert find_deployed(watches.at_end, loader).name == "net"
+
+
+def test_calls_of_copies_are_not_recorded():
+    net, recorder = Net(), CallRecorder()
+    recorder.watch(net, ["", "layers"])
+    twin = copy.deepcopy(net)
+    with recorder.recording() as calls:
+        twin(torch.ones(2, 5))
+        assert not calls
+        net(torch.ones(2, 5))
+    net(torch.ones(2, 5))
+    assert {name: len(found) for name, found in calls.items()} == {"": 1, "layers": 1}
+
+
+def test_replicas_take_the_step_with_them():
+    module = Own()
+    module.training_step = MethodType(Own.training_step, module)
+    replica = Replica(module, torch.device("cpu")).module
+    assert replica.training_step.__self__ is replica
 
 
 def test_it_is_taken_off_after_an_exception():
@@ -470,15 +501,6 @@ def test_a_config_builds_the_teacher():
         assert made.features == {"network.1": "network.1"}
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_compiled_submodule_is_not_compiled_again(in_place):
     """With no compiler behind it: what is counted is how often its code is looked at, with the callback and without."""
@@ -616,14 +638,14 @@ def check_split(rank, name, strategy, folder):
 
 @pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
 def test_processes_train_as_one(tmp_path, strategy):
-    run_ranks(check_split, "plain", strategy, tmp_path)
+    run_ranks(check_split, "plain", strategy, tmp_path, timeout_s=120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
 @pytest.mark.parametrize("name", ["classifier", "sequence", "language_model"])
 def test_processes_train_our_own_as_one(tmp_path, name, strategy):
-    run_ranks(check_split, name, strategy, tmp_path)
+    run_ranks(check_split, name, strategy, tmp_path, timeout_s=120)
 
 
 def test_devices_of_one_process_train_as_one():
