@@ -7,9 +7,10 @@ A convolutional teacher is trained on all handwritten digits for training, shift
 perceptrons with one small hidden layer, are trained on all of these (0) or on the first ``rows``, not shifted, in the
 same order from the same weights: by the labels alone; with ``Distillation``; and with a teacher that has learned
 nothing, which shows what of a gain is the softening of labels alone. With few rows the teacher, which has seen all,
-knows what they do not show; with all rows it has little to add, and a small student follows it more slowly than labels. Accuracy is on the rows of validation and test,
-after the last step; means over the seeds, with the least and the greatest difference to the first subject in a seed.
-Time is the process's CPU time of a fit.
+knows what they do not show; with all rows it has little to add, and a small student follows it more slowly than labels.
+
+Accuracy is on the rows of validation and test, after the last step; means over the seeds, with the least and the
+greatest difference to the first subject in a seed. Time is the process's CPU time of a fit.
 """
 
 import argparse
