@@ -205,9 +205,9 @@ class Quantization(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         copied = self._copy.make(trainer, pl_module)
+        detach(pl_module)  # what other callbacks make of it is in float
         folder = run_folder(trainer)
         use_in_first_process(trainer, copied, lambda made: self._convert(trainer, made, folder), "quantize")
-        detach(pl_module)  # what other callbacks make of it is in float
 
     def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -217,9 +217,8 @@ class Quantization(L.Callback):
         result.report.print()
         result.report.save(folder)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._layers:
-            detach(pl_module)
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        detach(pl_module)
 
     def convert(
         self,
@@ -256,8 +255,11 @@ class Quantization(L.Callback):
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
     ) -> Quantized:
         prefix = f"{deployed.name}." if deployed.name else ""
-        left = find_layers(module, self.skip).left_float
-        skipped = [name.removeprefix(prefix) for name, why in left.items() if "skip" in why and name.startswith(prefix)]
+        skipped = [
+            name.removeprefix(prefix) if prefix != f"{name}." else ""  # which is what is deployed
+            for name in sorted(find_layers(module, self.skip).skipped)
+            if f"{name}.".startswith(prefix)
+        ]
         ranges = None
         if self.mode == "qat":
             ranges = {
@@ -292,8 +294,8 @@ def _in_random_order(loader: Any) -> Any:
     """Rows that stand for all, the same each time; a loader of another kind is read as it is."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
-    order = torch.Generator().manual_seed(0)
-    return DataLoader(loader.dataset, loader.batch_size, shuffle=True, collate_fn=loader.collate_fn, generator=order)
+    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
+    return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
 
 
 def _until(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:

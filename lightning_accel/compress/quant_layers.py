@@ -16,7 +16,8 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).eps
 
 class Layers(NamedTuple):
     quantized: dict[str, nn.Module]  # by name
-    left_float: dict[str, str]  # name of each other that has parameters, with the reason
+    left_float: dict[str, str]  # name of each other that has weights, with the reason
+    skipped: frozenset[str]  # those of them that were to be left out
 
 
 def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
@@ -41,11 +42,13 @@ def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
             left[name] = f"left out by skip: {skipped[name]}"
         elif not isinstance(one, QUANTIZABLE):
             left[name] = f"{type(one).__name__} is no linear layer or convolution"
+        elif isinstance(one, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            left[name] = "MultiheadAttention takes its weight, and does not call it"
         elif type(one).forward not in [kind.forward for kind in QUANTIZABLE]:
             left[name] = f"{type(one).__name__} has a forward of its own"
         else:
             quantized[name] = one
-    return Layers(quantized, left)
+    return Layers(quantized, left, frozenset(skipped) & left.keys())
 
 
 def _skipped(module: nn.Module, skip: Iterable[str | type[nn.Module]]) -> dict[str, str]:

@@ -124,15 +124,18 @@ def _form(
         paths = [Path(folder, name) for name in ("float.onnx", "ready.onnx", "int8.onnx")]
         flat = write_float(module, inputs, paths[0])
         quant_pre_process(paths[0], paths[1])
-        skipped = [key for key, why in layers.left_float.items() if why.startswith("left out by skip")]
         nodes = list(_products(paths[0], paths[1]))
         # Gemm becomes MatMul and Add before a dynamic form is made
-        left = [key for node, name in nodes if name in skipped for key in (node.name, f"{node.name}_MatMul")]
+        left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
         convert(paths[1], paths[2], _Plan(left, _tensors_into(paths[1], nodes)))
         content = paths[2].read_bytes()
-    left = {key: left_float(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
+
+    def reason(key: str, one: nn.Module) -> str:
+        return layers.left_float[key] if key in layers.skipped else left_float(key, one)
+
+    reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
     form = Form(name, OnnxCall(content, flat), onnx=content, file_bytes=len(content))
-    form.left_float = {key: why for key, why in left.items() if why}
+    form.left_float = {key: why for key, why in reasons.items() if why}
     return form
 
 

@@ -127,17 +127,21 @@ def test_layers_that_cannot_be_quantized_have_a_reason():
             "own": Own(3, 3),
             "rnn": nn.LSTM(3, 3),
             "norm": nn.LayerNorm(3),
+            "attention": nn.MultiheadAttention(4, 2),
             "blocks": nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 3, 1)),
         }
     )
-    quantized, left = find_layers(module)
+    quantized, left, _ = find_layers(module)
     assert list(quantized) == ["linear", "blocks.0", "blocks.1"]
     assert left == {
         "own": "Own has a forward of its own",
         "rnn": "LSTM is no linear layer or convolution",
+        "attention": "MultiheadAttention is no linear layer or convolution",
+        "attention.out_proj": "MultiheadAttention takes its weight, and does not call it",
     }
     for skip in (["blocks.*"], ["blocks"], ["linear", nn.Sequential], ["Sequential"]):
-        quantized, left = find_layers(module, skip)
+        quantized, left, skipped = find_layers(module, skip)
+        assert {"blocks.0", "blocks.1"} <= skipped
         assert not {"blocks.0", "blocks.1"} & set(quantized)
         assert left["blocks.0"].startswith("left out by skip")
     with pytest.raises(ValueError, match=r"skip has 'lineer'.*layers are: linear, blocks.0, blocks.1"):

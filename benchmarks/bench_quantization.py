@@ -1,0 +1,177 @@
+"""How much faster and smaller is a quantized model than the float one, and what does it lose?
+
+python benchmarks/bench_quantization.py [--quick] [--json FILE]
+
+Digits: a CNN (64, 128 and 256 channels, 256 hidden units), an MLP (three layers of 1024), an LSTM (two layers of 512, 8
+steps of 8 pixels), trained in this run; accuracy of the test images. All forms that this machine can run are measured
+at batch 1 and 256, interleaved in one process, one thread; ratios are medians against fp32 eager in the same rounds.
+File sizes are to that of the float model in the same format. ``QAT`` is the CNN trained by
+``Quantization(mode="qat")`` inside a Trainer. With ``--quick`` models train less, and fewer calls are timed.
+
+What can be expected: a CPU with AVX512 VNNI does 4 times as many multiplications of int8 as of float32 a cycle, with
+AMX 32 times as many. Beyond that a ratio comes of what fp32 eager wastes.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_accel import Classifier, DigitsDataModule
+from lightning_accel.callbacks import Quantization
+from lightning_accel.compress.forms import Inputs
+from lightning_accel.compress.quant_form import Form
+from lightning_accel.compress.quantize import Limit, Quantized, quantize
+
+BATCHES = (1, 256)
+# (model, form, batch): times faster than fp32 eager, on a CPU with AMX
+WANTED = {
+    ("CNN", "int8 PT2E static", 256): 10,
+    ("LSTM", "int8 ONNX Runtime dynamic", 256): 2.5,
+    ("LSTM", "int8 ONNX Runtime dynamic", 1): 10,
+    ("MLP", "int8 PT2E static", 256): 6,
+}
+
+
+class Recurrent(L.LightningModule):
+    """Reads an image line by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 512, 2, batch_first=True)
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.squeeze(1))[0][:, -1])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+
+def cnn() -> Classifier:
+    return Classifier(1, 10, channels=[64, 128, 256], hidden_dims=[256])
+
+
+def train(module: L.LightningModule, data: DigitsDataModule, epochs: int, *callbacks: L.Callback) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    module.eval()
+
+
+def accuracy(run: Any, data: DigitsDataModule) -> float:
+    x, target = data.test_rows.tensors
+    with torch.no_grad():
+        return run(x).argmax(dim=1).eq(target).float().mean().item()
+
+
+def forms_of(module: nn.Module, data: DigitsDataModule, seconds: float) -> Quantized:
+    x = data.train_rows.tensors[0][:256]
+    inputs: list[Inputs] = [((x,), {})]
+    judged = Limit(lambda run: {"test/accuracy": accuracy(run, data)})
+    return quantize(module, inputs, limit=judged, batch_sizes=BATCHES, seconds=seconds)
+
+
+def rows_of(model: str, found: Quantized, float_bytes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    assert found.report is not None
+    rows = {row.name: row for row in found.report.rows}
+    eager = rows["fp32 eager"]
+    for name, row in rows.items():
+        made = {"subject": name, "baseline": "fp32 eager"}
+        for batch, latency in row.latencies.items():
+            ratio = eager.latencies[batch].p50_ms / latency.p50_ms
+            yield made | {"case": f"{model}, batch {batch}", "metric": "latency", "value": latency.p50_ms, "unit": "ms",
+                          "ratio": ratio, "wanted": WANTED.get((model, name, batch))}  # fmt: skip
+        for metric, value in row.metrics.items():
+            yield made | {"case": model, "metric": metric, "value": value, "unit": "", "ratio": None}
+        if row.file_bytes:
+            whole = float_bytes["onnx" if "ONNX" in name else "pt2"]
+            yield made | {"case": model, "metric": "file", "value": row.file_bytes, "unit": "bytes",
+                          "ratio": row.file_bytes / whole}  # fmt: skip
+        if row.note:
+            yield made | {"case": model, "metric": "note", "value": row.note, "unit": "", "ratio": None}
+
+
+def float_sizes(module: nn.Module, found: Quantized, data: DigitsDataModule) -> dict[str, int]:
+    import tempfile
+    from pathlib import Path
+
+    from lightning_accel.compress.quant_onnx import write_float
+
+    assert found.report is not None
+    sizes = {row.name: row.file_bytes for row in found.report.rows}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "float.onnx")
+        write_float(module, [((data.train_rows.tensors[0][:256],), {})], path)
+        return {"pt2": sizes["fp32 compiled"] or 0, "onnx": path.stat().st_size}
+
+
+def qat_row(data: DigitsDataModule, epochs: int, seconds: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = cnn()
+    callback = Quantization("qat", "pt2e", start=0.6, seconds=seconds)
+    train(module, data, epochs, callback)
+    result: Form | None = callback.result
+    assert result is not None
+    return {"case": "CNN trained for int8", "subject": result.name, "metric": "test/accuracy",
+            "value": accuracy(result.run, data), "unit": "", "baseline": "float after the same training",
+            "ratio": accuracy(module, data)}  # fmt: skip
+
+
+def show(row: dict[str, Any]) -> None:
+    value = row["value"] if isinstance(row["value"], str) else f"{row['value']:.4g} {row['unit']}"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}"
+    wanted = f" (wanted {row['wanted']})" if row.get("wanted") else ""
+    print(f"| {row['case']} | {row['subject']} | {row['metric']} | {value} | {ratio}{wanted} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    seconds, share = (0.1, 0.2) if options.quick else (2.0, 1.0)
+    data = DigitsDataModule(batch_size=64, max_shift=1)
+    data.setup()
+    found = {name for name, has in torch.cpu.get_capabilities().items() if has is True}
+    print(f"torch {torch.__version__}, {platform.machine()}, 1 thread, "
+          f"{', '.join(sorted(found & {'avx2', 'avx512_vnni', 'avx512_bf16', 'amx_int8', 'amx_bf16'}))}")  # fmt: skip
+    print("| case | subject | metric | value | ratio |\n|-|-|-|-|-|")
+    made = []
+    models: dict[str, Any] = {
+        "CNN": (cnn, 20), "MLP": (lambda: Classifier(64, 10, hidden_dims=[1024] * 3), 20), "LSTM": (Recurrent, 15)
+    }  # fmt: skip
+    for name, (make, epochs) in models.items():
+        torch.manual_seed(0)
+        module = make()
+        train(module, data, max(1, round(share * epochs)))
+        result = forms_of(module, data, seconds)
+        for row in rows_of(name, result, float_sizes(module, result, data)):
+            made.append(row)
+            show(row)
+        print(f"| {name} | picked: {result.name} | | | |", flush=True)
+    made.append(qat_row(data, max(3, round(share * 25)), seconds))
+    show(made[-1])
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(made, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

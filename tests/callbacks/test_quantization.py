@@ -1,0 +1,327 @@
+import logging
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, SequenceModel
+from lightning_accel.callbacks import Quantization
+from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
+from lightning_accel.compress.quantize import Quantized
+from lightning_accel.compress.report import Report
+from tests.ranks import run_ranks
+
+ROWS = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3)
+
+
+class Plain(L.LightningModule):
+    """Knows nothing of us."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.seen.append((loss.item(), torch.rand(1).item()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.log("val/accuracy", scores.argmax(1).eq(batch[1]).float().mean(), batch_size=len(scores))
+        self.log("val/loss", nn.functional.cross_entropy(scores, batch[1]), batch_size=len(scores))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+class Convert:
+    """In place of :func:`quantize`: keeps what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, module, inputs, *args, **options):
+        self.calls.append((module, inputs, args, options))
+        limit = options["limit"]
+        self.figures = (
+            None if limit is None else [limit.evaluate(module), limit.evaluate(lambda x: torch.zeros(len(x), 3))]
+        )
+        return Quantized("int8", module, report=Report("quantization"), refused={})
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    found = Convert()
+    monkeypatch.setattr("lightning_accel.callbacks.quantization.quantize", found)
+    return found
+
+
+def fit(module, callbacks, folder, max_epochs=2, ckpt_path=None, batch_size=8, validate=True, **options):
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=max_epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=callbacks, default_root_dir=folder,
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks), **options,
+    )  # fmt: skip
+    loaders = [DataLoader(ROWS, batch_size, shuffle=True), *([DataLoader(ROWS, 16)] if validate else [])]
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
+    found = []
+    for callbacks in ([Quantization("static", calibrate=20)], []):
+        torch.manual_seed(0)
+        module = Plain()
+        fit(module, callbacks, tmp_path)
+        fit(module, [], tmp_path, max_epochs=1)
+        found.append((weights(module), module.seen))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    assert found[0][1] == found[1][1]
+    (copied, inputs, args, options) = converted.calls[0]
+    assert args == ("static", "auto")
+    assert copied is not module.net
+    assert not copied.training
+    assert [len(one[0][0]) for one in inputs] == [8, 8, 8]
+    rows = torch.cat([one[0][0] for one in inputs])
+    assert not torch.equal(rows, ROWS.tensors[0][:24])  # not the first ones, which may be of one class
+    assert all(any(torch.equal(row, other) for other in ROWS.tensors[0]) for row in rows)
+    assert converted.figures[1]["val/loss"] == pytest.approx(torch.tensor(3.0).log().item())
+    assert converted.figures[0]["val/loss"] != converted.figures[1]["val/loss"]
+    assert options["limit"].monitor is None
+
+
+def test_names_to_skip_are_those_of_the_module(tmp_path, converted):
+    fit(Plain(), [Quantization(skip=["net.0"])], tmp_path)
+    fit(Plain(), [Quantization(skip=["Linear"], module="net.3")], tmp_path)
+    assert converted.calls[0][3]["skip"] == ["0"]
+    assert converted.calls[1][3]["skip"] == [""]
+
+
+def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
+    """With ranges of what they see, equal losses before, and validation of what is wanted afterwards."""
+    phases, losses = [], {}
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            phases.append((current_phase(trainer), in_final_phase(trainer)))
+
+    for start in (0.5, 1, 99):
+        torch.manual_seed(0)
+        module = Plain()
+        quantization = Quantization("qat", start=start)
+        if start == 99:
+            with pytest.raises(RuntimeError, match="no step was trained in int8"):
+                fit(module, [quantization, Watch()], tmp_path)
+        else:
+            phases.clear()
+            fit(module, [quantization, Watch()], tmp_path)
+            assert phases == [("float", False)] * 6 + [("int8", True)] * 6
+        losses[start] = [loss for loss, _ in module.seen]
+        assert not any("forward" in one.__dict__ for one in module.modules())
+        assert list(module.state_dict()) == list(Plain().state_dict())
+    assert losses[0.5] == losses[1]
+    assert losses[1][:6] == losses[99][:6]
+    assert losses[1][6] != losses[99][6]
+    ranges = converted.calls[0][3]["ranges"]
+    assert list(ranges) == ["0", "3"]
+    assert ranges["3"][0] == 0
+    low, high = ROWS.tensors[0].min().item(), ROWS.tensors[0].max().item()
+    assert low <= ranges["0"][0] < 0.5 * low
+    assert 0.5 * high < ranges["0"][1] <= high
+
+
+@pytest.mark.parametrize("killed_at", [0, 1])
+def test_resumed_training_is_bit_equal(tmp_path, converted, killed_at):
+    class Stop(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == killed_at:
+                trainer.save_checkpoint(tmp_path / "killed.ckpt")
+                raise KeyboardInterrupt
+
+    found = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        module, quantization = Plain(), Quantization("qat", start=0.4)
+        loader = {"max_epochs": 3}
+        if resumes:
+            with pytest.raises((KeyboardInterrupt, SystemExit)):
+                in_order(Plain(), [Quantization("qat", start=0.4), Stop()], tmp_path, **loader)
+            in_order(module, [quantization], tmp_path, ckpt_path=tmp_path / "killed.ckpt", **loader)
+        else:
+            in_order(module, [quantization], tmp_path, **loader)
+        found.append((weights(module), converted.calls[-1][3]["ranges"]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    assert found[0][1] == found[1][1]
+    state = torch.load(tmp_path / "killed.ckpt", weights_only=True)["callbacks"]
+    assert list(next(iter(state.values()))["ranges"]) == ["net.0", "net.3"]
+
+
+def in_order(module, callbacks, folder, ckpt_path=None, **options):
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        enable_checkpointing=False, default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(ROWS, 8), DataLoader(ROWS, 16), ckpt_path=ckpt_path)
+
+
+def test_best_checkpoint_is_one_of_int8(tmp_path, converted):
+    keeper = ModelCheckpoint(tmp_path, monitor="val/loss", filename="{epoch}")
+    fit(Plain(), [Quantization("qat", start=1), keeper], tmp_path)
+    assert keeper.best_model_path.endswith("epoch=1.ckpt")
+
+
+def ranges_of(rank, strategy, devices, folder, batch_size):
+    torch.manual_seed(0)
+    module = Plain()
+    module.net[1] = nn.Identity()  # its moments would be those of each process
+    quantization = Quantization("qat", start=0)
+    found = Convert()
+    import lightning_accel.callbacks.quantization as own
+
+    kept, own.quantize = own.quantize, found
+    try:
+        options = {"strategy": strategy, "devices": devices} if devices > 1 else {}
+        trainer = L.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[quantization], enable_checkpointing=False, default_root_dir=folder, max_epochs=1,
+            use_distributed_sampler=False, **options,
+        )  # fmt: skip
+        sampler = DistributedSampler(ROWS, devices, rank, shuffle=False)
+        trainer.fit(module, DataLoader(ROWS, batch_size, sampler=sampler), DataLoader(ROWS, 16))
+    finally:
+        own.quantize = kept
+    return {name: layer.range.tolist() for name, layer in quantization._layers.items()}, len(found.calls)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+def test_ranges_are_those_of_one_process(tmp_path, strategy):
+    one, _ = ranges_of(0, "auto", 1, tmp_path, 8)
+    two = run_ranks(ranges_of, strategy, 2, tmp_path, 4)
+    for ranges, _ in two:
+        for name, expected in one.items():
+            assert ranges[name] == pytest.approx(expected, rel=1e-3)
+    assert [calls for _, calls in two] == [1, 0]
+
+
+def check_failure_of_the_first_process_reaches_all(rank, folder):
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=1,
+        callbacks=[Quantization("qat", start=5)], enable_checkpointing=False, default_root_dir=folder, strategy="ddp",
+        devices=2,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="no step was trained in int8"):
+        trainer.fit(Plain(), DataLoader(ROWS, 8), DataLoader(ROWS, 16))
+
+
+def test_failure_of_the_first_process_reaches_all(tmp_path):
+    run_ranks(check_failure_of_the_first_process_reaches_all, tmp_path)
+
+
+def test_what_cannot_work_is_refused_before_training(tmp_path):
+    for options, match in [
+        ({"mode": "int8"}, "mode must be one of auto, static"),
+        ({"backend": "tensorrt"}, "backend must be one of auto, pt2e"),
+        ({"max_drop": 0.1}, "max_drop needs monitor"),
+        ({"max_drop": -1.0, "monitor": "val/loss"}, "max_drop must be at least 0.*got -1.0"),
+        ({"monitor_mode": "best"}, "monitor_mode must be"),
+        ({"calibrate": 0}, "calibrate must be at least 1 row; got 0"),
+        ({"start": 1.0}, r"start must be a share.*got 1.0"),
+        ({"mode": "qat", "backend": "torchao"}, "mode='qat' is converted by"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            Quantization(**options)
+    for options, match in [
+        ({"skip": ["head"]}, r"skip has 'head'.*net.0, net.3"),
+        ({"module": "head"}, "no submodule 'head'; it has: net"),
+        ({"mode": "qat", "skip": ["net"]}, "Plain has no linear layer or convolution for mode='qat'"),
+    ]:
+        module = Plain()
+        with pytest.raises(ValueError, match=match):
+            fit(module, [Quantization(**options)], tmp_path)
+        assert module.seen == []
+    with pytest.raises(ValueError, match="monitors 'val/loss', but this run does not validate"):
+        fit(Plain(), [Quantization(monitor="val/loss")], tmp_path, validate=False)
+
+    class Silent(Plain):
+        validation_step = L.LightningModule.validation_step
+
+    with pytest.raises(TypeError, match="Quantization needs a validation_step of Silent"):
+        fit(Silent(), [Quantization()], tmp_path, validate=False)
+
+
+def test_missing_packages_are_named_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.quantize.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"backend='onnxruntime' needs onnx and .*lightning_accel.compress"):
+        fit(Plain(), [Quantization(backend="onnxruntime")], tmp_path)
+
+
+def test_onnx_file_of_a_plain_module(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.quant_form.compile_flat", lambda flat, tensors: flat)  # in a second
+    module = Plain()
+    quantization = Quantization("dynamic", "onnxruntime", monitor="val/accuracy", max_drop=0.05, seconds=0.02)
+    with caplog.at_level(logging.INFO):
+        fit(module, [quantization], tmp_path)
+    result = quantization.result
+    assert result.name == "int8 ONNX Runtime dynamic"
+    assert result.deployed == "net"
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(result.run(x), module.eval().net(x), rtol=0, atol=0.3)
+    assert f"Quantization picked {result.name}" in caplog.text
+    assert {one.name for one in (tmp_path / "figures").iterdir()} == {"quantization.png", "quantization.json"}
+    rows = {row.name: row for row in result.report.rows}
+    assert set(rows[result.name].latencies) == {1, 8}
+    assert "val/accuracy" in rows["fp32 eager"].metrics
+    again = Quantization("dynamic", "onnxruntime", seconds=0.02)
+    found = again.convert(module, DataLoader(ROWS, 8), DataLoader(ROWS, 16))
+    assert found.onnx == result.onnx
+
+
+@pytest.mark.slow
+def test_cnn_trained_for_int8_in_a_trainer(tmp_path):
+    torch.manual_seed(0)
+    module = Classifier(1, 10, channels=[16, 32], hidden_dims=[32])
+    data = DigitsDataModule(batch_size=64)
+    quantization = Quantization("qat", "pt2e", monitor="val/accuracy", max_drop=0.01, seconds=0.05)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=6, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[quantization], enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    metrics = {row.name: row.metrics for row in quantization.result.report.rows}
+    # the last validation of the fit saw the layers rounded
+    assert metrics["int8 PT2E static"]["val/loss"] == pytest.approx(
+        float(trainer.callback_metrics["val/loss"]), rel=0.01
+    )
+    assert metrics["int8 PT2E static"]["val/accuracy"] > 0.9
+    assert quantization.result.program is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["moe", "sequence"])
+def test_models_of_ours(kind):
+    if kind == "moe":
+        module, rows = MoEClassifier(12, 3, num_experts=4), TensorDataset(torch.randn(32, 12), torch.arange(32) % 3)
+    else:
+        module = SequenceModel(2, 3, target_kind="classification", cell="mingru", hidden_size=16)
+        lengths = torch.arange(32) % 4 + 1
+        rows = TensorDataset(torch.randn(32, 4, 2), lengths, torch.arange(32) % 3)
+    quantization = Quantization(seconds=0.02)
+    found = quantization.convert(module.eval(), DataLoader(rows, 16), DataLoader(rows, 16))
+    notes = {row.name: row.note for row in found.report.rows if not row.latencies}
+    assert "fp32 compiled" not in notes
+    assert "int8 PT2E static" not in notes
+    inputs = [rows.tensors[0][:5]] if kind == "moe" else [rows.tensors[0][:5], rows.tensors[1][:5]]
+    with torch.no_grad():
+        wanted, result = module(*inputs), found.run(*inputs)
+    assert type(result) is type(wanted)
+    torch.testing.assert_close(result[0], wanted[0], rtol=0, atol=0.1)
