@@ -341,6 +341,30 @@ def test_steps_that_return_a_dict_or_nothing():
     torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_no_gradient_flows_through_the_teacher():
+    """Not even to what the student computes its inputs by."""
+
+    class Deeper(Own):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(5, 5)
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(self.first(batch[0])), batch[1])
+
+    module, teacher = Deeper(), teacher_net()
+    aim = copy.deepcopy(teacher).double().eval()
+
+    def step(student, batch):
+        hidden = student.first(batch[0])
+        logits = student.net(hidden)
+        return F.cross_entropy(logits, batch[1]) + 0.5 * kl(logits, aim(hidden).detach(), 4.0).mean()
+
+    expected = by_hand(module, step, batches_of(DATA))
+    fit(module, Distillation(teacher))
+    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_two_views_of_a_batch_are_compared_each():
     class Twice(Own):
         def training_step(self, batch, batch_idx):
