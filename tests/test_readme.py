@@ -60,7 +60,7 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (8, 13)
+    assert (len(SCRIPTS), len(COMMANDS)) == (9, 15)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
 
 

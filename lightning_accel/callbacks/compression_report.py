@@ -12,6 +12,7 @@ from lightning_accel.callbacks.deployment import (
     all_rows,
     evaluate,
     find_deployed,
+    left_out_of,
     run_folder,
     use_in_first_process,
 )
@@ -61,6 +62,8 @@ class CompressionReport(L.Callback):
         self._copy = WholeCopy(pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return
         copied, folder = self._copy.make(trainer, pl_module), run_folder(trainer)
         use_in_first_process(trainer, copied, lambda made: self._measure(trainer, made, folder), "report")
 
@@ -86,7 +89,9 @@ class CompressionReport(L.Callback):
                 run = None if plain[name] is found.module else plain[name]
                 row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
             self.report.add(row._replace(file_bytes=_file_bytes(plain[name])))
-        self.report.layers = describe_layers(found.module, *first_rows(found.inputs[0], 1))
+        self.report.layers = describe_layers(
+            found.module, *first_rows(found.inputs[0], 1), left_out_of(trainer, found.name)
+        )
         self.report.print()
         self.report.save(folder)
 

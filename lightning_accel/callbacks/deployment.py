@@ -103,6 +103,19 @@ def run_folder(trainer: L.Trainer) -> Path:
     return Path(trainer.default_root_dir if log_dir is None else log_dir)
 
 
+def left_out_of(trainer: L.Trainer, deployed: str) -> dict[str, str]:
+    """Why callbacks left layers as they were, by the names of layers in the module that is deployed."""
+    notes: dict[str, str] = {}
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        for name, reason in getattr(callback, "left_out", {}).items():
+            layer, _, parameter = name.removeprefix(f"{deployed}." if deployed else "").rpartition(".")
+            if not parameter.startswith("bias"):  # which is left out of any layer
+                notes[layer] = str(reason)
+        notes.update(getattr(getattr(callback, "result", None), "left_float", None) or {})
+    return notes
+
+
 def whole(value: Any) -> Any:
     """A tensor on the CPU, gathered where it is sharded; other values as they are."""
     if isinstance(value, DTensor):

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, get_args
@@ -19,6 +19,7 @@ from lightning_accel.callbacks.deployment import (
     all_rows,
     evaluate,
     find_deployed,
+    left_out_of,
     run_folder,
     use_in_first_process,
 )
@@ -135,7 +136,8 @@ class Export(L.Callback):
         _move_last(trainer, self)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._run(trainer, pl_module)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            self._run(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING and TrainerFn.VALIDATING in self.exports_on:
@@ -215,7 +217,7 @@ class Export(L.Callback):
                 row = row._replace(metrics=metrics)
             report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
         args, kwargs = first_rows(deployed.inputs[0], 1)
-        report.layers = describe_layers(deployed.module, args, kwargs, _left_out(trainer, deployed.name))
+        report.layers = describe_layers(deployed.module, args, kwargs, left_out_of(trainer, deployed.name))
         return report
 
     def _format(self, result: Any) -> Format:
@@ -327,20 +329,6 @@ def _move_last(trainer: L.Trainer, callback: L.Callback) -> None:
     """
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     trainer.callbacks = [one for one in callbacks if one is not callback] + [callback]  # type: ignore[attr-defined]
-
-
-def _left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:
-    """Reasons of callbacks for what they left out, by the names of layers in the deployed module."""
-    notes: dict[str, str] = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        left_out = getattr(callback, "left_out", None)
-        result = getattr(callback, "result", None)
-        left_float = getattr(result, "left_float", None)
-        for name, reason in (left_out if isinstance(left_out, Mapping) else {}).items():
-            layer = name.removeprefix(f"{deployed}.") if deployed else name
-            notes[layer.rpartition(".")[0]] = str(reason)
-        notes.update(left_float if isinstance(left_float, Mapping) else {})
-    return notes
 
 
 def _tell(exported: Exported) -> None:

@@ -204,6 +204,8 @@ class Quantization(L.Callback):
         self._loaded = dict(state_dict["ranges"])
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return
         copied = self._copy.make(trainer, pl_module)
         detach(pl_module)  # what other callbacks make of it is in float
         folder = run_folder(trainer)

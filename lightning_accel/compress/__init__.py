@@ -13,6 +13,7 @@ from lightning_accel.compress.latency import Latency, measure_latency
 from lightning_accel.compress.macs import Macs, count_macs
 from lightning_accel.compress.masks import prune_
 from lightning_accel.compress.prunable import find_prunable
+from lightning_accel.compress.quantize import Quantized, quantize
 from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
 from lightning_accel.compress.schedule import sparsity_at
 
@@ -27,6 +28,7 @@ __all__ = [
     "Layer",
     "Macs",
     "Probabilities",
+    "Quantized",
     "Report",
     "Row",
     "apply_plan_",
@@ -46,6 +48,7 @@ __all__ = [
     "plain_forms",
     "plan_of_experts",
     "prune_",
+    "quantize",
     "recalibrate_batchnorm_",
     "remove_experts_",
     "require_exportable",
