@@ -255,11 +255,11 @@ def test_all_forms_of_a_network():
         module[7].weight[:, ::2] = 0
     state = {name: value.clone() for name, value in module.state_dict().items()}
     x = torch.randn(12, 3, 8, 8)
-    found = quantize(module, [((x,), {})], seconds=0.05)
-    rows = {row.name: row for row in found.report.rows}
-    assert [name for name, row in rows.items() if not row.latencies] == []
+    options = {"seconds": 0.05, "batch_sizes": [12]}
+    found = quantize(module, [((x,), {})], **options)
+    assert [row.name for row in found.report.rows if not row.latencies] == []
     torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
-    static = quantize(module, [((x,), {})], "static", "pt2e", seconds=0.05)
+    static = pt2e_static(module, [((x,), {})], find_layers(module))
     wanted = module(x)
     for rows_now in (12, 1, 5):
         torch.testing.assert_close(static.run(x[:rows_now]), wanted[:rows_now], rtol=0, atol=0.03 * wanted.std().item())
@@ -269,5 +269,5 @@ def test_all_forms_of_a_network():
     torch.export.save(static.program, file)
     loaded = torch.export.load(io.BytesIO(file.getvalue())).module()
     torch.testing.assert_close(loaded(x), static.run(x), rtol=0, atol=1e-4)
-    again = quantize(module, [((x,), {})], "static", "pt2e", seconds=0.05)
+    again = pt2e_static(module, [((x,), {})], find_layers(module))
     torch.testing.assert_close(again.run(x), static.run(x), rtol=0, atol=0)
