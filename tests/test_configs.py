@@ -1,9 +1,13 @@
 """Every config says what it is, and runs."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+
+from lightning_accel import DigitsDataModule, load_compressed
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
@@ -47,6 +51,7 @@ def test_moe_lm_reaches_what_it_promises(command, run_folder):
 @pytest.mark.parametrize(("name", "figure", "least", "most"), [
     ("rnn_digits", "test/accuracy", 0.975, 1), ("rnn_adding", "test/mse", 0, 1e-3),
     ("relational_csl", "test/accuracy", 1, 1), ("relational_counting", "test/loss", 0, 1e-5),
+    ("compress_mlp", "test/accuracy", 0.93, 1), ("compress_rnn", "test/accuracy", 0.96, 1),
     ("dbn_digits", "test/accuracy", 0.94, 1), ("rbm_bars", "test/log_prob", -3.375, -2.6),
 ])  # fmt: skip
 def test_run_reaches_what_it_promises(command, name, figure, least, most):
@@ -68,3 +73,27 @@ def test_circular_skip_links_of_each_fold(command, run_folder, fold, options, ex
     assert command("fit", "--config", path, *options).status == 0
     result = command("test", "--config", path, "--ckpt_path=best", *options)
     assert float(result.out.split("test/accuracy")[1].split()[1]) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "least", "parameters"), [
+    ("compress_cnn", 0.97, 28_218), ("compress_moe", 0.96, None),
+])  # fmt: skip
+def test_compressed_run_leaves_a_file_as_good_as_it_promises(command, run_folder, name, least, parameters):
+    path = next(path for path in CONFIGS if path.stem == name)
+    result = command("fit", "--config", path)
+    assert result.status == 0, result.err
+    folder = run_folder / "runs" / name / "version_0"
+    report = json.loads((folder / "figures/export.json").read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    assert parameters in (None, rows["fp32 eager"]["parameters"])
+    assert all(row["metrics"]["val/accuracy"] > least for row in rows.values() if row["metrics"])
+    data = DigitsDataModule()
+    data.setup()
+    images, labels = data.test_rows[:]
+    (written,) = folder.glob("model.*")
+    output = load_compressed(written)(images)
+    logits = output if isinstance(output, torch.Tensor) else next(iter(output.values()))
+    assert logits.argmax(dim=1).eq(labels).float().mean() >= least
+    result = command("test", "--config", path, "--ckpt_path=best")
+    assert float(result.out.split("test/accuracy")[1].split()[1]) >= least

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
+from lightning_accel.data.planned_sampler import PlannedSampler
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -221,7 +223,11 @@ def _undistributed(loader: DataLoader[Any]) -> DataLoader[Any]:
     if not isinstance(loader.sampler, DistributedSampler):
         return loader
     return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=loader.sampler.of_one_process() if isinstance(loader.sampler, PlannedSampler) else None,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
     )
 
 

@@ -1,5 +1,6 @@
 """Batches that are planned for all processes together, and then dealt to them. Shapes: R rows of a batch."""
 
+import copy
 import hashlib
 from typing import Any
 
@@ -101,6 +102,12 @@ class PlannedSampler(DistributedSampler[Any]):
                 "out"
             )
         self._given = num_replicas, rank
+
+    def of_one_process(self) -> "PlannedSampler":
+        """A sampler of the same batches, whole and from the first one on."""
+        alone = copy.copy(self)
+        alone._given, alone._first = (1, 0), {}
+        return alone
 
     def _deal(self) -> tuple[int, int]:
         """Processes, and which this is."""

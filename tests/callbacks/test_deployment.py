@@ -7,8 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel import Classifier, DigitsDataModule, MoEClassifier
+from lightning_accel import Classifier, DigitsDataModule, LengthBatchSampler, MoEClassifier
 from lightning_accel.callbacks.deployment import WholeCopy, all_rows, evaluate, find_deployed
+from lightning_accel.data import length_batch_loader
 from tests.ranks import run_ranks
 from tests.strategies.trained import Plain
 
@@ -153,6 +154,18 @@ def test_what_is_called_is_deployed_with_its_inputs(name):
     assert [args[0].shape for args, _ in deployed.inputs] == [(8, 6), (8, 6)]
     torch.testing.assert_close(deployed.inputs[1][0][0], ROWS.tensors[0][8:16] + module.shift)
     assert not any(one._forward_pre_hooks for one in module.modules())
+
+
+def check_planned_batches_are_whole(rank):
+    sampler = LengthBatchSampler([3, 1, 4, 1, 5, 9, 2, 6], batch_size=4)
+    loader = length_batch_loader(list(range(8)), sampler, collate_fn=list)
+    return list(map(len, loader)), list(map(len, all_rows(loader)))
+
+
+def test_planned_batches_are_whole():
+    for own, everything in run_ranks(check_planned_batches_are_whole):
+        assert own == [2, 2]
+        assert everything == [4, 4]
 
 
 def test_a_module_that_calls_itself_is_deployed_whole():
