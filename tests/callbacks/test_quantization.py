@@ -175,8 +175,13 @@ def in_order(module, callbacks, folder, ckpt_path=None, **options):
 
 
 def test_best_checkpoint_is_one_of_int8(tmp_path, converted):
-    keeper = ModelCheckpoint(tmp_path, monitor="val/loss", filename="{epoch}")
-    fit(Plain(), [Quantization("qat", start=1), keeper], tmp_path)
+    class Worse(Plain):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.log("val/epoch", float(self.trainer.current_epoch))
+
+    keeper = ModelCheckpoint(tmp_path, monitor="val/epoch", filename="{epoch}")
+    fit(Worse(), [Quantization("qat", start=1), keeper], tmp_path)
     assert keeper.best_model_path.endswith("epoch=1.ckpt")
 
 
