@@ -99,7 +99,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
     return run
 
 
-def export(module: nn.Module, inputs: Sequence[Inputs]) -> ExportedProgram:
+def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) -> ExportedProgram:
     """Trace ``module`` for any number of rows, and any of the sizes that differ among ``inputs``, where it can be.
 
     Raises:
@@ -111,7 +111,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs]) -> ExportedProgram:
     for shapes in given:
         try:
             with quietly(), torch.no_grad():
-                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
                 program.example_inputs = None  # rows of the user's, which a file would carry along
                 return program
         except Exception as error:

@@ -107,8 +107,12 @@ def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynami
         chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
         if not chosen:
             raise CannotConvertError("no layer that it can quantize")
-        graph = export(copy.deepcopy(module), inputs).module()
-        return prepare_pt2e(graph, _quantizer(chosen, dynamic))
+        for strict in (False, True):  # before torch 2.13 graphs that are not strict say too little of their layers
+            graph = export(copy.deepcopy(module), inputs, strict).module()
+            prepared = prepare_pt2e(graph, _quantizer(chosen, dynamic))
+            if any(True for _ in _input_observers(prepared)):
+                return prepared
+        raise CannotConvertError("no layer of its graph was found to be one that can be quantized")
 
 
 def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
