@@ -34,7 +34,7 @@ from lightning_accel.callbacks import Quantization
 from lightning_accel.compress.forms import Inputs
 from lightning_accel.compress.quant_form import Form
 from lightning_accel.compress.quant_onnx import write_float
-from lightning_accel.compress.quantize import Limit, Quantized, quantize
+from lightning_accel.compress.quantized import Limit, Quantized, quantize
 
 BATCHES = (1, 256)
 # (model, form, batch): times faster than fp32 eager, on a CPU with AMX

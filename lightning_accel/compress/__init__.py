@@ -13,7 +13,7 @@ from lightning_accel.compress.latency import Latency, measure_latency
 from lightning_accel.compress.macs import Macs, count_macs
 from lightning_accel.compress.masks import prune_
 from lightning_accel.compress.prunable import find_prunable
-from lightning_accel.compress.quantize import Quantized, quantize
+from lightning_accel.compress.quantized import Quantized, quantize
 from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
 from lightning_accel.compress.schedule import sparsity_at
 

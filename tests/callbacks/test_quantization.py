@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, SequenceModel
 from lightning_accel.callbacks import Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
-from lightning_accel.compress.quantize import Quantized
+from lightning_accel.compress.quantized import Quantized
 from lightning_accel.compress.report import Report
 from tests.ranks import run_ranks
 
@@ -265,7 +265,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
 
 
 def test_missing_packages_are_named_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_accel.compress.quantize.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_accel.compress.quantized.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"backend='onnxruntime' needs onnx and .*lightning_accel.compress"):
         fit(Plain(), [Quantization(backend="onnxruntime")], tmp_path)
 

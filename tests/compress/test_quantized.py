@@ -13,7 +13,7 @@ from lightning_accel.compress.quant_form import CannotConvertError, Form, quietl
 from lightning_accel.compress.quant_layers import find_layers, weight_scale
 from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
 from lightning_accel.compress.quant_torch import compiled_bfloat16, pt2e_dynamic, pt2e_static
-from lightning_accel.compress.quantize import Limit, _Maker, quantize, require_sane
+from lightning_accel.compress.quantized import Limit, _Maker, quantize, require_sane
 
 
 class Scores(NamedTuple):
@@ -169,7 +169,7 @@ def failing(module, inputs, layers, ranges=None):
 def makers(monkeypatch):
     def put(**made):
         found = {name: _Maker(kind, "pt2e", maker) for name, (kind, maker) in made.items()}
-        monkeypatch.setattr("lightning_accel.compress.quantize._MAKERS", found)
+        monkeypatch.setattr("lightning_accel.compress.quantized._MAKERS", found)
 
     return put
 
