@@ -223,6 +223,8 @@ class Pruning(L.Callback):
         self._last = _to_step("end", self.end, total)
         if self.schedule == "one_shot" and self.regrowth is None:
             self._last = self._first
+        elif self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
+            self._last += 1  # shares of a run of a few steps, such as one to try it out
         elif self._last <= self._first:
             raise ValueError(f"end must come after begin; got begin={self.begin}, end={self.end} of {total} steps")
         if total is not None and self._last > total:

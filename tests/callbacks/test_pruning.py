@@ -464,6 +464,12 @@ def test_a_dense_checkpoint_is_pruned_from_where_it_is(tmp_path):
     assert share_of_zeros(module) == pytest.approx(0.7, abs=0.01)
 
 
+def test_shares_of_a_run_of_one_step_are_a_step():
+    pruning = Pruning(0.5, begin=0.2, end=0.5)
+    fit(Net(), [pruning], max_steps=1)
+    assert pruning.sparsity() == pytest.approx(0.5, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
