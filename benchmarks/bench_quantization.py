@@ -4,7 +4,7 @@ python benchmarks/bench_quantization.py [--quick] [--json FILE]
 
 Digits: a CNN (64, 128 and 256 channels, 256 hidden units), an MLP (three layers of 1024), an LSTM (two layers of 512, 8
 steps of 8 pixels), trained in this run; accuracy of the test images. All forms that this machine can run are measured
-at batch 1 and 256, interleaved in one process, one thread; ratios are medians against fp32 eager in the same rounds.
+at batch 1 and 256, interleaved in one process, one thread; ratios are medians against fp32 eager in the same rounds; those ``alone`` are of ten calls of the same form in a row.
 File sizes are to that of the float model in the same format. ``QAT`` is the CNN trained by
 ``Quantization(mode="qat")`` inside a Trainer. With ``--quick`` models train less, and fewer calls are timed.
 
@@ -21,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from lightning_accel import Classifier, DigitsDataModule
 from lightning_accel.callbacks import Quantization
 from lightning_accel.compress.forms import Inputs
+from lightning_accel.compress.latency import measure_latency
 from lightning_accel.compress.quant_form import Form
 from lightning_accel.compress.quant_onnx import write_float
 from lightning_accel.compress.quantized import Limit, Quantized, quantize
@@ -111,6 +113,24 @@ def rows_of(model: str, found: Quantized, float_bytes: dict[str, int]) -> Iterat
             yield made | {"case": model, "metric": "note", "value": row.note, "unit": "", "ratio": None}
 
 
+def warm_rows(
+    model: str, module: nn.Module, found: Quantized, data: DigitsDataModule, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """What was picked and fp32 eager, each called ten times in a row: nothing else takes the cache in between."""
+    for batch in BATCHES:
+        x = data.train_rows.tensors[0][:batch]
+        calls = {name: partial(_ten_times, run, x) for name, run in (("fp32 eager", module), (found.name, found.run))}
+        eager, picked = (one.p50_ms / 10 for one in measure_latency(calls, seconds, min_calls=3).values())
+        yield {"case": f"{model}, batch {batch}, alone", "subject": found.name, "metric": "latency", "value": picked,
+               "unit": "ms", "baseline": "fp32 eager", "ratio": eager / picked,
+               "wanted": WANTED.get((model, found.name, batch))}  # fmt: skip
+
+
+def _ten_times(run: Any, x: Tensor) -> None:
+    for _ in range(10):
+        run(x)
+
+
 def float_sizes(module: nn.Module, found: Quantized, data: DigitsDataModule) -> dict[str, int]:
     assert found.report is not None
     sizes = {row.name: row.file_bytes for row in found.report.rows}
@@ -175,6 +195,9 @@ def main() -> None:
         train(module, data, max(1, round(share * epochs)))
         result = forms_of(module, data, seconds)
         for row in rows_of(name, result, float_sizes(module, result, data)):
+            made.append(row)
+            show(row)
+        for row in warm_rows(name, module, result, data, seconds):
             made.append(row)
             show(row)
         print(f"| {name} | picked: {result.name} | | | |", flush=True)
