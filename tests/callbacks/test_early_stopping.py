@@ -489,7 +489,9 @@ def check_split(rank, folder, name, kind):
             assert value.equal(ended[key]), (epoch, key)
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "fsdp2" else [pytest.mark.slow]) for kind in STRATEGIES]
+)
 def test_parts_of_each_process_are_put_back(tmp_path, kind):
     """And after a resumption that began before and after the best."""
     run_ranks(check_split, tmp_path, "plain", kind)

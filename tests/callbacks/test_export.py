@@ -66,6 +66,7 @@ def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
     assert (tmp_path / "figures" / "export.png").exists()
 
 
+@pytest.mark.slow
 def test_report_judges_probabilities_and_left_out_outputs_by_the_users_metrics(tmp_path):
     data = DigitsDataModule(batch_size=32)
     module = MoEClassifier(64, 10, dim=8, expert_dim=4)
@@ -82,6 +83,7 @@ def test_report_judges_probabilities_and_left_out_outputs_by_the_users_metrics(t
     assert loaded.class_names == list("0123456789")
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_go_in_as_they_are(tmp_path):
     generator = torch.Generator().manual_seed(0)
     lines = ["length,colour,width,kind"]
@@ -138,7 +140,8 @@ class MakesResult(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("onnx", [False, True])
 def test_what_quantization_left_is_exported_whatever_the_order(onnx, tmp_path):
     module, callback, before = Own(), Export(compare=False), MakesResult(onnx)
     trainer = fit(module, [callback, before], tmp_path)
@@ -206,7 +209,7 @@ def check_export(rank, folder, strategy):
     return callback.exported is not None
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "accel_fsdp2"])
 def test_the_first_process_writes_what_all_hold(strategy, tmp_path):
     assert run_ranks(check_export, str(tmp_path), strategy) == [True, False]
 

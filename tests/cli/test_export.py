@@ -31,6 +31,7 @@ def test_a_checkpoint_becomes_a_file(command, run_folder):
     assert (run_folder / "lightning_logs/version_1/figures/export.png").exists()
 
 
+@pytest.mark.slow
 def test_the_model_of_the_checkpoint_is_exported_without_a_config(command, run_folder):
     assert command("fit", *QUIET, *DIGITS, *FIT).status == 0
     (checkpoint,) = run_folder.glob("lightning_logs/version_0/checkpoints/*.ckpt")
@@ -76,6 +77,7 @@ def test_what_fails_is_one_message_and_no_file(command, run_folder):
     assert not (run_folder / "m.pt2").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_a_checkpoint_of_a_smaller_model_is_rebuilt_first(command, run_folder):
     small = ["--model=Classifier", "--model.hidden_dims=[4]", "--data=DigitsDataModule"]

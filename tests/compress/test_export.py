@@ -194,7 +194,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    "which", [pytest.param(which, marks=[pytest.mark.slow] if which == "language" else []) for which in MODELS]
+)
 def test_our_models_with_rows_that_were_not_traced(which, format, tmp_path):
     make, batch = MODELS[which]
     model = make()

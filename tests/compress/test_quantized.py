@@ -110,6 +110,7 @@ def test_onnx_static_form_has_the_ranges_of_training():
     assert form.run(x[:1]).shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_onnx_runs_structures_of_any_number_of_rows():
     module = Recurrent().eval()
     calls = [((torch.randn(rows, 5, 3), torch.ones(3)), {"shift": {"by": torch.randn(4)}}) for rows in (6, 6, 2)]
