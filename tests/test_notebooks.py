@@ -25,7 +25,13 @@ def words(text: str) -> list[str]:
     return re.sub(r"-?\d+(\.\d+)?", "", text).split()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem == "compression" else [])
+        for path in NOTEBOOKS
+    ],
+)
 def test_cells_run_and_say_what_is_stored_below_them(path, capsys, run_folder):
     names: dict[str, object] = {"__name__": "__main__"}
     for cell in json.loads(path.read_text())["cells"]:
