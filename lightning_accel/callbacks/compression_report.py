@@ -13,6 +13,7 @@ from lightning_accel.callbacks.deployment import (
     evaluate,
     find_deployed,
     left_out_of,
+    require_deployable,
     run_folder,
     use_in_first_process,
 )
@@ -42,7 +43,7 @@ class CompressionReport(L.Callback):
 
     Raises:
         TypeError: before training, if there is no ``validation_step``.
-        ValueError: at the end, if there are no validation data, or no submodule ``module``.
+        ValueError: before training, if there is no submodule ``module``; at the end, if there are no validation data.
     """
 
     def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
@@ -54,12 +55,8 @@ class CompressionReport(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if type(pl_module).validation_step is L.LightningModule.validation_step:
-            raise TypeError(
-                f"CompressionReport needs a validation_step of {type(pl_module).__name__}: it shows what is called, "
-                "and how good it is"
-            )
         self._copy = WholeCopy(pl_module)
+        require_deployable(pl_module, "CompressionReport", self.module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector

@@ -125,6 +125,27 @@ def whole(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
+def require_deployable(pl_module: L.LightningModule, asker: str, name: str | None = None) -> None:
+    """Refuse before training what :func:`find_deployed` could not find at its end, for the callback ``asker``.
+
+    Raises:
+        TypeError: if there is no ``validation_step``.
+        ValueError: if there is no submodule ``name``.
+    """
+    if type(pl_module).validation_step is L.LightningModule.validation_step:
+        raise TypeError(
+            f"{asker} needs a validation_step of {type(pl_module).__name__}: it shows what is called, on what, and how "
+            "good it is"
+        )
+    _require_submodule(pl_module, name)
+
+
+def _require_submodule(module: L.LightningModule, name: str | None) -> None:
+    if name is not None and name not in dict(module.named_modules()):
+        children = ", ".join(child for child, _ in module.named_children())
+        raise ValueError(f"{type(module).__name__} has no submodule {name!r}; it has: {children}")
+
+
 def find_deployed(
     module: L.LightningModule,
     loader: Any,
@@ -149,9 +170,7 @@ def find_deployed(
             parameters.
         TypeError: if ``module`` has no ``validation_step``.
     """
-    if name is not None and name not in dict(module.named_modules()):
-        children = ", ".join(child for child, _ in module.named_children())
-        raise ValueError(f"{type(module).__name__} has no submodule {name!r}; give one of its own: {children}")
+    _require_submodule(module, name)
     calls: dict[str, list[Inputs]] = {}
     handles = [
         one.register_forward_pre_hook(_Recorder(path, calls), with_kwargs=True)

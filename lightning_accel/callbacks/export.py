@@ -20,6 +20,7 @@ from lightning_accel.callbacks.deployment import (
     evaluate,
     find_deployed,
     left_out_of,
+    require_deployable,
     run_folder,
     use_in_first_process,
 )
@@ -116,18 +117,12 @@ class Export(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.state.fn not in self.exports_on:
             return
-        if type(pl_module).validation_step is L.LightningModule.validation_step:
-            raise TypeError(
-                f"Export needs a validation_step of {type(pl_module).__name__}: it shows what is called, and on what"
-            )
         require_exportable("pt2" if self.format == "auto" else self.format)
         if self.format == "aoti":
             _require_compiler()
         self._require_path(trainer)
         self._copy = WholeCopy(pl_module)
-        if self.module is not None and self.module not in dict(pl_module.named_modules()):
-            children = ", ".join(name for name, _ in pl_module.named_children())
-            raise ValueError(f"{type(pl_module).__name__} has no submodule {self.module!r}; it has: {children}")
+        require_deployable(pl_module, "Export", self.module)
         if self.preprocess == "datamodule" and not callable(getattr(trainer.datamodule, "preprocessing", None)):  # type: ignore[attr-defined]
             raise TypeError(
                 "preprocess='datamodule' needs a datamodule with a method preprocessing(), which returns a module from "

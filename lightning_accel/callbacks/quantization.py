@@ -19,6 +19,7 @@ from lightning_accel.callbacks.deployment import (
     all_rows,
     evaluate,
     find_deployed,
+    require_deployable,
     run_folder,
     use_in_first_process,
 )
@@ -127,11 +128,6 @@ class Quantization(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if type(pl_module).validation_step is L.LightningModule.validation_step:
-            raise TypeError(
-                f"Quantization needs a validation_step of {type(pl_module).__name__}: it shows what is called, and how "
-                "good it is"
-            )
         require_backend(self.backend)
         if self.mode == "qat":
             if isinstance(trainer.strategy, PipelineStrategy):
@@ -143,9 +139,7 @@ class Quantization(L.Callback):
         self.result = None
         self._enabled = False
         self._copy = WholeCopy(pl_module)
-        if self.module is not None and self.module not in dict(pl_module.named_modules()):
-            children = ", ".join(name for name, _ in pl_module.named_children())
-            raise ValueError(f"{type(pl_module).__name__} has no submodule {self.module!r}; it has: {children}")
+        require_deployable(pl_module, "Quantization", self.module)
         quantized = find_layers(pl_module, self.skip).quantized
         if self.mode in ("static", "qat") and not quantized:
             raise ValueError(

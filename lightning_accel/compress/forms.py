@@ -25,10 +25,9 @@ def plain_forms(module: nn.Module, compiled: bool = True) -> dict[str, Run]:
     """
     forms: dict[str, Run] = {"fp32 eager": module, "bf16 eager": InBfloat16(module)}
     if compiled:
-        options: dict[str, str | int | bool | Callable[..., Any]] = {"freezing": True}
-        forms["fp32 compiled"] = torch.compile(copy.deepcopy(module), options=options)
+        forms["fp32 compiled"] = torch.compile(copy.deepcopy(module))
         half = InBfloat16(module)
-        half.module = torch.compile(half.module, options=options)  # type: ignore[assignment]
+        half.module = torch.compile(half.module)  # type: ignore[assignment]
         forms["bf16 compiled"] = half
     return forms
 
