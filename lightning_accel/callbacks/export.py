@@ -60,8 +60,8 @@ class Export(L.Callback):
         outputs: names of the tensors that the file gives; by default those with a row for each of the batch's.
         verify: whether the file is compared with the model.
         num_batches: of validation, to compare on.
-        tolerance: of the comparison, as a share of the largest value; by default 0.001, and 0.02 for what is quantized,
-            where two runtimes may round a value to neighbouring integers.
+        tolerance: of the comparison, as a share of the largest value; by default 0.001, and for what is quantized 0.02,
+            or as much more as rounding alone may cause (see :func:`lightning_accel.compress.export`).
         compare: whether the report measures the plain forms, too; to compile takes a minute or so.
 
     Raises:
@@ -175,7 +175,7 @@ class Export(L.Callback):
             quantized=None if result is None else _content(result, format),
             reference=None if result is None else result.run,
             verify=self.verify,
-            tolerance=self._tolerance(result is not None),
+            tolerance=self.tolerance,
         )
         _tell(self.exported)
         label = f"{format} file" if result is None else f"{result.name}, {format} file"
@@ -219,9 +219,6 @@ class Export(L.Callback):
         if self.format != "auto":
             return self.format
         return "onnx" if result is not None and result.onnx is not None and result.program is None else "pt2"
-
-    def _tolerance(self, quantized: bool) -> float:
-        return self.tolerance if self.tolerance is not None else 0.02 if quantized else 1e-3
 
     def _preprocess(self, datamodule: Any) -> nn.Module | None:
         if not isinstance(self.preprocess, str):

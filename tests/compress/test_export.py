@@ -8,10 +8,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
 from lightning_accel.compress import ExportError, Probabilities, compressed, export, load_compressed
 from lightning_accel.compress import export as package_export
+from lightning_accel.compress.quant_layers import find_layers
+from lightning_accel.compress.quant_onnx import onnx_dynamic
 from lightning_accel.nn import MixtureOfExperts
 
 FORMATS = [("pt2", "m.pt2"), ("onnx", "m.onnx")]
@@ -97,6 +100,57 @@ def test_what_comes_before_and_after_is_inside(format, name, tmp_path):
     assert loaded.class_names == ["a", "b", "c", "d"]
     assert loaded.metadata["metadata"] == {"step": 3}
     assert loaded.metadata["inputs"] == [{"name": "input", "dtype": "float32", "shape": [None, 3]}]
+
+
+class Sharper(nn.Module):
+    """Takes a NamedTuple."""
+
+    def forward(self, batch):
+        return Batch(batch.x * 2 - 1, batch.lengths)
+
+
+class Halved(nn.Module):
+    def forward(self, scores):
+        return Scores(scores.logits / 2, scores.extra)
+
+
+@pytest.mark.parametrize("after", [None, Halved()])
+@pytest.mark.parametrize("before", [None, Sharper()])
+def test_what_comes_before_and_after_is_in_a_quantized_onnx_file(before, after, tmp_path):
+    module, calls = Structured(), [structured_call(6, 5), structured_call(4, 7)]
+    inner = [((before(args[0]) if before else args[0], *args[1:]), kwargs) for args, kwargs in calls]
+    form = onnx_dynamic(module, inner, find_layers(module))
+    export(
+        module, calls, tmp_path / "m.onnx", "onnx", preprocess=before, postprocess=after, quantized=form.onnx,
+        reference=form.run, tolerance=1e-5,
+    )  # fmt: skip
+    loaded = load_compressed(tmp_path / "m.onnx")
+    (batch, *args), kwargs = structured_call(3, 6)
+    expected = form.run(before(batch) if before else batch, *args, **kwargs)
+    expected = after(expected) if after else expected
+    found = loaded(batch, *args, **kwargs)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.extra["mean"], expected.extra["mean"])
+    assert not torch.equal(found.logits, module(batch, *args, **kwargs).logits)  # it is the int8 one that was written
+
+
+def test_a_quantized_file_may_be_off_by_what_rounding_is_off(tmp_path):
+    x = torch.randn(5, 3)
+    low, module, high = (nn.Linear(3, 4) for _ in range(3))
+    for one, output in ((low, 0.96), (module, 1.0), (high, 1.05)):
+        nn.init.zeros_(one.weight)
+        nn.init.constant_(one.bias, output)
+
+    def written(kept, reference, **options):
+        program = torch.export.export(kept, (x,), dynamic_shapes=({0: Dim("rows", min=1)},))
+        return export(module, [((x,), {})], tmp_path / "m.pt2", quantized=program, reference=reference, **options)
+
+    assert written(low, low).largest_difference < 1e-5
+    assert 0.05 < written(low, high).largest_difference < 0.1  # one is about as far below as the other above
+    with pytest.raises(ExportError, match=r"the tolerance is 0\.02\."):
+        written(low, high, tolerance=0.02)
+    with pytest.raises(ExportError, match=r"the tolerance is 0\.02\."):
+        written(low, module)
 
 
 def test_predict_takes_scores_for_probabilities_no_more_than_once(tmp_path):
