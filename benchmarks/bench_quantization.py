@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Classifier, DigitsDataModule
 from lightning_accel.callbacks import Quantization
-from lightning_accel.compress.forms import Inputs
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.latency import measure_latency
 from lightning_accel.compress.quant_form import Form
 from lightning_accel.compress.quant_onnx import write_float

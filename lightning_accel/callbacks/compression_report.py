@@ -17,7 +17,8 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
-from lightning_accel.compress.forms import Run, first_rows, measure_forms, plain_forms
+from lightning_accel.compress.calls import Run, first_rows
+from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.compress.report import Report, count_parameters, describe_layers
 

@@ -24,9 +24,10 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
+from lightning_accel.compress.calls import Inputs, Run, first_rows
 from lightning_accel.compress.compressed import load_compressed
 from lightning_accel.compress.export import SUFFIXES, Exported, Format, Probabilities, export, require_exportable
-from lightning_accel.compress.forms import Inputs, Run, first_rows, measure_forms, plain_forms
+from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.report import Report, describe_layers
 from lightning_accel.compress.structure import named_tensors, restore
 

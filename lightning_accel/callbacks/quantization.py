@@ -23,8 +23,8 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
+from lightning_accel.compress.calls import Inputs, num_rows
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
-from lightning_accel.compress.forms import Inputs, num_rows
 from lightning_accel.compress.quant_layers import find_layers
 from lightning_accel.compress.quantized import Backend, Limit, Quantized, quantize, require_backend
 from lightning_accel.strategies import PipelineStrategy

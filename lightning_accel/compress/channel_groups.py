@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channel_labels import Labels
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan_of_kept
 from lightning_accel.compress.channel_rules import rule_of
@@ -289,7 +290,7 @@ class _Trial:
             apply_plan_(small, groups.plan(small, removed))
             outputs = self._run(small)
         except Exception as error:
-            return f"forward of the smaller module fails: {_first_line(error)}"
+            return f"forward of the smaller module fails: {first_line(error)}"
         for expected, output in zip(self._run(whole), outputs, strict=True):
             if expected.shape != output.shape:
                 return f"the output of the smaller module is {list(output.shape)}, not {list(expected.shape)}"
@@ -312,10 +313,6 @@ def _some_of(count: int, number: int) -> list[int]:
     share = (0.5, 0.3, 0.7)[number % 3]
     gone = max(1, min(count - 1, round(count * share)))
     return sorted(torch.randperm(count, generator=torch.Generator().manual_seed(number))[:gone].tolist())
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 @torch.no_grad()

@@ -20,10 +20,10 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten
 
 from lightning_accel import __version__
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows, num_rows
 from lightning_accel.compress.compressed import FORMAT_VERSION, METADATA, load_compressed
 from lightning_accel.compress.export_flat import FromTensors, outputs_of
 from lightning_accel.compress.export_onnx import around_quantized
-from lightning_accel.compress.forms import Inputs, Run, first_line, first_rows, num_rows
 from lightning_accel.compress.structure import describe, in_order, plain_values
 from lightning_accel.strategies.atomic import put_in_place
 

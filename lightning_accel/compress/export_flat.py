@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from lightning_accel.compress.forms import Inputs, Run
+from lightning_accel.compress.calls import Inputs, Run
 from lightning_accel.compress.structure import bind, named_tensors, restore
 from lightning_accel.nn.moe import Experts
 

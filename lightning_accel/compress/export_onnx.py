@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.export_flat import FromTensors
-from lightning_accel.compress.forms import Inputs
 from lightning_accel.compress.quant_inputs import tensors_of
 from lightning_accel.compress.structure import named_tensors, restore
 

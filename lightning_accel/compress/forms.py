@@ -1,20 +1,19 @@
 """The plain forms of a model that any smaller one is held to, and the latency of all, measured in turns."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows, num_rows
 from lightning_accel.compress.latency import measure_latency
 from lightning_accel.compress.macs import count_macs
+from lightning_accel.compress.quant_form import Compiled
 from lightning_accel.compress.report import Row, count_parameters
-
-Run = Callable[..., Any]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def plain_forms(module: nn.Module, compiled: bool = True) -> dict[str, Run]:
@@ -25,10 +24,8 @@ def plain_forms(module: nn.Module, compiled: bool = True) -> dict[str, Run]:
     """
     forms: dict[str, Run] = {"fp32 eager": module, "bf16 eager": InBfloat16(module)}
     if compiled:
-        forms["fp32 compiled"] = torch.compile(copy.deepcopy(module))
-        half = InBfloat16(module)
-        half.module = torch.compile(half.module)  # type: ignore[assignment]
-        forms["bf16 compiled"] = half
+        forms["fp32 compiled"] = Compiled(copy.deepcopy(module))
+        forms["bf16 compiled"] = Compiled(InBfloat16(module))
     return forms
 
 
@@ -76,7 +73,7 @@ def measure_forms(
     sizes = dict.fromkeys(batches if batches is not None else (1, num_rows(inputs)))
     for batch in sizes:
         args, kwargs = first_rows(inputs, batch)
-        calls: dict[str, Callable[[], object]] = {}
+        calls: dict[str, Run] = {}
         for name, run in runs.items():
             if rows[name].note:
                 continue
@@ -92,39 +89,5 @@ def measure_forms(
     return rows
 
 
-def num_rows(inputs: Inputs) -> int:
-    """Rows of a batch: the first dimension of the first tensor that has one.
-
-    Raises:
-        ValueError: if no tensor has a dimension.
-    """
-    for value in tree_flatten(inputs)[0]:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return len(value)
-    raise ValueError("a call needs a tensor with a dimension for the rows of its batch; it has none")
-
-
-def first_rows(inputs: Inputs, count: int) -> Inputs:
-    """``inputs`` with ``count`` rows in each tensor that has a row for each of the batch; repeated if there are fewer.
-
-    >>> first_rows(((torch.arange(3),), {}), 4)
-    ((tensor([0, 1, 2, 0]),), {})
-    """
-    whole = num_rows(inputs)
-    if count == whole:
-        return inputs
-    taken = torch.arange(count) % whole
-    return tree_map_only(
-        torch.Tensor,
-        lambda value: value[taken.to(value.device)] if value.dim() and len(value) == whole else value,
-        inputs,
-    )
-
-
 def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(target) if value.dtype == source else value
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
-from lightning_accel.compress.forms import Inputs
+from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.quant_inputs import Flat, shapes_to_export, tensors_of
 
 MAX_NODES = 3000  # of a graph that is compiled: more would take many minutes
@@ -129,11 +129,6 @@ def size_of(program: ExportedProgram, inputs: Inputs) -> int:
         traced.example_inputs = None
         torch.export.save(traced, file)
     return len(file.getbuffer())
-
-
-def first_line(error: Exception | None) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from lightning_accel.compress.forms import Inputs, num_rows
+from lightning_accel.compress.calls import Inputs, num_rows
 
 
 class Flat(nn.Module):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.forms import Inputs
-from lightning_accel.compress.quant_form import CannotConvertError, Form, first_line, quietly
+from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.quant_form import CannotConvertError, Form, quietly
 from lightning_accel.compress.quant_inputs import Flat, argument_names, dynamic_sizes, tensors_of
 from lightning_accel.compress.quant_layers import Layers
 from lightning_accel.compress.quant_torch import Ranges, has_vnni

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.fake_quant import FakeQuantized, attach
-from lightning_accel.compress.forms import Inputs
 from lightning_accel.compress.quant_inputs import noise_share
 
 MAX_INPUTS = 4  # calls that the error is measured on

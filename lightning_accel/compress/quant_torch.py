@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.forms import InBfloat16, Inputs
-from lightning_accel.compress.quant_form import (
-    CannotConvertError,
-    Compiled,
-    Form,
-    export,
-    quietly,
-    size_of,
-)
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.forms import InBfloat16
+from lightning_accel.compress.quant_form import CannotConvertError, Compiled, Form, export, quietly, size_of
 from lightning_accel.compress.quant_layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
 
 Ranges = Mapping[str, tuple[float, float]]

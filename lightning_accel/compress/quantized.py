@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import nn
 
-from lightning_accel.compress.forms import Inputs, first_rows, measure_forms
-from lightning_accel.compress.quant_form import CannotConvertError, Form, first_line
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows
+from lightning_accel.compress.forms import measure_forms
+from lightning_accel.compress.quant_form import CannotConvertError, Form
 from lightning_accel.compress.quant_inputs import noise_share
 from lightning_accel.compress.quant_layers import Skip, find_layers
 from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
@@ -28,7 +29,6 @@ from lightning_accel.compress.report import Report, Row, describe_layers
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
 Backend: TypeAlias = Literal["auto", "pt2e", "onnxruntime", "torchao", "inductor"]
-Run = Callable[..., Any]
 
 
 class _Maker(NamedTuple):

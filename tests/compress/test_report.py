@@ -7,7 +7,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_accel.compress import Latency, Report, Row, describe_layers, measure_forms, plain_forms
-from lightning_accel.compress.forms import first_rows, num_rows
+from lightning_accel.compress.calls import first_rows, num_rows
 
 
 def printed(report):

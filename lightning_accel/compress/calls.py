@@ -1,0 +1,44 @@
+"""Calls of a module: their arguments, cut to any number of rows, and what they raise. Shapes: B rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+Run = Callable[..., Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def num_rows(inputs: Inputs) -> int:
+    """Rows of a batch: the first dimension of the first tensor that has one.
+
+    Raises:
+        ValueError: if no tensor has a dimension.
+    """
+    for value in tree_flatten(inputs)[0]:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return len(value)
+    raise ValueError("a call needs a tensor with a dimension for the rows of its batch; it has none")
+
+
+def first_rows(inputs: Inputs, count: int) -> Inputs:
+    """``inputs`` with ``count`` rows in each tensor that has a row for each of the batch; repeated if there are fewer.
+
+    >>> first_rows(((torch.arange(3),), {}), 4)
+    ((tensor([0, 1, 2, 0]),), {})
+    """
+    whole = num_rows(inputs)
+    if count == whole:
+        return inputs
+    taken = torch.arange(count) % whole
+    return tree_map_only(
+        torch.Tensor,
+        lambda value: value[taken.to(value.device)] if value.dim() and len(value) == whole else value,
+        inputs,
+    )
+
+
+def first_line(error: BaseException | None) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
