@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.deployment import Inputs, WholeCopy, find_deployed
+from lightning_accel.callbacks.deployment import WholeCopy, find_deployed
 from lightning_accel.callbacks.pruning_structure import StructureOptions
 from lightning_accel.callbacks.random_state import random_state, set_random_state
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.channel_checkpoint import CHANNEL_PLAN
 from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, first_order_terms, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, find_channel_groups

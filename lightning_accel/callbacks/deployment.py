@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.data.planned_sampler import PlannedSampler
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Deployed(NamedTuple):
@@ -159,7 +158,7 @@ def find_deployed(
     parameters.
 
     Args:
-        module: on the CPU, with no Trainer, as :class:`WholeCopy` makes it.
+        module: with no Trainer, as :class:`WholeCopy` makes it.
         loader: batches as ``validation_step`` takes them; those of training will do.
         name: of the submodule to deploy, ``""`` for ``module``, where the rule above picks another.
         num_batches: whose calls are kept.
@@ -200,7 +199,7 @@ def evaluate(
     limit_batches: float = 1.0,
     datamodule: L.LightningDataModule | None = None,
 ) -> dict[str, float]:
-    """What ``validation_step`` logs over ``loader`` on this process alone, on the CPU.
+    """What ``validation_step`` logs over ``loader`` on this process alone, on the device of ``module``.
 
     Args:
         module: with no Trainer, as :class:`WholeCopy` makes it.
@@ -217,10 +216,11 @@ def evaluate(
         raise TypeError(
             f"{type(module).__name__} needs a validation_step: what it logs tells how good a form of the module is"
         )
+    device = module.device
     with _in_place_of_forward(module.get_submodule(deployed), run), _lent(datamodule), _quietly():
         trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
+            accelerator=device.type,
+            devices=1 if device.type == "cpu" else [device.index or 0],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -230,6 +230,7 @@ def evaluate(
         )
         trainer.validate(module, datamodule=_Loaders(loader, datamodule), verbose=False)
     module._trainer = None
+    module.to(device)  # the Trainer leaves it on the CPU
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

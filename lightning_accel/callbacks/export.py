@@ -150,6 +150,8 @@ class Export(L.Callback):
         if not loader:
             raise ValueError("Export compares on validation batches, and there are none; give validation data")
         result = _quantized(trainer)
+        if result is not None:
+            copied = copied.to(result.device)
         name = self.module if self.module is not None or result is None else result.deployed
         deployed = find_deployed(copied, loader, name, self.num_batches, datamodule)
         result = result if result is not None and result.deployed == deployed.name else None

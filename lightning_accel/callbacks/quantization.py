@@ -26,7 +26,7 @@ from lightning_accel.callbacks.deployment import (
 from lightning_accel.compress.calls import Inputs, num_rows
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.quant_layers import find_layers
-from lightning_accel.compress.quantized import Backend, Limit, Quantized, quantize, require_backend
+from lightning_accel.compress.quantized import Backend, Limit, Quantized, quantize, require_form
 from lightning_accel.strategies import PipelineStrategy
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class Quantization(L.Callback):
         batch_sizes: rows at which forms are measured; by default 1, and those of a training batch. The last decides.
         start: of ``qat``: share of the run if a float in [0, 1), else an epoch.
         seconds: that each form is measured for.
+        device: on which it is to run: ``cpu``, or ``cuda``, where there are ``dynamic`` and ``weight_only`` int8, and
+            float8, of linear layers, the rest in bfloat16.
 
     Raises:
         ValueError: if an option is out of range; before training, if ``skip`` or ``module`` names nothing, no layer
@@ -85,9 +87,11 @@ class Quantization(L.Callback):
         batch_sizes: Sequence[int] | None = None,
         start: int | float = 0.5,
         seconds: float = 0.5,
+        device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         _require_one_of("mode", mode, Mode)
         _require_one_of("backend", backend, Backend)
+        _require_one_of("device", device, Literal["cpu", "cuda"])
         if mode == "qat" and backend not in ("auto", "pt2e", "onnxruntime"):
             raise ValueError(f"mode='qat' is converted by backend 'pt2e' or 'onnxruntime'; got {backend!r}")
         if monitor_mode not in ("max", "min"):
@@ -111,6 +115,7 @@ class Quantization(L.Callback):
         self.batch_sizes = batch_sizes
         self.start = start
         self.seconds = seconds
+        self.device = device
         self.result: Quantized | None = None
         self._layers: dict[str, FakeQuantized] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -128,7 +133,9 @@ class Quantization(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        require_backend(self.backend)
+        require_form("static" if self.mode == "qat" else self.mode, self.backend, self.device)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("Quantization(device='cuda') needs a GPU, and there is none; take device='cpu'")
         if self.mode == "qat":
             if isinstance(trainer.strategy, PipelineStrategy):
                 raise ValueError(
@@ -208,7 +215,7 @@ class Quantization(L.Callback):
     def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
-        result = self.convert(copied, *loaders, datamodule)
+        result = self.convert(copied.to(self.device), *loaders, datamodule)
         assert result.report is not None
         result.report.print()
         result.report.save(folder)
@@ -226,7 +233,7 @@ class Quantization(L.Callback):
         """Quantize a copy of ``module`` without a Trainer, such as one that ``load_from_checkpoint`` gave.
 
         Args:
-            module: on the CPU, in evaluation mode; not changed.
+            module: on the device where it is to run, in evaluation mode; not changed.
             train_loader: that ranges are found on.
             val_loader: that forms are judged by, if there is one.
             datamodule: whose hooks move and change batches.
@@ -305,8 +312,8 @@ def _until(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
 
 def _tell(result: Quantized, mode: str) -> str:
     text = f"Quantization picked {result.name}"
-    if "int8" not in result.name:
-        text += ": int8 is not faster here"
+    if result.name.startswith(("fp32", "bf16")):
+        text += ": nothing quantized is faster here"
     elif result.faster_float:
         text += f"; {result.faster_float} is faster here, and mode={mode!r} leaves it out"
     if result.left_float:

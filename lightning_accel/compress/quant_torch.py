@@ -69,6 +69,20 @@ def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Lay
     )
 
 
+def torchao_float8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Weights and inputs of linear layers in float8 (e4m3), one scale for each, on GPUs of compute capability 8.9."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        raise CannotConvertError(f"float8 needs compute capability 8.9; this GPU has {'.'.join(map(str, capability))}")
+    return _by_torchao(
+        "float8 torchao dynamic",
+        module,
+        inputs,
+        layers,
+        _torchao().quantization.Float8DynamicActivationFloat8WeightConfig(),
+    )
+
+
 def _form(name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: dict[str, str] | None = None) -> Form:
     form = Form(name, Compiled(module), left_float=left_float or {})
     try:
@@ -85,9 +99,11 @@ def _by_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: 
     linear = {key for key, one in layers.quantized.items() if _is_linear(one)}
     if not linear:
         raise CannotConvertError("no linear layer to quantize")
-    copied = copy.deepcopy(module)
+    copied, prefix = copy.deepcopy(module), ""
+    if next(module.parameters()).is_cuda:  # where what stands between the products is quicker in it, too
+        copied, prefix = InBfloat16(module), "module."
     with quietly():
-        _torchao().quantization.quantize_(copied, config, filter_fn=lambda one, key: key in linear)
+        _torchao().quantization.quantize_(copied, config, filter_fn=lambda one, key: key.removeprefix(prefix) in linear)
     left = {key: "this form has linear layers alone" for key in layers.quantized if key not in linear}
     return _form(name, copied, inputs, {**layers.left_float, **left})
 

@@ -23,6 +23,7 @@ from lightning_accel.compress.quant_torch import (
     pt2e_dynamic,
     pt2e_static,
     torchao_dynamic,
+    torchao_float8,
     torchao_weight_only,
 )
 from lightning_accel.compress.report import Report, Row, describe_layers
@@ -35,15 +36,20 @@ class _Maker(NamedTuple):
     kind: str
     backend: str
     make: Callable[..., Form]
+    devices: tuple[str, ...] = ("cpu",)
+
+
+_ANY = ("cpu", "cuda")
 
 
 _MAKERS = {
-    "fp32 compiled": _Maker("float", "inductor", compiled_float),
-    "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16),
+    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY),
+    "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static),
     "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic),
-    "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic),
-    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only),
+    "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY),
+    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY),
+    "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",)),
     "int8 ONNX Runtime static": _Maker("static", "onnxruntime", onnx_static),
     "int8 ONNX Runtime dynamic": _Maker("dynamic", "onnxruntime", onnx_dynamic),
 }
@@ -57,14 +63,16 @@ class Quantized(Form):
     Attributes:
         report: rows of all forms; one that has no latency says why in its note.
         refused: forms that were not made, or may not be picked, with the reason.
-        faster_float: a form without int8 that is faster, where ``mode`` or ``backend`` asked for another.
+        faster_float: a form that is not quantized and is faster, where ``mode`` or ``backend`` asked for another.
         deployed: name of the module in that which holds it.
+        device: that it runs on.
     """
 
     report: Report | None = None
     refused: Mapping[str, str] | None = None
     faster_float: str | None = None
     deployed: str = ""
+    device: str = "cpu"
 
 
 class Limit(NamedTuple):
@@ -113,12 +121,12 @@ def quantize(
     Compiled fp32 and bfloat16 are always measured, and win under ``mode="auto"`` where they are fastest.
 
     Args:
-        module: on the CPU, in evaluation mode; not changed.
+        module: on a CPU or GPU, whose forms are made, in evaluation mode; not changed.
         inputs: calls, as positional and keyword arguments: ranges are found on all, and the first is what is measured.
         mode: ``static`` fixes the ranges of what goes into layers, ``dynamic`` finds them in each call,
             ``weight_only`` rounds weights alone, ``auto`` is any.
         backend: what runs it: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no
-            int8), or ``auto``, any.
+            int8), or ``auto``, any. On GPUs ``torchao`` and ``inductor``.
         skip: names, patterns of names, or types of layers that stay in float.
         limit: the figures of forms, and how much worse they may be. Where a static form is worse, the layers that
             cost most are left in float until it is not.
@@ -128,7 +136,9 @@ def quantize(
         title: of the report.
 
     Raises:
-        ValueError: if an option is none of its values, there are no inputs, or ``skip`` names no layer.
+        ValueError: if an option is none of its values, no form is of this mode and backend on this device, there are no
+            inputs, or ``skip`` names no layer.
+        ModuleNotFoundError: if a package of ``backend`` is missing.
         RuntimeError: if no form of this mode and backend can be made, or none is within ``limit``, with the reasons.
 
     >>> quantize(nn.Linear(2, 3), [], mode="static")
@@ -136,15 +146,16 @@ def quantize(
         ...
     ValueError: inputs are needed: at least one call of the module, as (args, kwargs)
     """
-    _require(mode, Mode, "mode")
-    _require(backend, Backend, "backend")
+    device = _device_of(module)
+    require_form(mode, backend, device.type)
     if not inputs:
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
     layers = find_layers(module, skip)
-    wanted = [name for name, maker in _MAKERS.items() if _is_wanted(maker, mode, backend)]
+    makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
+    wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend)]
     made: dict[str, Form] = {}
     refused: dict[str, str] = {}
-    for name, maker in _MAKERS.items():
+    for name, maker in makers.items():
         if name in wanted or maker.kind == "float":
             try:
                 options = {"ranges": ranges} if maker.kind == "static" else {}
@@ -165,12 +176,22 @@ def quantize(
     return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title)
 
 
-def require_backend(backend: Backend) -> None:
-    """Refuse a backend whose packages are missing.
+def require_form(mode: str, backend: str, device_type: str) -> None:
+    """Refuse what no form could be made for.
 
     Raises:
-        ModuleNotFoundError: with what to install.
+        ValueError: if an option is none of its values, or no form is of this mode and backend on this device.
+        ModuleNotFoundError: if a package of ``backend`` is missing, with what to install.
     """
+    _require(mode, Mode, "mode")
+    _require(backend, Backend, "backend")
+    here = [maker for maker in _MAKERS.values() if device_type in maker.devices]
+    if not any(_is_wanted(maker, mode, backend) for maker in here):
+        pairs = sorted({f"{maker.kind} by {maker.backend}" for maker in here if maker.kind != "float"})
+        raise ValueError(
+            f"mode={mode!r} with backend={backend!r} has no form on {device_type}; there are: {', '.join(pairs)}; or "
+            "take backend='inductor' for compiled floats"
+        )
     needs = {"pt2e": ["torchao"], "torchao": ["torchao"], "onnxruntime": ["onnx", "onnxruntime", "onnxscript"]}
     missing = [name for name in needs.get(backend, []) if find_spec(name) is None]
     if missing:
@@ -271,8 +292,16 @@ def _pick(
     faster = [name for name in times if _MAKERS[name].kind == "float" and times[name] < times[chosen]]
     report.layers = describe_layers(module, *first_rows(inputs[0], 1), notes=form.left_float)
     return Quantized(
-        **{**form.__dict__, "report": report, "refused": refused, "faster_float": next(iter(faster), None)}
+        **form.__dict__,
+        report=report,
+        refused=refused,
+        faster_float=min(faster, key=lambda name: times[name], default=None),
+        device=str(_device_of(module)),
     )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((one.device for one in module.parameters()), torch.device("cpu"))
 
 
 def _note(name: str, row: Row, made: Mapping[str, Form], refused: Mapping[str, str]) -> str:

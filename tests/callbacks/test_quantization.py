@@ -77,6 +77,19 @@ def weights(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
+def test_a_gpu_that_is_not_there_is_asked_for_in_vain(tmp_path, converted):
+    module = Plain()
+    with pytest.raises(ValueError, match=r"Quantization\(device='cuda'\) needs a GPU"):
+        fit(module, [Quantization(device="cuda")], tmp_path)
+    for options in ({"mode": "qat"}, {"mode": "static"}, {"backend": "pt2e"}):
+        with pytest.raises(
+            ValueError, match=r"has no form on cuda; there are: dynamic by torchao, weight_only by torc"
+        ):
+            fit(module, [Quantization(device="cuda", **options)], tmp_path)
+    assert not module.seen
+
+
 def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
     found = []
     for callbacks in ([Quantization("static", calibrate=20)], []):
