@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.prunable import clean_name
+from lightning_accel.compress.uncompiled import uncompile_
 from lightning_accel.data.planned_sampler import PlannedSampler
 
 
@@ -29,7 +32,7 @@ class Deployed(NamedTuple):
 
 
 class WholeCopy:
-    """Copies of a module that may be sharded, on the CPU, with no tie to its Trainer.
+    """Copies of a module that may be sharded or compiled, on the CPU, eager, with no tie to its Trainer.
 
     Made in ``setup``, before a strategy lays the parameters out; holds no second set of weights.
     """
@@ -140,7 +143,7 @@ def require_deployable(pl_module: L.LightningModule, asker: str, name: str | Non
 
 
 def _require_submodule(module: L.LightningModule, name: str | None) -> None:
-    if name is not None and name not in dict(module.named_modules()):
+    if name is not None and name not in {clean_name(known) for known, _ in module.named_modules()}:
         children = ", ".join(child for child, _ in module.named_children())
         raise ValueError(f"{type(module).__name__} has no submodule {name!r}; it has: {children}")
 
@@ -252,6 +255,9 @@ def _undistributed(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _forget_run(module: L.LightningModule) -> L.LightningModule:
+    if module._compiler_ctx is not None:  # its steps are those of the module that it was copied from
+        to_uncompiled(module)
+    uncompile_(module)
     for one in module.modules():
         if isinstance(one, Metric):
             one.reset()

@@ -121,6 +121,7 @@ class Quantization(L.Callback):
         self._loaded: dict[str, Tensor] = {}
         self._enabled = False
         self._start_step = math.inf
+        self._in_batch: L.Trainer | None = None  # until what it saw has moved the ranges
 
     @property
     def phase(self) -> str:
@@ -161,9 +162,9 @@ class Quantization(L.Callback):
             self._attach(pl_module)
 
     def _attach(self, pl_module: L.LightningModule) -> None:
-        inside = "" if self.module is None else self.module
+        inside = f"{self.module}." if self.module else ""
         layers = find_layers(pl_module, self.skip)
-        chosen = {name: one for name, one in layers.quantized.items() if name.startswith(inside)}
+        chosen = {name: one for name, one in layers.quantized.items() if f"{name}.".startswith(inside)}
         detach(pl_module)  # of a run that was interrupted
         self._layers = attach(chosen)
         for name, layer in self._layers.items():
@@ -190,15 +191,21 @@ class Quantization(L.Callback):
             self._enabled = starts
             for layer in self._layers.values():
                 layer.enabled = starts
+        self._in_batch = trainer
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if self._enabled and self._layers:
+        self._move_ranges()
+
+    def _move_ranges(self) -> None:
+        trainer, self._in_batch = self._in_batch, None
+        if trainer is not None and self._enabled and self._layers:
             seen = torch.stack([layer.seen for layer in self._layers.values()])
             seen = trainer.strategy.reduce(seen, reduce_op="min")  # all processes see what one with all rows would
             for layer, own in zip(self._layers.values(), seen, strict=True):
                 layer.take_seen(own)
 
     def state_dict(self) -> dict[str, Any]:
+        self._move_ranges()  # a callback before this one may save at the end of a batch
         return {"ranges": {name: layer.range.cpu().clone() for name, layer in self._layers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,6 +228,7 @@ class Quantization(L.Callback):
         result.report.save(folder)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._in_batch = None  # other processes may not have come this far
         detach(pl_module)
 
     def convert(

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.compress.prunable import clean_name
+
 Skip = Iterable[str | type[nn.Module]]
 QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
 WEIGHT_LIMIT = 127  # as far below zero as above: zeros stay zeros, and the folding of a batch norm keeps the integers
@@ -21,7 +23,7 @@ class Layers(NamedTuple):
 
 
 def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
-    """Linear layers and convolutions of ``module``, and what else has weights.
+    """Linear layers and convolutions of ``module``, and what else has weights; names as if nothing were compiled.
 
     Args:
         module: that is to be quantized.
@@ -34,7 +36,7 @@ def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
     skipped = _skipped(module, skip)
     quantized: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
-    for name, one in module.named_modules():
+    for name, one in _named(module):
         weights = [value for value in one.parameters(recurse=False) if value.ndim > 1]
         if not weights:
             continue
@@ -56,7 +58,7 @@ def _skipped(module: nn.Module, skip: Iterable[str | type[nn.Module]]) -> dict[s
     for entry in skip:
         roots = [
             name
-            for name, one in module.named_modules()
+            for name, one in _named(module)
             if (
                 fnmatchcase(name, entry) or type(one).__name__ == entry
                 if isinstance(entry, str)
@@ -68,9 +70,14 @@ def _skipped(module: nn.Module, skip: Iterable[str | type[nn.Module]]) -> dict[s
             known = ", ".join(find_layers(module).quantized)
             raise ValueError(f"skip has {shown!r}, but no module is so named or of that type; layers are: {known}")
         for root in roots:
-            for name, _ in module.get_submodule(root).named_modules(prefix=root):
-                found.setdefault(name, shown)
+            for name, _ in _named(module):
+                if not root or f"{name}.".startswith(f"{root}."):
+                    found.setdefault(name, shown)
     return found
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(clean_name(name), one) for name, one in module.named_modules()]
 
 
 def weight_scale(weight: Tensor) -> Tensor:

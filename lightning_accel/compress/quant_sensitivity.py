@@ -9,6 +9,7 @@ from torch import nn
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.fake_quant import FakeQuantized, attach
 from lightning_accel.compress.quant_inputs import noise_share
+from lightning_accel.compress.uncompiled import uncompile_
 
 MAX_INPUTS = 4  # calls that the error is measured on
 
@@ -28,7 +29,7 @@ def rank_layers(
         names: of layers.
         ranges: of what goes into them, where training found them.
     """
-    copied = copy.deepcopy(module)
+    copied = uncompile_(copy.deepcopy(module))
     attached = attach({name: copied.get_submodule(name) for name in names})
     inputs = inputs[:MAX_INPUTS]
     wanted = [copied(*args, **kwargs) for args, kwargs in inputs]
