@@ -14,6 +14,7 @@ from lightning_accel.callbacks.compression_phase import announce_change, hold_ba
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
 from lightning_accel.callbacks.rewinding import Rewinding
+from lightning_accel.callbacks.several_prunings import adopt_state, names_of, of_this_kind, require_no_weight_of_others
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
 from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
 
@@ -36,7 +37,8 @@ class Pruning(L.Callback):
     step. Under DDP all processes have the masks of the first one; under FSDP2 and in a pipeline each has those of its
     part, the same as one process would have. A run that is killed and resumed goes on with equal bits, on another
     number of processes or strategy, too. ``ModelCheckpoint`` takes no model for the best before the target is reached.
-    Logged: ``pruning/sparsity``. At the end a table of the layers is printed.
+    Parts of a module may have a callback each, which leaves out the others with ``exclude``. Logged:
+    ``pruning/sparsity``, and of a second callback ``pruning_2/sparsity``. At the end a table of the layers is printed.
 
     Zeros make neither files smaller nor computing faster by themselves; ``structure="channel"`` does.
 
@@ -69,7 +71,8 @@ class Pruning(L.Callback):
 
     Raises:
         ValueError: if an option is out of range or contradicts another; before training, if nothing can be pruned, the
-            target would not be reached, or the length of the run is needed and unknown.
+            target would not be reached, another callback prunes a weight too, or the length of the run is needed and
+            unknown.
         TypeError: before training, under strategies that flatten parameters (FSDP1, DeepSpeed), and for weights that
             FSDP and tensor parallelism split at once.
 
@@ -180,7 +183,14 @@ class Pruning(L.Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(structure=self.structure)
+        exclude = names_of(self._options.exclude)
+        if self.structure == "channel" or not exclude:
+            return self._generate_state_key(structure=self.structure)
+        return self._generate_state_key(structure=self.structure, exclude=exclude)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        any_exclude = self._generate_state_key(structure=self.structure)[:-1]
+        adopt_state(trainer, self, any_exclude, checkpoint["callbacks"])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.structure == "channel":
@@ -208,7 +218,13 @@ class Pruning(L.Callback):
         self._rewinding.attach(pl_module)
         self._settle_steps(trainer)
         self._is_set_up = True
+        if isinstance(self._masks, MaskStructure):
+            peers = of_this_kind(trainer, self)
+            require_no_weight_of_others({one.state_key: one._names() for one in peers})
         _tell_left_out(self.left_out)
+
+    def _names(self) -> list[str]:
+        return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
 
     def _settle_steps(self, trainer: L.Trainer) -> None:
         """Steps of the ramp: those of the checkpoint where its options are those of now."""
@@ -261,9 +277,11 @@ class Pruning(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         self._advance(trainer, pl_module)
         if not trainer.barebones:
-            pl_module.log("pruning/sparsity", self.sparsity())
+            number = of_this_kind(trainer, self).index(self) + 1
+            name = "pruning/sparsity" if number == 1 else f"pruning_{number}/sparsity"
+            pl_module.log(name, self.sparsity())
             if self.log_layers:
-                pl_module.log_dict({f"pruning/sparsity/{name}": one for name, one in self._masks.sparsities().items()})
+                pl_module.log_dict({f"{name}/{layer}": one for layer, one in self._masks.sparsities().items()})
 
     def _advance(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == self._seen:

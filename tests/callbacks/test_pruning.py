@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AmpPrecision, MoEClassifier
-from lightning_accel.callbacks import Pruning
+from lightning_accel.callbacks import ExactResume, Pruning
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from tests.strategies.trained import Plain, make
 
@@ -550,9 +550,10 @@ def test_mixture_and_plain_module_with_blocks():
         assert pruning.sparsity() == pytest.approx(0.6, abs=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
-def test_a_compiled_module_has_the_names_of_the_module(criterion):
+@pytest.mark.parametrize("criterion", ["magnitude", pytest.param("wanda", marks=pytest.mark.slow)])
+def test_a_compiled_module_has_the_masks_of_the_module(criterion):
+    """Also of averages, of steps over several batches, in bfloat16."""
+    options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 6}
     module, plain = Net(), Net()
     plain.load_state_dict(module.state_dict())
     torch._dynamo.reset()  # graphs of an earlier module of this structure, which had no hooks
@@ -560,10 +561,12 @@ def test_a_compiled_module_has_the_names_of_the_module(criterion):
     masks = []
     for one in (module, plain):
         pruning = Pruning(0.8, criterion=criterion, begin=1, end=12, every_n_steps=3)
-        fit(one, pruning)
+        fit(one, [pruning, EMAWeightAveraging(decay=0.9)], **options)
         masks.append(pruning.masks())
+        assert share_of_zeros(one) == pytest.approx(0.8, abs=0.01)
     assert list(masks[0]) == ["net.0.weight", "net.3.weight", "net.5.weight"]
     assert all(kept.equal(masks[1][name]) for name, kept in masks[0].items())
+    torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-6)
 
 
 def test_options_are_read_from_a_config():
@@ -599,3 +602,39 @@ def test_a_layer_that_nothing_was_seen_to_enter_is_told():
 
     with pytest.warns(UserWarning, match=r"wanda saw no input of net.5.weight, and takes"):
         fit(Around(), Pruning(0.5, criterion="wanda", begin=1, end=4))
+
+
+HEAD, BODY = {"exclude": ["net.0", "net.3"]}, {"exclude": ["net.5"]}
+
+
+def test_parts_of_a_module_have_targets_of_their_own(tmp_path):
+    """Also where the run is killed, and goes on."""
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 8:
+                trainer.save_checkpoint(tmp_path / "8.ckpt")
+
+    def run(*more, **resume):
+        module, body, head = Net(), Pruning(0.9, end=12, **BODY), Pruning(0.5, begin=3, end=15, **HEAD)
+        trainer = fit(module, [body, head, *more, ExactResume()], **resume)
+        return module, body, head, trainer
+
+    (module, body, head, trainer), resumed = run(Save()), run(ckpt_path=tmp_path / "8.ckpt")
+    assert list(body.masks()) == ["net.0.weight", "net.3.weight"]
+    assert share_of_zeros(module.net[:5]) == pytest.approx(0.9, abs=0.01)
+    assert share_of_zeros(module.net[5:]) == pytest.approx(0.5, abs=0.01)
+    assert float(trainer.callback_metrics["pruning/sparsity"]) == pytest.approx(0.9, abs=0.01)
+    assert float(trainer.callback_metrics["pruning_2/sparsity"]) == pytest.approx(0.5, abs=0.01)
+    torch.testing.assert_close(resumed[0].state_dict(), module.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("other", [{"structure": "2:4"}, {"target": 0.5, "exclude": ["net.0"]}])
+def test_a_weight_of_two_callbacks_is_refused(other):
+    module = Net()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"Pruning\{'structure': .* both prune net.3.weight.*: let each leave out with"
+    ):
+        fit(module, [Pruning(0.8, **HEAD | {"exclude": ["net.0", "net.5"]}), Pruning(**other)])
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)

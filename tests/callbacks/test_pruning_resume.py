@@ -111,6 +111,7 @@ def test_another_number_of_epochs_does_not_move_a_ramp_that_runs(tmp_path):
     assert other._last == 32
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning")
 def test_masks_of_other_weights_are_refused(tmp_path):
     run("cubic", tmp_path, [5])
     with pytest.raises(

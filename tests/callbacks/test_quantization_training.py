@@ -213,3 +213,17 @@ def test_processes_have_the_same_weights_and_ranges(tmp_path, name):
     first, second = run_ranks(check_processes_agree, tmp_path, name)
     assert first[1] == second[1]
     torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
+
+
+def test_layers_outside_of_what_is_deployed_stay_as_they_were(tmp_path, converted):
+    class Two(Net):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.Linear(3, 3)
+
+        def training_step(self, batch, batch_idx):
+            return cross_entropy(self.network(self.net(batch[0])), batch[1])
+
+    quantization = Quantization("qat", start=0, module="net")
+    fit(Two(), [quantization], tmp_path, max_epochs=1)
+    assert list(quantization._layers) == ["net.0", "net.3"]

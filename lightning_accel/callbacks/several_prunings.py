@@ -1,0 +1,51 @@
+"""Several ``Pruning`` callbacks in one Trainer: whose state is whose, and that no weight has two of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import lightning as L
+from torch import nn
+
+OneT = TypeVar("OneT", bound=L.Callback)
+
+
+def of_this_kind(trainer: L.Trainer, callback: OneT) -> list[OneT]:
+    """All callbacks of its class, in their order."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [one for one in callbacks if isinstance(one, type(callback))]
+
+
+def names_of(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
+    """What tells callbacks that prune different parts of a module apart."""
+    return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
+
+
+def require_no_weight_of_others(weights: Mapping[str, Sequence[str]]) -> None:
+    """Refuse weights that two callbacks prune.
+
+    Args:
+        weights: names of those that each callback prunes, by what is told of the callback.
+
+    Raises:
+        ValueError: with their names.
+    """
+    owners: dict[str, str] = {}
+    for shown, names in weights.items():
+        shared = [name for name in names if name in owners]
+        if shared:
+            raise ValueError(
+                f"{owners[shared[0]]} and {shown} both prune {', '.join(shared)}, so that neither would have its "
+                "target: let each leave out with exclude what the other prunes, or take one of them"
+            )
+        owners |= dict.fromkeys(names, shown)
+
+
+def adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: dict[str, Any]) -> None:
+    """Give ``callback`` the state in a checkpoint that nobody claims, if it has none of its own, and there is one.
+
+    Such as one of a run with another ``exclude``: masks of weights that are not pruned now are refused later.
+    """
+    claimed = {one.state_key for one in of_this_kind(trainer, callback)}
+    left = [key for key in states if key.startswith(prefix) and key not in claimed]
+    if callback.state_key not in states and len(left) == 1:
+        states[callback.state_key] = states.pop(left[0])
