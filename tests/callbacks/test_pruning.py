@@ -620,7 +620,7 @@ def test_parts_of_a_module_have_targets_of_their_own(tmp_path):
         trainer = fit(module, [body, head, *more, ExactResume()], **resume)
         return module, body, head, trainer
 
-    (module, body, head, trainer), resumed = run(Save()), run(ckpt_path=tmp_path / "8.ckpt")
+    (module, body, _, trainer), resumed = run(Save()), run(ckpt_path=tmp_path / "8.ckpt")
     assert list(body.masks()) == ["net.0.weight", "net.3.weight"]
     assert share_of_zeros(module.net[:5]) == pytest.approx(0.9, abs=0.01)
     assert share_of_zeros(module.net[5:]) == pytest.approx(0.5, abs=0.01)
