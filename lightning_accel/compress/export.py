@@ -24,6 +24,7 @@ from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows, 
 from lightning_accel.compress.compressed import FORMAT_VERSION, METADATA, load_compressed
 from lightning_accel.compress.export_flat import FromTensors, outputs_of
 from lightning_accel.compress.export_onnx import around_quantized
+from lightning_accel.compress.onnx_operators import translations
 from lightning_accel.compress.structure import describe, in_order, plain_values
 from lightning_accel.strategies.atomic import put_in_place
 
@@ -274,6 +275,7 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
                 made = torch.onnx.export(
                     program,
                     dynamo=True,
+                    custom_translation_table=translations(),
                     input_names=[one["name"] for one in about["inputs"]],
                     output_names=about["output_names"],
                     verbose=False,

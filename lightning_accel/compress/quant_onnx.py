@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.onnx_operators import translations
 from lightning_accel.compress.quant_form import CannotConvertError, Form, quietly
 from lightning_accel.compress.quant_inputs import Flat, argument_names, dynamic_sizes, tensors_of
 from lightning_accel.compress.quant_layers import Layers
 from lightning_accel.compress.quant_torch import Ranges, has_vnni
 from lightning_accel.nn.moe import Experts
+from lightning_accel.nn.recurrent_layer import RecurrentLayer
 
-_RECURRENT = (nn.LSTM,)  # that ONNX Runtime quantizes; its GRU and RNN stay float
 _SAME_GRID = ("MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")  # as what goes in
 _STATIC = [  # what stands between products and is as good in int8, so that it need not go through floats
     *("Conv", "Gemm", "MatMul", "Relu", "Clip", "AveragePool", "GlobalAveragePool", "Add", "Concat"),
@@ -73,7 +74,7 @@ def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
         )
 
     def left_float(name: str, one: nn.Module) -> str:
-        return "" if isinstance(one, (nn.Linear, *_RECURRENT)) else "this form has linear layers and LSTMs alone"
+        return "" if isinstance(one, nn.Linear) or _is_lstm(one) else "this form has linear layers and LSTMs alone"
 
     return _form("int8 ONNX Runtime dynamic", module, inputs, layers, convert, left_float)
 
@@ -153,8 +154,13 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat
     for shapes in ((tuple(dims),), None):
         try:
             with torch.no_grad():
+                exported = torch.export.export(flat, tensors, dynamic_shapes=shapes)
                 program = torch.onnx.export(
-                    flat, tensors, dynamo=True, dynamic_shapes=shapes, input_names=names, verbose=False
+                    exported,
+                    dynamo=True,
+                    input_names=names,
+                    custom_translation_table=translations(),
+                    verbose=False,
                 )
             break
         except Exception as error:
@@ -229,6 +235,13 @@ def _module_of(node: Any) -> str:
     found = {one.key: one.value for one in node.metadata_props}.get("pkg.torch.onnx.name_scopes", "[]")
     scopes = [scope for scope in literal_eval(found)[:-1] if scope]
     return scopes[-1].removeprefix("module").removeprefix(".") if scopes else ""
+
+
+def _is_lstm(module: nn.Module) -> bool:
+    """Whether ONNX Runtime quantizes it as a whole; its GRU and RNN stay float."""
+    return isinstance(module, nn.LSTM) or (
+        isinstance(module, RecurrentLayer) and module.cell == "lstm" and module.has_kernel
+    )
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

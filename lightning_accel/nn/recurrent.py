@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from lightning_accel.nn.recurrent_layer import CELLS, CellName, RecurrentLayer, States
-from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SortedLayout
+from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SortedLayout, WholeLayout
 from lightning_accel.nn.sequence_pooling import POOLINGS, AttentionPooling, pool
 
 Execution: TypeAlias = Literal["auto", "padded", "staircase", "packed", "lanes"]
@@ -167,8 +167,9 @@ class DynamicRNN(nn.Module):
             parts = []
             for direction in range(1 + self.bidirectional):
                 layer = self.layers[len(ends)]
-                out, end = layer(layout.reverse(data) if direction else data, states[len(ends)], layout)
-                parts.append(layout.reverse(out) if direction else out)
+                assert isinstance(layer, RecurrentLayer)
+                out, end = layout.direct(layer, data, states[len(ends)], backwards=direction == 1)
+                parts.append(out)
                 ends.append(end)
             data = torch.cat(parts, dim=-1) if self.bidirectional else parts[0]
         output = layout.leave(data)
@@ -255,7 +256,15 @@ class DynamicRNN(nn.Module):
                 f"layer_norm; got cell={self.cell!r}. Take 'auto'"
             )
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each layer is one operation: in programs, but for those that torch.onnx traces and could not read."""
+        exporting = torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
+        return exporting and self._has_kernel and not self.training
+
     def _layout(self, x: Tensor, lengths: Tensor | None) -> "PaddedLayout | SortedLayout | LanesLayout":
+        if self._is_whole:
+            return WholeLayout(None if lengths is None else lengths.to(x.device))
         execution = self.choose_execution(lengths, x.device)
         if execution == "padded" and x.shape[1] and x.shape[0]:
             return PaddedLayout(None if lengths is None else lengths.to(x.device))

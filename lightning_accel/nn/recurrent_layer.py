@@ -2,33 +2,31 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel.ops import linear_scan
+from lightning_accel.ops import linear_scan, recurrent_layer
+from lightning_accel.ops.recurrent import run_kernel, run_padded
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
 States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and c of an LSTM
 
 _LONGEST_MEMORY = 100  # steps for which gates keep a state at first, at most
-_SURE = 1e4  # a pre-activation whose sigmoid is 1, and 0 with the other sign, in every dtype; float16 holds it
 
 
 class Cell(NamedTuple):
     """What tells one cell from another.
 
     ``advance`` maps what the gates get from the input and from the state, (B, G * H) each, and the states to the next
-    states. A scan cell, whose gates do not know the state, has none; nor has it a ``kernel``, torch's for all steps.
+    states. A scan cell, whose gates do not know the state, has none; nor has torch a kernel for all its steps.
     """
 
     gates: int
     states: int
     advance: Callable[[Tensor, Tensor, States], States] | None = None
-    kernel: Callable[..., Any] | None = None
 
 
 def _advance_rnn(x: Tensor, h: Tensor, states: States) -> States:
@@ -48,9 +46,9 @@ def _advance_lstm(x: Tensor, h: Tensor, states: States) -> States:
 
 
 CELLS = {
-    "rnn": Cell(1, 1, _advance_rnn, torch.rnn_tanh),
-    "gru": Cell(3, 1, _advance_gru, torch.gru),
-    "lstm": Cell(4, 2, _advance_lstm, torch.lstm),
+    "rnn": Cell(1, 1, _advance_rnn),
+    "gru": Cell(3, 1, _advance_gru),
+    "lstm": Cell(4, 2, _advance_lstm),
     "mingru": Cell(2, 1),
     "minlstm": Cell(3, 1),
 }
@@ -144,7 +142,8 @@ class RecurrentLayer(nn.Module):
         # the LSTM's kernel of the CPU, oneDNN's, has no gradient in a compiled graph
         unkernelled = self.cell == "lstm" and x.device.type == "cpu" and torch.compiler.is_compiling()
         if self.has_kernel and not unkernelled:
-            return self._run_kernel(x, states, weight_hh, lengths)
+            x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
+            return self._in_own_dtype(run_padded(self.cell, x, states, weights, lengths, self.training))
         return self._loop(x, states, weight_hh, lengths)
 
     def packed(
@@ -152,8 +151,13 @@ class RecurrentLayer(nn.Module):
     ) -> tuple[Tensor, States]:
         """Run tokens (N, I) that lie as in a PackedSequence with ``batch_sizes``, int64 on the CPU."""
         states = self.zero_states(x, int(batch_sizes[0])) if states is None else states
-        with self._kernel_precision(x):
-            return self._kernel(x.to(self.weight_ih.dtype), states, self._weights(weight_hh), batch_sizes)
+        x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
+        return self._in_own_dtype(run_kernel(self.cell, x, states, weights, batch_sizes, self.training))
+
+    def whole(self, x: Tensor, states: States | None, lengths: Tensor | None, backwards: bool) -> tuple[Tensor, States]:
+        """Run ``x`` (S, B, I) as one operation, that of :func:`lightning_accel.ops.recurrent_layer`."""
+        x, weights = x.to(self.weight_ih.dtype), self._weights(self.weight_hh)
+        return recurrent_layer(self.cell, x, states, weights, lengths, backwards)
 
     def lanes(
         self, x: Tensor, states: States | None, begins: Tensor, ends: Tensor, starts: Tensor
@@ -245,43 +249,14 @@ class RecurrentLayer(nn.Module):
             )
         return tuple(torch.lerp(after, before, self.zoneout) for after, before in zip(new, states, strict=True))
 
-    def _run_kernel(
-        self, x: Tensor, states: States, weight_hh: Tensor | None, lengths: Tensor | None
-    ) -> tuple[Tensor, States]:
-        weights = self._weights(weight_hh)
-        x = x.to(self.weight_ih.dtype)
-        if lengths is not None and self.cell == "lstm":  # its kernel does not tell the c of each step
-            x = torch.cat([x, _is_over(x, lengths).to(x.dtype)], dim=-1)
-            stay = torch.tensor([-_SURE, _SURE, 0, 0]).to(x).repeat_interleave(self.hidden_size)
-            weights[0] = torch.cat([weights[0], stay[:, None]], dim=1)
-        with self._kernel_precision(x):
-            out, new = self._kernel(x, states, weights)
-        if lengths is not None:
-            last = out[(lengths - 1).clamp(min=0), torch.arange(lengths.shape[0], device=x.device)]
-            new = torch.where(lengths[:, None] > 0, last, states[0]), *new[1:]
-        return out, new
-
     def _weights(self, weight_hh: Tensor | None) -> list[Tensor]:
         assert weight_hh is not None
         assert self.bias_hh is not None
         return [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
 
-    def _kernel(
-        self, x: Tensor, states: States, weights: list[Tensor], batch_sizes: Tensor | None = None
-    ) -> tuple[Tensor, States]:
-        kernel = CELLS[self.cell].kernel
-        assert kernel is not None
-        batched = [state[None] for state in states]
-        layout = () if batch_sizes is None else (batch_sizes,)
-        once = (True, 1, 0.0, self.training, False)  # biases, layers, dropout, whether to train, bidirectional
-        first = (False,) * (batch_sizes is None)  # whether rows come first
-        out, *new = kernel(x, *layout, batched if self.cell == "lstm" else batched[0], weights, *once, *first)
-        dtype = self.weight_ih.dtype
-        return out.to(dtype), tuple(state[0].to(dtype) for state in new)
-
-    def _kernel_precision(self, x: Tensor) -> AbstractContextManager[object]:
-        """Autocast knows cuDNN's kernels; torch's on the CPU need one dtype, and gain nothing from bf16."""
-        return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
+    def _in_own_dtype(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
+        dtype = self.weight_ih.dtype  # autocast makes kernels return another
+        return found[0].to(dtype), tuple(state.to(dtype) for state in found[1])
 
 
 def _is_over(x: Tensor, lengths: Tensor) -> Tensor:

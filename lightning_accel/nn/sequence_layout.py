@@ -8,11 +8,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.recurrent import turn
+
 if TYPE_CHECKING:
     from lightning_accel.nn.recurrent_layer import RecurrentLayer, States
 
 
-class PaddedLayout:
+class _Turning:
+    """Layouts in which a layer reads rows backwards by reading what was turned round."""
+
+    def reverse(self, data: Tensor) -> Tensor:
+        """Turn each row's valid steps round."""
+        raise NotImplementedError
+
+    def direct(
+        self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
+    ) -> "tuple[Tensor, States]":
+        """Call ``layer``, forwards or backwards."""
+        out, end = layer(self.reverse(data) if backwards else data, states, self)
+        return self.reverse(out) if backwards else out, end
+
+
+class PaddedLayout(_Turning):
     """Steps first, (T, B, I), all rows as long as the longest. ``lengths`` (B,) on their device; None: all are full."""
 
     def __init__(self, lengths: Tensor | None) -> None:
@@ -28,12 +45,7 @@ class PaddedLayout:
         return out if self.lengths is None else out.where(_valid(out, self.lengths), 0)
 
     def reverse(self, data: Tensor) -> Tensor:
-        """Turn each row's valid steps round."""
-        if self.lengths is None:
-            return data.flip(0)
-        step = torch.arange(data.shape[0], device=data.device)[:, None]
-        source = torch.where(step < self.lengths, self.lengths - 1 - step, step)  # (T, B)
-        return data[source, torch.arange(data.shape[1], device=data.device)]
+        return turn(data, self.lengths)
 
     def run(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
@@ -41,7 +53,29 @@ class PaddedLayout:
         return layer.steps(data, states, weight_hh, self.lengths)
 
 
-class _ValidSteps:
+class WholeLayout(PaddedLayout):
+    """As padded, with a layer as one operation, for programs: one for each step would fix their number."""
+
+    def __init__(self, lengths: Tensor | None, backwards: bool = False) -> None:
+        super().__init__(lengths)
+        self.backwards = backwards
+
+    def leave(self, data: Tensor) -> Tensor:
+        return data.transpose(0, 1)  # zeros after a row's end already
+
+    def direct(
+        self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
+    ) -> "tuple[Tensor, States]":
+        out: tuple[Tensor, States] = layer(data, states, WholeLayout(self.lengths, backwards))
+        return out
+
+    def run(
+        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
+    ) -> "tuple[Tensor, States]":
+        return layer.whole(data, states, self.lengths, self.backwards)
+
+
+class _ValidSteps(_Turning):
     """The valid steps alone: ``index`` (N,) is where each stands among all, (B * T,), ``turned`` where its mirror does.
 
     A mirror is as far from a row's end as the step is from its beginning.
@@ -58,7 +92,6 @@ class _ValidSteps:
         return out.view(self.rows, self.steps, data.shape[-1])
 
     def reverse(self, data: Tensor) -> Tensor:
-        """Turn each row's valid steps round."""
         return data.index_select(0, self.turned)
 
 

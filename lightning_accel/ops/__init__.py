@@ -3,6 +3,7 @@
 from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
 from lightning_accel.ops.grouped_linear import grouped_linear
+from lightning_accel.ops.recurrent import recurrent_layer
 from lightning_accel.ops.scan import linear_scan
 from lightning_accel.ops.triple_memo import triples_of
 from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
@@ -18,6 +19,7 @@ __all__ = [
     "linear_scan",
     "neighbour_sum",
     "num_two_paths",
+    "recurrent_layer",
     "sample_two_paths",
     "triangle_sum",
     "triples_of",

@@ -1,0 +1,202 @@
+"""A recurrent layer over rows of unequal lengths. Shapes: S steps, B rows, I inputs, H hidden, G gates.
+
+Weights are laid out as those of ``torch.nn.RNN`` (tanh, G = 1), ``GRU`` (3) and ``LSTM`` (4): ``weight_ih`` (G * H, I),
+``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNELS = {"rnn": torch.rnn_tanh, "gru": torch.gru, "lstm": torch.lstm}
+_SURE = 1e4  # a pre-activation whose sigmoid is 1, and 0 with the other sign, in every dtype; float16 holds it
+
+
+def run_kernel(
+    cell: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: list[Tensor],
+    batch_sizes: Tensor | None = None,
+    training: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run torch's kernel on ``x`` (S, B, I): what each step puts out, (S, B, H), and the last states, (B, H) each.
+
+    With ``batch_sizes``, int64 on the CPU, ``x`` (N, I) and what is put out lie as in a PackedSequence.
+    """
+    batched = [state[None] for state in states]
+    layout = () if batch_sizes is None else (batch_sizes,)
+    once = (True, 1, 0.0, training, False)  # biases, layers, dropout, whether to train, bidirectional
+    first = (False,) * (batch_sizes is None)  # whether rows come first
+    kernel: Any = KERNELS[cell]
+    with _kernel_precision(x):
+        out, *new = kernel(x, *layout, batched if cell == "lstm" else batched[0], weights, *once, *first)
+    return out, tuple(state[0] for state in new)
+
+
+def run_padded(
+    cell: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: list[Tensor],
+    lengths: Tensor | None = None,
+    training: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """:func:`run_kernel`, in which the states of a row stay as they are after its length, (B,), on the device of ``x``.
+
+    What is put out after a row's length means nothing.
+    """
+    if lengths is None:
+        return run_kernel(cell, x, states, weights, training=training)
+    if cell == "lstm":  # its kernel does not tell the c of each step
+        x = torch.cat([x, _is_over(x, lengths).to(x.dtype)], dim=-1)
+        hidden_size = states[0].shape[-1]
+        stay = torch.tensor([-_SURE, _SURE, 0, 0]).to(x).repeat_interleave(hidden_size)
+        weights = [torch.cat([weights[0], stay[:, None]], dim=1), *weights[1:]]
+    out, new = run_kernel(cell, x, states, weights, training=training)
+    last = out[(lengths - 1).clamp(min=0), torch.arange(lengths.shape[0], device=x.device)]
+    return out, (torch.where(lengths[:, None] > 0, last, states[0]), *new[1:])
+
+
+def recurrent_layer(
+    cell: str,
+    x: Tensor,
+    states: Sequence[Tensor] | None,
+    weights: list[Tensor],
+    lengths: Tensor | None = None,
+    backwards: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A whole layer in one direction, as one operation: graphs that hold it are for any number of steps.
+
+    Args:
+        cell: ``rnn``, ``gru`` or ``lstm``.
+        x: (S, B, I), in the dtype of the weights.
+        states: (B, H), one, or h and c of an LSTM; None for zeros.
+        weights: ``weight_ih``, ``weight_hh``, ``bias_ih``, ``bias_hh``.
+        lengths: (B,) int64 in [0, S], on the device of ``x``; None where all rows are full.
+        backwards: whether a row is read from its last valid step to its first.
+
+    Returns:
+        What is put out at each step, (S, B, H), zeros after a row's length; and the states, (B, H) each, after the last
+        step that was read, or those given, for a row of length 0.
+
+    >>> weights = [torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1), torch.zeros(1)]
+    >>> recurrent_layer("rnn", torch.ones(2, 1, 1), None, weights, torch.tensor([1]))[0].flatten()
+    tensor([0.7616, 0.0000])
+    """
+    h, c = (None, None) if states is None else (*states, None)[:2]
+    out, *new = torch.ops.lightning_accel.recurrent_layer(x, lengths, h, c, *weights, cell, backwards)
+    return out, tuple(new[: 2 if cell == "lstm" else 1])
+
+
+@torch.library.custom_op("lightning_accel::recurrent_layer", mutates_args=())
+def _layer_op(
+    x: Tensor,
+    lengths: Tensor | None,
+    h: Tensor | None,
+    c: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor,
+    bias_hh: Tensor,
+    cell: str,
+    backwards: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(x.device.type, enabled=False):  # all have one dtype
+        found = _layer(x, lengths, h, c, weight_ih, weight_hh, bias_ih, bias_hh, cell, backwards)
+    out, last_h, last_c = (one.contiguous() for one in found)
+    return out, last_h, last_c
+
+
+def _layer(
+    x: Tensor,
+    lengths: Tensor | None,
+    h: Tensor | None,
+    c: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor,
+    bias_hh: Tensor,
+    cell: str,
+    backwards: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, h, and c, empty but for an LSTM."""
+    steps, rows = x.shape[:2]
+    hidden_size = weight_hh.shape[1]
+    zeros = x.new_zeros(rows, hidden_size)
+    states = [zeros if one is None else one for one in ((h, c) if cell == "lstm" else (h,))]
+    none = x.new_empty(0)
+    if not steps or not rows:
+        return x.new_zeros(steps, rows, hidden_size), states[0].clone(), states[1].clone() if cell == "lstm" else none
+    if lengths is not None and x.device.type == "cpu" and bool((lengths == steps).all()):
+        lengths = None  # plain kernels are faster; a GPU would be waited for
+    turned = turn(x, lengths) if backwards else x
+    out, new = run_padded(cell, turned, states, [weight_ih, weight_hh, bias_ih, bias_hh], lengths)
+    out = turn(out, lengths) if backwards else out
+    out = out if lengths is None else out.masked_fill(_is_over(out, lengths), 0)
+    return out, new[0], new[1] if cell == "lstm" else none
+
+
+@_layer_op.register_fake
+def _(
+    x: Tensor,
+    lengths: Tensor | None,
+    h: Tensor | None,
+    c: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor,
+    bias_hh: Tensor,
+    cell: str,
+    backwards: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    steps, rows = x.shape[:2]
+    state = x.new_empty(rows, weight_hh.shape[1])
+    return (
+        x.new_empty(steps, rows, weight_hh.shape[1]),
+        state,
+        torch.empty_like(state) if cell == "lstm" else x.new_empty(0),
+    )
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.options = inputs[8:]
+
+
+def _op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """Through the kernels' own gradients, of a second run: programs are rarely trained."""
+    with torch.enable_grad():
+        inputs: list[Any] = [
+            None if one is None else one.detach().requires_grad_(one.is_floating_point()) for one in ctx.saved_tensors
+        ]
+        outputs = _layer(*inputs, *ctx.options)
+    used = 3 if ctx.options[0] == "lstm" else 2
+    wanted = [one for one in inputs if one is not None and one.requires_grad]
+    found = iter(torch.autograd.grad(outputs[:used], wanted, gradients[:used], allow_unused=True))
+    return *(next(found) if one is not None and one.requires_grad else None for one in inputs), None, None
+
+
+_layer_op.register_autograd(_op_backward, setup_context=_keep_inputs)
+
+
+def turn(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Turn each row's valid steps round: ``x`` (S, B, ...), ``lengths`` (B,) on its device, None where all are full."""
+    if lengths is None:
+        return x.flip(0)
+    step = torch.arange(x.shape[0], device=x.device)[:, None]
+    source = torch.where(step < lengths, lengths - 1 - step, step)  # (S, B)
+    return x[source, torch.arange(x.shape[1], device=x.device)]
+
+
+def _kernel_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast knows cuDNN's kernels; torch's on the CPU need one dtype, and gain nothing from bf16."""
+    return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
+
+
+def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
+    """Whether a row has ended before a step of ``x``: (S, B, 1) bool."""
+    return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]
