@@ -14,6 +14,7 @@ from lightning_accel.callbacks.deployment import (
     find_deployed,
     left_out_of,
     require_deployable,
+    require_validation,
     run_folder,
     use_in_first_process,
 )
@@ -44,7 +45,7 @@ class CompressionReport(L.Callback):
 
     Raises:
         TypeError: before training, if there is no ``validation_step``.
-        ValueError: before training, if there is no submodule ``module``; at the end, if there are no validation data.
+        ValueError: before training, if there is no submodule ``module``, or no validation data.
     """
 
     def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
@@ -59,6 +60,9 @@ class CompressionReport(L.Callback):
         self._copy = WholeCopy(pl_module)
         require_deployable(pl_module, "CompressionReport", self.module)
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        require_validation(trainer, "CompressionReport")
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
@@ -68,8 +72,6 @@ class CompressionReport(L.Callback):
     def _measure(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loader = all_rows(trainer.val_dataloaders)
-        if not loader:
-            raise ValueError("CompressionReport measures on validation batches, and there are none; give some")
         found = find_deployed(copied, loader, self.module, datamodule=datamodule)
         plain = plain_forms(found.module, self.compiled)
         start = self._copy.at_start().get_submodule(found.name)
@@ -96,7 +98,7 @@ class CompressionReport(L.Callback):
 
 def _file_bytes(form: Run) -> int | None:
     """Of the weights as ``torch.save`` writes them; compiled programs have no file."""
-    if not isinstance(form, nn.Module) or isinstance(getattr(form, "module", form), torch._dynamo.OptimizedModule):
+    if not isinstance(form, nn.Module):
         return None
     file = BytesIO()
     torch.save(form.state_dict(), file)

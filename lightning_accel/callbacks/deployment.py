@@ -142,6 +142,19 @@ def require_deployable(pl_module: L.LightningModule, asker: str, name: str | Non
     _require_submodule(pl_module, name)
 
 
+def require_validation(trainer: L.Trainer, asker: str) -> None:
+    """Refuse, in ``on_fit_start``, a run without validation for the callback ``asker``, which reads its batches.
+
+    Raises:
+        ValueError: with what to give.
+    """
+    if not trainer.enable_validation:
+        raise ValueError(
+            f"{asker} measures on validation batches, and this run has none: give fit a validation loader, and leave "
+            "limit_val_batches above 0"
+        )
+
+
 def _require_submodule(module: L.LightningModule, name: str | None) -> None:
     if name is not None and name not in {clean_name(known) for known, _ in module.named_modules()}:
         children = ", ".join(child for child, _ in module.named_children())

@@ -4,7 +4,6 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
@@ -17,6 +16,7 @@ from torch import nn
 
 from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
+from lightning_accel.callbacks.logged import require_logged
 from lightning_accel.callbacks.metric_watch import Goal, Marks, Smoother, Smoothing, Watch
 
 Unit: TypeAlias = Literal["checks", "steps", "epochs", "seconds", "minutes", "hours"]
@@ -33,6 +33,9 @@ class _Unlisted(LightningsEarlyStopping):
     """
 
     __qualname__ = "unlisted.<locals>._Unlisted"
+
+
+_AT_EPOCH_END = " What is logged at the end of training epochs alone needs check_on_train_epoch_end=True"
 
 
 class EarlyStopping(_Unlisted):
@@ -185,7 +188,7 @@ class EarlyStopping(_Unlisted):
         if not self._at_epoch_end and trainer.callback_metrics:
             stems = {_stem(name) for name in trainer.callback_metrics}
             missing = [name for name in self.goals if _stem(name) in stems and name not in trainer.callback_metrics]
-            _require_none(missing, trainer)
+            require_logged("EarlyStopping", missing, trainer, _AT_EPOCH_END)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._loaded:
@@ -283,7 +286,8 @@ class EarlyStopping(_Unlisted):
         rows = trainer.strategy.all_gather(torch.tensor(row, device=device, dtype=dtype)).reshape(-1, len(row)).tolist()
         columns = list(zip(*rows, strict=True))
         names = list(self.goals)
-        _require_none([name for name, gone in zip(names, columns[len(names) :], strict=False) if any(gone)], trainer)
+        missing = [name for name, gone in zip(names, columns[len(names) :], strict=False) if any(gone)]
+        require_logged("EarlyStopping", missing, trainer, _AT_EPOCH_END)
         for name, column in zip(names, columns, strict=False):
             if len(set(map(repr, column))) > 1 and name not in self._told_of:
                 self._told_of.add(name)
@@ -370,16 +374,3 @@ def _number(name: str, value: Any) -> float:
 
 def _stem(name: str) -> str:
     return re.split(r"[/_.]", name)[0]
-
-
-def _require_none(missing: Sequence[str], trainer: L.Trainer) -> None:
-    if not missing:
-        return
-    logged = sorted(trainer.callback_metrics)
-    near = get_close_matches(missing[0], logged, n=1)
-    raise ValueError(
-        f"EarlyStopping monitors {missing[0]!r}, which is not logged"
-        + (f"; did you mean {near[0]!r}? " if near else ". ")
-        + f"Logged so far: {', '.join(logged) or 'nothing'}. What is logged at the end of training epochs alone needs "
-        "check_on_train_epoch_end=True"
-    )

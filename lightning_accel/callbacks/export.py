@@ -21,6 +21,7 @@ from lightning_accel.callbacks.deployment import (
     find_deployed,
     left_out_of,
     require_deployable,
+    require_validation,
     run_folder,
     use_in_first_process,
 )
@@ -66,8 +67,8 @@ class Export(L.Callback):
         compare: whether the report measures the plain forms, too; to compile takes a minute or so.
 
     Raises:
-        ValueError: before training, if the format or ``postprocess`` is unknown, ``filename`` has another suffix, or
-            the folder cannot be written.
+        ValueError: before training, if the format or ``postprocess`` is unknown, ``filename`` has another suffix, the
+            folder cannot be written, or there are no validation data.
         TypeError: before training, if the module has no ``validation_step``, or ``preprocess`` no ``inverse``.
         ModuleNotFoundError: before training, if a package is missing.
         RuntimeError: at the end, if the model cannot be exported or the file gives something else.
@@ -131,6 +132,9 @@ class Export(L.Callback):
             )
         _move_last(trainer, self)
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        require_validation(trainer, "Export")
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             self._run(trainer, pl_module)
@@ -147,8 +151,6 @@ class Export(L.Callback):
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loader = all_rows(trainer.val_dataloaders)
-        if not loader:
-            raise ValueError("Export compares on validation batches, and there are none; give validation data")
         result = _quantized(trainer)
         if result is not None:
             copied = copied.to(result.device)
@@ -309,11 +311,6 @@ def _content(result: Any, format: Format) -> Any:
     """The program of the result, or the bytes of its ONNX file."""
     if format == "onnx" and result.onnx is not None:
         return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
-    if result.program is None:
-        raise ValueError(
-            f"{result.name} is an ONNX file, and format={format!r} cannot hold it. Take Export(format='onnx'), or "
-            "another backend of Quantization"
-        )
     return result.program
 
 

@@ -23,6 +23,8 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
+from lightning_accel.callbacks.export import Export
+from lightning_accel.callbacks.logged import require_logged
 from lightning_accel.compress.calls import Inputs, num_rows
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.quant_layers import find_layers
@@ -104,6 +106,8 @@ class Quantization(L.Callback):
             raise ValueError(f"calibrate must be at least 1 row; got {calibrate}")
         if start < 0 or (isinstance(start, float) and start >= 1):
             raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
+        if batch_sizes is not None and (not batch_sizes or min(batch_sizes) < 1):
+            raise ValueError(f"batch_sizes must be numbers of rows, at least one; got {list(batch_sizes)}")
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate
@@ -116,6 +120,7 @@ class Quantization(L.Callback):
         self.start = start
         self.seconds = seconds
         self.device = device
+        self._file_format: str | None = None
         self.result: Quantized | None = None
         self._layers: dict[str, FakeQuantized] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -134,7 +139,9 @@ class Quantization(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        require_form("static" if self.mode == "qat" else self.mode, self.backend, self.device)
+        self._file_format = _file_format(trainer)
+        kind = "static" if self.mode == "qat" else self.mode
+        require_form(kind, self.backend, self.device, self._file_format)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("Quantization(device='cuda') needs a GPU, and there is none; take device='cpu'")
         if self.mode == "qat":
@@ -158,6 +165,9 @@ class Quantization(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor is not None and not trainer.enable_validation:
             raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
+        last = trainer.max_epochs
+        if self.mode == "qat" and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
+            raise ValueError(f"start={self.start} is an epoch, counted from 0, and the run ends after {last}; lower it")
         if self.mode == "qat":
             self._attach(pl_module)
 
@@ -175,12 +185,19 @@ class Quantization(L.Callback):
         left = "; ".join(f"{name}: {why}" for name, why in layers.left_float.items())
         log.info("%d layers train for int8%s", len(chosen), f"; left in float: {left}" if left else "")
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before training where the Trainer tries validation first, as it does unless told otherwise."""
+        if self.monitor is not None and trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
+            require_logged("Quantization", [self.monitor], trainer)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.mode == "qat" and isinstance(self.start, float):
             steps = trainer.estimated_stepping_batches
             if math.isinf(steps):
                 raise ValueError("start is a share of a run that has no end; give max_epochs or max_steps, or an epoch")
             self._start_step = math.ceil(self.start * steps)
+            if self._start_step >= steps:
+                raise ValueError(f"start={self.start} leaves none of the run's {steps:.0f} steps for int8; lower it")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._layers and not self._enabled:
@@ -298,7 +315,15 @@ class Quantization(L.Callback):
             batch_sizes=self.batch_sizes,
             seconds=self.seconds,
             ranges=ranges,
+            file_format=self._file_format,
         )
+
+
+def _file_format(trainer: L.Trainer) -> str | None:
+    """Of the file that an Export in the Trainer is to write what is picked to."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    formats = [one.format for one in callbacks if isinstance(one, Export) and one.format != "auto"]
+    return formats[0] if formats else None
 
 
 def _in_random_order(loader: Any) -> Any:

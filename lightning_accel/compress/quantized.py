@@ -37,21 +37,22 @@ class _Maker(NamedTuple):
     backend: str
     make: Callable[..., Form]
     devices: tuple[str, ...] = ("cpu",)
+    files: tuple[str, ...] = ("pt2", "aoti")
 
 
 _ANY = ("cpu", "cuda")
 
 
 _MAKERS = {
-    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY),
+    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "aoti", "onnx")),
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static),
     "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic),
     "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY),
     "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY),
     "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",)),
-    "int8 ONNX Runtime static": _Maker("static", "onnxruntime", onnx_static),
-    "int8 ONNX Runtime dynamic": _Maker("dynamic", "onnxruntime", onnx_dynamic),
+    "int8 ONNX Runtime static": _Maker("static", "onnxruntime", onnx_static, files=("onnx",)),
+    "int8 ONNX Runtime dynamic": _Maker("dynamic", "onnxruntime", onnx_dynamic, files=("onnx",)),
 }
 _EAGER = "fp32 eager"
 
@@ -114,6 +115,7 @@ def quantize(
     batch_sizes: Sequence[int] | None = None,
     seconds: float = 0.5,
     ranges: Ranges | None = None,
+    file_format: str | None = None,
     title: str = "quantization",
 ) -> Quantized:
     """Make the forms of ``module`` that this machine can run, measure them, and pick the fastest.
@@ -133,6 +135,7 @@ def quantize(
         batch_sizes: by default 1, and that of the first input. The latency of the last one decides.
         seconds: that each form is measured for, at each size.
         ranges: of what goes into layers, where training found them.
+        file_format: ``pt2``, ``aoti`` or ``onnx``, where the form that is picked has to be written as one.
         title: of the report.
 
     Raises:
@@ -147,12 +150,12 @@ def quantize(
     ValueError: inputs are needed: at least one call of the module, as (args, kwargs)
     """
     device = _device_of(module)
-    require_form(mode, backend, device.type)
+    require_form(mode, backend, device.type, file_format)
     if not inputs:
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
     layers = find_layers(module, skip)
     makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
-    wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend)]
+    wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]
     made: dict[str, Form] = {}
     refused: dict[str, str] = {}
     for name, maker in makers.items():
@@ -176,21 +179,24 @@ def quantize(
     return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title)
 
 
-def require_form(mode: str, backend: str, device_type: str) -> None:
+def require_form(mode: str, backend: str, device_type: str, file_format: str | None = None) -> None:
     """Refuse what no form could be made for.
 
     Raises:
-        ValueError: if an option is none of its values, or no form is of this mode and backend on this device.
+        ValueError: if an option is none of its values, or no form is of this mode and backend on this device, and
+            can be written in this format.
         ModuleNotFoundError: if a package of ``backend`` is missing, with what to install.
     """
     _require(mode, Mode, "mode")
     _require(backend, Backend, "backend")
     here = [maker for maker in _MAKERS.values() if device_type in maker.devices]
-    if not any(_is_wanted(maker, mode, backend) for maker in here):
-        pairs = sorted({f"{maker.kind} by {maker.backend}" for maker in here if maker.kind != "float"})
+    if not any(_is_wanted(maker, mode, backend, file_format) for maker in here):
+        fitting = [maker for maker in here if maker.kind != "float" and _is_wanted(maker, "auto", "auto", file_format)]
+        pairs = sorted({f"mode={maker.kind!r}, backend={maker.backend!r}" for maker in fitting})
+        file = "" if file_format is None else f" that a file of format {file_format!r} can hold"
         raise ValueError(
-            f"mode={mode!r} with backend={backend!r} has no form on {device_type}; there are: {', '.join(pairs)}; or "
-            "take backend='inductor' for compiled floats"
+            f"mode={mode!r}, backend={backend!r} has no form on {device_type}{file}; there are: {'; '.join(pairs)}; or "
+            "backend='inductor' for compiled floats"
         )
     needs = {"pt2e": ["torchao"], "torchao": ["torchao"], "onnxruntime": ["onnx", "onnxruntime", "onnxscript"]}
     missing = [name for name in needs.get(backend, []) if find_spec(name) is None]
@@ -212,8 +218,9 @@ def require_sane(form: Form, module: nn.Module, inputs: Inputs) -> Form:
     return form
 
 
-def _is_wanted(maker: _Maker, mode: str, backend: str) -> bool:
-    return (backend in ("auto", maker.backend)) and (mode in ("auto", maker.kind) or backend == "inductor")
+def _is_wanted(maker: _Maker, mode: str, backend: str, file_format: str | None) -> bool:
+    fits = file_format is None or file_format in maker.files
+    return fits and backend in ("auto", maker.backend) and (mode in ("auto", maker.kind) or backend == "inductor")
 
 
 def _figures(

@@ -106,5 +106,5 @@ def test_what_cannot_be_reported_is_refused(tmp_path):
     with pytest.raises(TypeError, match="CompressionReport needs a validation_step of Untested"):
         fit(tmp_path, CompressionReport(), model=Untested())
     rows = DataLoader(TensorDataset(torch.randn(6, 64), torch.arange(6)), 3)
-    with pytest.raises(ValueError, match="measures on validation batches, and there are none"):
+    with pytest.raises(ValueError, match="CompressionReport measures on validation batches, and this run has none"):
         fit(tmp_path, CompressionReport(compiled=False), data=rows)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, SequenceModel
-from lightning_accel.callbacks import Quantization
+from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.compress.quantized import Quantized
 from lightning_accel.compress.report import Report
@@ -84,10 +84,44 @@ def test_a_gpu_that_is_not_there_is_asked_for_in_vain(tmp_path, converted):
         fit(module, [Quantization(device="cuda")], tmp_path)
     for options in ({"mode": "qat"}, {"mode": "static"}, {"backend": "pt2e"}):
         with pytest.raises(
-            ValueError, match=r"has no form on cuda; there are: dynamic by torchao, weight_only by torc"
+            ValueError, match=r"has no form on cuda; there are: mode='dynamic', backend='torchao'; mode"
         ):
             fit(module, [Quantization(device="cuda", **options)], tmp_path)
     assert not module.seen
+
+
+def exact_losses(folder):
+    torch.manual_seed(0)
+    module = Plain()
+    fit(module, [], folder)
+    return [loss for loss, _ in module.seen]
+
+
+def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, converted):
+    module = Plain()
+    for callbacks, message in (
+        ([Quantization(monitor="val/acuracy")], "monitors 'val/acuracy', which is not logged; did you mean 'val/accur"),
+        ([Quantization("qat", start=2)], r"start=2 is an epoch, counted from 0, and the run ends after 2"),
+        ([Quantization("qat", start=0.99)], r"start=0\.99 leaves none of the run's 12 steps for int8"),
+        (
+            [Quantization(backend="onnxruntime"), Export("pt2")],
+            r"no form on cpu that a file of format 'pt2' can hold; th",
+        ),
+        (
+            [Export("onnx"), Quantization(backend="torchao")],
+            r"that a file of format 'onnx' can hold; there are: mode='d",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(module, callbacks, tmp_path)
+    for callback in (Export(), CompressionReport()):
+        with pytest.raises(
+            ValueError, match=r"measures on validation batches, and this run has none: give fit a valid"
+        ):
+            fit(module, [callback], tmp_path, limit_val_batches=0)
+    assert not module.seen
+    with pytest.raises(ValueError, match=r"batch_sizes must be numbers of rows, at least one; got \[\]"):
+        Quantization(batch_sizes=[])
 
 
 def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
@@ -127,24 +161,26 @@ def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
     class Watch(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
             phases.append((current_phase(trainer), in_final_phase(trainer)))
+            trainer.should_stop = ends_early and len(phases) == 6
 
-    for start in (0.5, 1, 99):
+    for start in (0.5, 1, "never"):
         torch.manual_seed(0)
         module = Plain()
-        quantization = Quantization("qat", start=start)
-        if start == 99:
+        ends_early = start == "never"
+        quantization = Quantization("qat", start=0.9 if ends_early else start)
+        phases.clear()
+        if ends_early:
             with pytest.raises(RuntimeError, match="no step was trained in int8"):
                 fit(module, [quantization, Watch()], tmp_path)
         else:
-            phases.clear()
             fit(module, [quantization, Watch()], tmp_path)
             assert phases == [("float", False)] * 6 + [("int8", True)] * 6
         losses[start] = [loss for loss, _ in module.seen]
         assert not any("forward" in one.__dict__ for one in module.modules())
         assert list(module.state_dict()) == list(Plain().state_dict())
     assert losses[0.5] == losses[1]
-    assert losses[1][:6] == losses[99][:6]
-    assert losses[1][6] != losses[99][6]
+    assert losses[1][:6] == losses["never"]
+    assert losses[1][6:] != exact_losses(tmp_path)[6:]
     ranges = converted.calls[0][3]["ranges"]
     assert list(ranges) == ["0", "3"]
     assert ranges["3"][0] == 0
