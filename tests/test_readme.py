@@ -65,7 +65,16 @@ def test_snippets_were_found():
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda text: re.search(r"class (\w+)|$", text)[1] or text.split()[1])
+def takes_long(script):
+    """It starts processes, or trains for long."""
+    return "__main__" in script or "DBNClassifier" in script
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(one, marks=[pytest.mark.slow] if takes_long(one) else []) for one in SCRIPTS],
+    ids=lambda text: re.search(r"class (\w+)|$", text)[1] or text.split()[1],
+)
 def test_script_runs(folder, script):
     if "__main__" in script:  # it starts processes, which run the file again
         (folder / "script.py").write_text(script)

@@ -151,7 +151,7 @@ def test_bound_is_short_of_the_log_probability_by_the_divergence(untied, labels)
         randomised(stack.recognition)
     visible = all_states(5)[[3, 7, 20, 30]]
     with torch.no_grad():
-        bound = stack.log_prob_bound(visible, exact_log_z(stack.top), labels=labels, num_samples=4000)
+        bound = stack.log_prob_bound(visible, exact_log_z(stack.top), labels=labels, num_samples=1000)
         bottom, _ = stack.layers
         below, _, log_p_top = log_joint_of_top(stack.top)
         activation = stack.recognition[0](visible) if untied else bottom.hidden_activation(visible)
@@ -163,7 +163,7 @@ def test_bound_is_short_of_the_log_probability_by_the_divergence(untied, labels)
         top = log_p_top.logsumexp(dim=1) if labels is None else log_p_top[:, labels].T
         exact = (log_q.exp() * (given + top - log_q)).sum(dim=1)
     assert ((bound.estimate - exact).abs() < 4 * bound.standard_error).all()
-    assert bound.standard_error.max() < 0.2
+    assert bound.standard_error.max() < 0.4
     every = log_prob_of_all(stack)[numbers_of(visible)]
     assert (exact < (every.logsumexp(dim=1) if labels is None else every[torch.arange(4), labels])).all()
 

@@ -45,8 +45,12 @@ def take(state, row):
     return tuple(one[:, row : row + 1] for one in state) if isinstance(state, tuple) else state[:, row : row + 1]
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["zeros", "state"])
-@pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize(
+    ("bidirectional", "given"),
+    [pytest.param(False, False, id="forward-zeros"), pytest.param(True, True, id="both-state"),
+     pytest.param(False, True, id="forward-state", marks=pytest.mark.slow),
+     pytest.param(True, False, id="both-zeros", marks=pytest.mark.slow)],
+)  # fmt: skip
 @pytest.mark.parametrize("pooling", ["last", "mean", "max", "attention", "none"])
 @pytest.mark.parametrize(("cell", "execution"), PAIRS)
 def test_a_row_in_a_batch_equals_the_row_alone(request, cell, execution, pooling, bidirectional, given):
@@ -380,7 +384,7 @@ def test_dropout_stands_between_layers_in_training():
     assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm", "mingru"])
+@pytest.mark.parametrize("cell", [pytest.param("gru", marks=pytest.mark.slow), "lstm", "mingru"])
 def test_compiled_it_trains_as_it_is(cell):
     rnn, x, lengths = make(cell, bidirectional=True), ragged([4, 2, 0]), torch.tensor([4, 2, 0])
     expected = results(rnn, x, lengths)
