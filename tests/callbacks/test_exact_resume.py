@@ -179,8 +179,14 @@ def local(tensor):
 MOMENTS = ["step 1", "step 3", "validation 3", "step 6", "validation 6", "epoch 1", "step 7", "step 10", "step 12"]
 
 
-@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 17}], ids=["epochs", "steps"])
-@pytest.mark.parametrize("module", [Noisy, CountsItsSteps])
+EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 17}
+
+
+@pytest.mark.parametrize(
+    ("module", "limit"),
+    [(Noisy, EPOCHS), (CountsItsSteps, STEPS),
+     pytest.param(Noisy, STEPS, marks=pytest.mark.slow), pytest.param(CountsItsSteps, EPOCHS, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_every_moment_of_saving(tmp_path, module, limit):
     whole = fit(tmp_path, module, moments=MOMENTS, val_check_interval=3, **limit)
     for moment in MOMENTS:
@@ -188,8 +194,12 @@ def test_every_moment_of_saving(tmp_path, module, limit):
         assert_goes_on(resumed, whole, moment)
 
 
-@pytest.mark.parametrize("module", [Noisy, CountsItsSteps])
-@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize(
+    ("loader", "module"),
+    [pytest.param(loader, module, id=f"{name}-{module.__name__}",
+                  marks=[] if module is Noisy or name == "shuffled" else [pytest.mark.slow])
+     for name, loader in LOADERS.items() for module in (Noisy, CountsItsSteps)],
+)  # fmt: skip
 def test_every_kind_of_loader(tmp_path, loader, module):
     moments = ["step 2", "step 4", "step 8", "epoch 1"]
     whole = fit(tmp_path, module, loader, moments)
@@ -207,8 +217,12 @@ def test_accumulated_gradients_and_a_second_stop(tmp_path):
     assert_goes_on(fit(tmp_path, resume=tmp_path / "step 5.ckpt", **options), whole)
 
 
-@pytest.mark.parametrize("name", ["shuffled", "one with a state of its own"])
-@pytest.mark.parametrize("module", [Noisy, CountsItsSteps])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("shuffled", CountsItsSteps), ("one with a state of its own", Noisy),
+     pytest.param("shuffled", Noisy, marks=pytest.mark.slow),
+     pytest.param("one with a state of its own", CountsItsSteps, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_run_that_ended_within_an_epoch_is_given_more_steps(tmp_path, module, name):
     loader = LOADERS[name]
     whole = fit(tmp_path, module, loader, max_steps=17)

@@ -134,10 +134,10 @@ def test_collapse_is_told(tmp_path):
     module = Foreign(update_rate=0.0)
     module.first.gate.weight.data = torch.tensor([[9.0], [8.0], [-1.0], [-2.0], [-3.0]]) * torch.ones(1, 6)
     module.training_step = lambda batch, batch_idx: sum(
-        layer(batch.abs()).features.mean() for layer in (module.first, module.second["inner"])
+        layer(batch.abs().repeat(30, 1)).features.mean() for layer in (module.first, module.second["inner"])
     )
     with pytest.warns(UserWarning, match="gate 0 has collapsed: 3 of its 5 experts"):
-        fit(module, ExpertLoadMonitor(), batch_size=24, max_epochs=30, default_root_dir=tmp_path)
+        fit(module, ExpertLoadMonitor(), batch_size=24, max_epochs=1, default_root_dir=tmp_path)
 
 
 def test_a_run_that_fails_leaves_no_hook(tmp_path):

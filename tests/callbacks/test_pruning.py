@@ -227,8 +227,11 @@ def test_an_exponential_average_has_the_zeros(first, tmp_path):
         assert (saved[name][kept] != 0).any()
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("first", "norm"),
+    [(True, True), (False, False),
+     pytest.param(True, False, marks=pytest.mark.slow), pytest.param(False, True, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_stochastic_average_has_the_zeros(first, norm):
     module = Net(norm=norm)
     pruning, average = Pruning(0.8, end=0.5), StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)

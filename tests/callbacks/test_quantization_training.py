@@ -123,7 +123,9 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize(
+    "what", ["a submodule", "all", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a layer", "in place"))]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of Dynamo, which Lightning's steps are broken up by
 def test_compiled_modules_train_and_convert_as_eager_ones(tmp_path, converted, what):
     found = []
@@ -154,8 +156,10 @@ def keeper(folder, step):
     return ModelCheckpoint(folder, "kept", every_n_train_steps=step, save_top_k=-1)
 
 
-@pytest.mark.parametrize("step", [2, 4, 8])  # of 6 an epoch: before int8 begins, and in it
-@pytest.mark.parametrize("saver", [SaveAt, keeper])
+@pytest.mark.parametrize(
+    ("saver", "step"),  # of 6 an epoch: before int8 begins, and in it
+    [(keeper, 2), (keeper, 8), (SaveAt, 8), pytest.param(SaveAt, 4, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 4}])
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning")
 def test_a_run_killed_within_an_epoch_goes_on_bit_equally(tmp_path, converted, saver, step, options):
