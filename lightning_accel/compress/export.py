@@ -90,7 +90,8 @@ def export(
             free in the file.
         path: ends in ``.pt2``, or ``.onnx`` for ONNX.
         format: ``pt2`` is read by ``torch.export.load``; ``aoti``, compiled for this kind of CPU or GPU, by
-            ``torch._inductor.aoti_load_package``, also from C++; ``onnx`` by ONNX Runtime and others.
+            ``torch._inductor.aoti_load_package``, also from C++, but for operations of ours, such as recurrent layers,
+            which are Python; ``onnx`` by ONNX Runtime and others.
         dynamic: whether the rows of a batch are free; else the file takes batches as the first of ``inputs`` alone.
         preprocess: takes the first argument and returns what the module takes, such as a normalisation.
         postprocess: takes what the module returns, such as :class:`Probabilities`.

@@ -300,18 +300,22 @@ class SequenceModel(L.LightningModule):
 
         The program takes ``x`` and ``lengths``, of any number of steps, and returns scores. With ``streaming`` it takes
         one step of ``x`` and a list of states, (1, B, hidden_size) each, zeros to begin with, and returns scores and
-        new states. Run ``import lightning_accel.ops`` before ``torch.export.load`` of a scan cell's.
+        new states. Run ``import lightning_accel.ops`` before ``torch.export.load``.
 
         Raises:
-            ValueError: if the cell, whose steps are computed one after another, cannot be a program of any number of
-                steps, or ``streaming`` a model that needs the whole sequence.
+            ValueError: if the cell is one that torch has no kernel for, and whose steps are computed one after another,
+                so that it cannot be a program of any number of steps; or ``streaming`` a model that needs the whole
+                sequence.
         """
         if streaming:
             self.require_streaming()
-        elif self.cell not in ("mingru", "minlstm"):
+        elif self.cell not in ("mingru", "minlstm") and (
+            self._cell_options["zoneout"] or self._cell_options["layer_norm"]
+        ):
             raise ValueError(
-                f"a program of {self.cell!r} cells would run a fixed number of steps alone: torch.export unrolls them. "
-                "Export with streaming=True, one step at a time, or take cell='mingru' or 'minlstm'"
+                f"a program of {self.cell!r} cells with zoneout or layer_norm would run a fixed number of steps alone: "
+                "torch.export unrolls them. Export with streaming=True, one step at a time, or take cell='mingru' or "
+                "'minlstm'"
             )
         if self.head is None:
             raise RuntimeError("the sizes of this SequenceModel are not known yet; export a trained or loaded one")

@@ -206,8 +206,7 @@ def test_a_file_for_the_traced_rows_alone_is_refused(tmp_path):
 
 
 def test_unrolled_loops_and_values_are_refused_with_a_way_out(tmp_path):
-    model = SequenceModel(num_features=3, num_classes=4, target_kind="classification", cell="gru", hidden_size=4)
-    model.configure_model()
+    model = SequenceModel(3, 4, target_kind="classification", cell="gru", hidden_size=4, layer_norm=True)
     calls = [((torch.randn(4, steps, 3), torch.tensor([2, 1, 2, 2])), {}) for steps in (5, 4)]
     with pytest.raises(ExportError, match=r"SequenceModel .* size 5 .*pad sequences.* dynamic=False"):
         export(model.eval(), calls, tmp_path / "m.pt2")
@@ -234,7 +233,7 @@ MODELS = {
     "experts": (lambda: MoEClassifier(6, 3, dim=8, expert_dim=4), lambda rows: (torch.randn(rows, 6),)),
     "sequences": (
         lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="lstm", hidden_size=4),
-        lambda rows: (torch.randn(rows, 5, 2), torch.arange(rows) % 5 + 1),
+        lambda rows: (torch.randn(rows, 5 + rows, 2), torch.arange(rows) % 5 + 1),
     ),
     "scan": (
         lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="mingru"),
