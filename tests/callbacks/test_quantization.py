@@ -98,28 +98,27 @@ def exact_losses(folder):
 
 
 def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, converted):
-    module = Plain()
-    for callbacks, message in (
+    cases = [
         ([Quantization(monitor="val/acuracy")], "monitors 'val/acuracy', which is not logged; did you mean 'val/accur"),
         ([Quantization("qat", start=2)], r"start=2 is an epoch, counted from 0, and the run ends after 2"),
         ([Quantization("qat", start=0.99)], r"start=0\.99 leaves none of the run's 12 steps for int8"),
         (
             [Quantization(backend="onnxruntime"), Export("pt2")],
-            r"no form on cpu that a file of format 'pt2' can hold; th",
+            r"on cpu that a file of format 'pt2' can hold; there are",
         ),
-        (
-            [Export("onnx"), Quantization(backend="torchao")],
-            r"that a file of format 'onnx' can hold; there are: mode='d",
-        ),
-    ):
+        ([Quantization("qat"), Export("aoti")], r"that a file of format 'aoti' can hold; there are: mode='dynamic', b"),
+        ([Export("onnx"), Quantization(backend="torchao")], r"of format 'onnx' can hold; there are: mode='dynamic', b"),
+    ]
+    for callbacks, message in cases:
+        module = Plain()
         with pytest.raises(ValueError, match=message):
             fit(module, callbacks, tmp_path)
+        assert not module.seen
     for callback in (Export(), CompressionReport()):
-        with pytest.raises(
-            ValueError, match=r"measures on validation batches, and this run has none: give fit a valid"
-        ):
+        module = Plain()
+        with pytest.raises(ValueError, match=r"measures on validation batches, and this run has none: give fit a"):
             fit(module, [callback], tmp_path, limit_val_batches=0)
-    assert not module.seen
+        assert not module.seen
     with pytest.raises(ValueError, match=r"batch_sizes must be numbers of rows, at least one; got \[\]"):
         Quantization(batch_sizes=[])
 
