@@ -1,14 +1,11 @@
 """Files that run without the classes of a model, each checked before it is kept. Shapes: B rows, C classes."""
 
-import io
 import json
-import logging
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +22,7 @@ from lightning_accel.compress.compressed import FORMAT_VERSION, METADATA, load_c
 from lightning_accel.compress.export_flat import FromTensors, outputs_of
 from lightning_accel.compress.export_onnx import around_quantized
 from lightning_accel.compress.onnx_operators import translations
+from lightning_accel.compress.quiet import quietly
 from lightning_accel.compress.structure import describe, in_order, plain_values
 from lightning_accel.strategies.atomic import put_in_place
 
@@ -201,7 +199,7 @@ def _trace(
 ) -> ExportedProgram:
     tensors = tuple(flat.tensors_of(example).values())
     try:
-        with _quietly():
+        with quietly():
             return torch.export.export(flat, tensors, dynamic_shapes=None if shapes is None else (tuple(shapes),))
     except Exception as error:
         raise ExportError(f"{name} cannot be exported as {format}: {_advice(error)}") from error
@@ -271,7 +269,7 @@ def _about(
 def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: Path, name: str) -> None:
     text = json.dumps(about)
     try:
-        with _quietly():
+        with quietly():
             if format == "onnx":
                 made = torch.onnx.export(
                     program,
@@ -299,7 +297,7 @@ def _write_quantized(
     content: bytes, flat: FromTensors, calls: Sequence[Inputs], about: dict[str, Any], path: Path
 ) -> None:
     try:
-        with _quietly():
+        with quietly():
             model, names = around_quantized(content, flat, calls)
             entry = model.metadata_props.add()
             entry.key, entry.value = METADATA, json.dumps(about | names)
@@ -376,16 +374,3 @@ def _beside(path: Path) -> Iterator[Path]:
         yield written
     finally:
         written.unlink(missing_ok=True)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what torch tells of its own workings: what matters to the user is in the error."""
-    level = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)

@@ -1,9 +1,7 @@
 """One form of a module that runs in its place, and what makes such forms run fast on this machine."""
 
 import io
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.quant_inputs import Flat, shapes_to_export, tensors_of
+from lightning_accel.compress.quiet import quietly
 
 MAX_NODES = 3000  # of a graph that is compiled: more would take many minutes
 
@@ -129,11 +128,3 @@ def size_of(program: ExportedProgram, inputs: Inputs) -> int:
         traced.example_inputs = None
         torch.export.save(traced, file)
     return len(file.getbuffer())
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without warnings of libraries about each other."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

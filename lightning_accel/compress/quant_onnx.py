@@ -1,11 +1,9 @@
 """Forms that ONNX Runtime runs on CPUs."""
 
 import copy
-import logging
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +14,11 @@ from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.onnx_operators import translations
-from lightning_accel.compress.quant_form import CannotConvertError, Form, quietly
+from lightning_accel.compress.quant_form import CannotConvertError, Form
 from lightning_accel.compress.quant_inputs import Flat, argument_names, dynamic_sizes, tensors_of
 from lightning_accel.compress.quant_layers import Layers
 from lightning_accel.compress.quant_torch import Ranges, has_vnni
+from lightning_accel.compress.quiet import quietly
 from lightning_accel.nn.moe import Experts
 from lightning_accel.nn.recurrent_layer import RecurrentLayer
 
@@ -119,12 +118,10 @@ def _form(
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     require_onnxruntime()
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    with tempfile.TemporaryDirectory() as folder, quietly(), _silent():
+    with tempfile.TemporaryDirectory() as folder, quietly():
         paths = [Path(folder, name) for name in ("float.onnx", "ready.onnx", "int8.onnx")]
         flat = write_float(module, inputs, paths[0])
-        quant_pre_process(paths[0], paths[1])
+        _fuse(paths[0], paths[1])
         nodes = list(_products(paths[0], paths[1]))
         # Gemm becomes MatMul and Add before a dynamic form is made
         left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
@@ -138,6 +135,20 @@ def _form(
     form = Form(name, OnnxCall(content, flat), onnx=content, file_bytes=len(content))
     form.left_float = {key: why for key, why in reasons.items() if why}
     return form
+
+
+def _fuse(source: Path, target: Path) -> None:
+    """Write the graph as ONNX Runtime optimizes it, with shapes of what is in it."""
+    import onnx
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    try:
+        quant_pre_process(source, target)
+    except Exception:  # its symbolic shapes fail at a range up to a size that is free, as torch 2.11 writes it
+        model = onnx.load(source)
+        del model.graph.value_info[:]  # which contradict what is inferred without them
+        onnx.save(model, source)
+        quant_pre_process(source, target, skip_symbolic_shape=True)
 
 
 def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat:
@@ -246,19 +257,6 @@ def _is_lstm(module: nn.Module) -> bool:
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:
     return (value for value in module.parameters(recurse=False) if value.ndim > 1)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without what exporters log and print of their own doings."""
-    levels = {name: logging.getLogger(name).level for name in ("torch.onnx", "onnxscript", "root", "")}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def _overrides(inputs: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:

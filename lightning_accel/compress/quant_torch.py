@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.forms import InBfloat16
-from lightning_accel.compress.quant_form import CannotConvertError, Compiled, Form, export, quietly, size_of
+from lightning_accel.compress.quant_form import CannotConvertError, Compiled, Form, export, size_of
 from lightning_accel.compress.quant_layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
+from lightning_accel.compress.quiet import quietly
 
 Ranges = Mapping[str, tuple[float, float]]
 
