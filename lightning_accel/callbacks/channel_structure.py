@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.deployment import WholeCopy, find_deployed
+from lightning_accel.callbacks.deployment import WholeCopy, find_deployed, in_float32
 from lightning_accel.callbacks.pruning_structure import StructureOptions
 from lightning_accel.callbacks.random_state import random_state, set_random_state
 from lightning_accel.compress.calls import Inputs
@@ -210,6 +210,7 @@ class ChannelStructure:
             name, inputs = self.module or "", self.inputs
         else:
             datamodule: Any = getattr(trainer, "datamodule", None)
+            made = in_float32(trainer, made)
             found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
             name, inputs = found.name, found.inputs[0]
         try:

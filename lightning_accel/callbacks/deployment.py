@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
@@ -21,6 +21,8 @@ from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompile_
 from lightning_accel.data.planned_sampler import PlannedSampler
+
+_HALF = {torch.bfloat16, torch.float16}
 
 
 class Deployed(NamedTuple):
@@ -80,6 +82,13 @@ class WholeCopy:
         return _forget_run(made)
 
 
+def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule:
+    """A copy, changed in place so that it takes batches as loaders give them: without what a precision cast it to."""
+    dtypes = {value.dtype for value in module.parameters() if value.is_floating_point()}
+    was_cast = len(dtypes) == 1 and (dtypes < _HALF or trainer.precision == "64-true")
+    return module.float() if was_cast else module
+
+
 def use_in_first_process(
     trainer: L.Trainer, copied: L.LightningModule | None, use: Callable[[L.LightningModule], None], purpose: str
 ) -> None:
@@ -91,7 +100,7 @@ def use_in_first_process(
     failure: Exception | None = None
     if copied is not None:
         try:
-            use(copied)
+            use(in_float32(trainer, copied))
         except Exception as error:
             failure = error
     message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -362,8 +371,21 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
     and all.
     """
     ties = [vars(one)[name] for one in module.modules() for name in ("_trainer", "_fabric") if name in vars(one)]
-    ties += [value for one in module.modules() for value in vars(one).values() if _is_of_a_config(value)]
-    made = copy.deepcopy(module, {**memo, **{id(tie): None for tie in ties if tie is not None}})
+    kept = [value for one in module.modules() for value in vars(one).values()]
+    ties += [value for value in kept if _is_of_a_config(value)]
+    # such as the last loss, which knows how it was computed
+    results = [value for value in tree_leaves(kept) if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+    replaced = {id(value): value.detach().clone() for value in results} | {
+        id(tie): None for tie in ties if tie is not None
+    }
+    try:
+        made = copy.deepcopy(module, {**memo, **replaced})
+    except Exception as error:
+        raise TypeError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), which is how it is measured, "
+            "quantized and exported while it stays as it is. Keep what cannot be copied, such as locks, files and "
+            "connections, out of its attributes, or give their class a __deepcopy__"
+        ) from error
     made._metric_attributes = None  # names by the identity of the metrics of ``module``
     return made
 

@@ -166,7 +166,8 @@ class Quantization(L.Callback):
         if self.monitor is not None and not trainer.enable_validation:
             raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
         last = trainer.max_epochs
-        if self.mode == "qat" and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
+        is_run = self.mode == "qat" and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
+        if is_run and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
             raise ValueError(f"start={self.start} is an epoch, counted from 0, and the run ends after {last}; lower it")
         if self.mode == "qat":
             self._attach(pl_module)
@@ -196,7 +197,7 @@ class Quantization(L.Callback):
             if math.isinf(steps):
                 raise ValueError("start is a share of a run that has no end; give max_epochs or max_steps, or an epoch")
             self._start_step = math.ceil(self.start * steps)
-            if self._start_step >= steps:
+            if self._start_step >= steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 raise ValueError(f"start={self.start} leaves none of the run's {steps:.0f} steps for int8; lower it")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:

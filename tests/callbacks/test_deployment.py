@@ -1,4 +1,5 @@
 import copy
+import threading
 
 import lightning as L
 import pytest
@@ -8,7 +9,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel import Classifier, DigitsDataModule, LengthBatchSampler, MoEClassifier
-from lightning_accel.callbacks.deployment import WholeCopy, all_rows, evaluate, find_deployed
+from lightning_accel.callbacks.deployment import (
+    WholeCopy,
+    all_rows,
+    evaluate,
+    find_deployed,
+    in_float32,
+    use_in_first_process,
+)
 from lightning_accel.data import length_batch_loader
 from tests.ranks import run_ranks
 from tests.strategies.trained import Plain
@@ -46,11 +54,56 @@ class CopyAtEnd(L.Callback):
         self.made = self.copy.make(trainer, pl_module)
 
 
-def fit(module, data, **options):
+class Lasting(Own):
+    """Keeps its last loss, which knows the graph that it came from."""
+
+    def training_step(self, batch, batch_idx):
+        self.last = {"loss": super().training_step(batch, batch_idx)}
+        return self.last["loss"]
+
+
+def test_copy_of_a_module_that_keeps_a_result():
+    module = Lasting()
+    made, _ = fit(module, DataLoader(ROWS, 5))
+    assert made.last["loss"].grad_fn is None
+    assert made.last["loss"].item() == module.last["loss"].item()
+
+
+def test_what_cannot_be_copied_is_told_before_training():
+    module = Own()
+    module.lock = threading.Lock()
+    with pytest.raises(
+        TypeError, match=r"Own cannot be copied \(TypeError: cannot pickle '_thread.lock' object\), which"
+    ):
+        fit(module, DataLoader(ROWS, 5))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "16-true"])
+def test_what_a_precision_cast_takes_batches_of_loaders_in_the_end(precision):
+    class Evaluate(L.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.copy = WholeCopy(pl_module)
+
+        def on_fit_end(self, trainer, pl_module):
+            def use(made):
+                self.dtype, self.figures = made.net[0].weight.dtype, evaluate(made, DataLoader(ROWS, 5))
+
+            use_in_first_process(trainer, self.copy.make(trainer, pl_module), use, "evaluate")
+
+    evaluated, module = Evaluate(), Own()
+    fit(module, DataLoader(ROWS, 5), callbacks=[evaluated], precision=precision)
+    assert evaluated.dtype == torch.float32
+    assert evaluated.figures["val/loss"] > 0
+    assert module.net[0].weight.dtype == {"b": torch.bfloat16, "6": torch.float64, "1": torch.float16}[precision[0]]
+    double = Own().double()  # by its author
+    assert in_float32(L.Trainer(accelerator="cpu", logger=False), double).net[0].weight.dtype == torch.float64
+
+
+def fit(module, data, callbacks=(), **options):
     keeper = CopyAtEnd()
     trainer = L.Trainer(
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[keeper], **options,
+        enable_model_summary=False, callbacks=[keeper, *callbacks], **options,
     )  # fmt: skip
     trainer.fit(module, data)
     return keeper.made, trainer

@@ -114,6 +114,8 @@ def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, con
         with pytest.raises(ValueError, match=message):
             fit(module, callbacks, tmp_path)
         assert not module.seen
+    for start in (2, 0.99):
+        fit(Plain(), [Quantization("qat", start=start)], tmp_path, fast_dev_run=True)
     for callback in (Export(), CompressionReport()):
         module = Plain()
         with pytest.raises(ValueError, match=r"measures on validation batches, and this run has none: give fit a"):
