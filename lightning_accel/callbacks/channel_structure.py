@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -76,8 +77,13 @@ class ChannelStructure:
         if self._loaded is not None:
             self._restore(self._loaded)
             self._loaded = None
-        if self.plan:
+        if self.plan and _has_shapes_of(pl_module, self.plan):
             return self._left_out
+        if self.plan:
+            raise ValueError(
+                f"this callback has removed channels of another {type(pl_module).__name__}; give this one a Pruning "
+                "of its own, in a new Trainer"
+            )
         self.groups = self._find(trainer, pl_module)
         self._left_out = self.groups.left_out
         self._sizes = {layer.name: len(layer) for layer in self.groups.layers}
@@ -174,8 +180,7 @@ class ChannelStructure:
         """Remove from a whole module what the checkpoint has removed; one that is small already is left as it is."""
         if state[CHANNEL_PLAN]:
             plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
-            tensors = pl_module.state_dict()
-            if not all(list(tensors[name].shape) == plan.shape_after(name) for name in plan.kept if name in tensors):
+            if not _has_shapes_of(pl_module, plan):
                 apply_plan_(pl_module, plan)
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -271,6 +276,11 @@ def _require_possible(options: StructureOptions) -> None:
         )
 
 
+def _has_shapes_of(module: nn.Module, plan: ChannelPlan) -> bool:
+    tensors = module.state_dict()
+    return all(list(tensors[name].shape) == plan.shape_after(name) for name in plan.kept if name in tensors)
+
+
 def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
     strategy = trainer.strategy
     in_pieces = any(one.is_meta or isinstance(one, DTensor) for one in pl_module.parameters())
@@ -279,6 +289,11 @@ def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             f"channels cannot be removed in training under {type(strategy).__name__}, which keeps parameters in pieces "
             "whose sizes it does not change. Use strategy='ddp' or 'accel_ddp', or remove them after training from a "
             "whole copy: compress.find_channel_groups, compress.apply_plan_"
+        )
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        raise TypeError(
+            "channels cannot be removed in processes that are spawned or forked: the module of this one would not "
+            "fit their weights in the end. Use strategy='ddp' or 'accel_ddp', started as a script"
         )
     if getattr(strategy, "compression", "none") == "powersgd":
         raise ValueError(

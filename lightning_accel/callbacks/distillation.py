@@ -320,7 +320,7 @@ class Distillation(L.Callback):
                 vars(pl_module)["training_step"] = self._replaced
         self._recorder.close()
         if self._teacher is not None:
-            self._teacher.close()
+            self._teacher.release()
         self._forget()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -41,12 +41,12 @@ _AT_EPOCH_END = " What is logged at the end of training epochs alone needs check
 class EarlyStopping(_Unlisted):
     """Stop when metrics no longer improve, and put the best weights back.
 
-    It has what Lightning's callback of this name, which works as ever, lacks: the best weights at the end, however the
-    run ended; patience in steps or time; a shortest run; smoothing; several metrics; one decision for all processes;
-    and it knows phases. Where a callback that prunes or quantizes changes the model in phases, the clock and the best
-    start anew with each phase, nothing but a metric that is not finite stops the run before the last one, and the best
-    weights are of that. Metrics are looked at after each validation, or, in a run without validation, at the end of
-    each training epoch.
+    It has what Lightning's callback of this name, which works as ever, lacks: the best weights at the end of a fit,
+    unless an error or Ctrl-C ended it; patience in steps or time; a shortest run; smoothing; several metrics; one
+    decision for all processes; and it knows phases. Where a callback that prunes or quantizes changes the model in
+    phases, the clock and the best start anew with each phase, nothing but a metric that is not finite stops the run
+    before the last one, and the best weights are of that. Metrics are looked at after each validation, or, in a run
+    without validation, at the end of each training epoch.
 
     The best weights (parameters and buffers) are kept in the memory of the host, by each process those that it holds,
     and are part of checkpoints, which they make larger by a model. They go back in ``on_train_end``. Under

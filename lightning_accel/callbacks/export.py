@@ -100,6 +100,8 @@ class Export(L.Callback):
             _require_inverse(preprocess)
         if num_batches < 1:
             raise ValueError(f"num_batches must be at least 1, to compare on; got {num_batches}")
+        if tolerance is not None and not tolerance >= 0:
+            raise ValueError(f"tolerance must be at least 0, a share of the largest value; got {tolerance}")
         self.format = format
         self.filename = filename
         self.module = module

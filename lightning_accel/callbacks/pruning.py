@@ -14,7 +14,13 @@ from lightning_accel.callbacks.compression_phase import announce_change, hold_ba
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
 from lightning_accel.callbacks.rewinding import Rewinding
-from lightning_accel.callbacks.several_prunings import adopt_state, names_of, of_this_kind, require_no_weight_of_others
+from lightning_accel.callbacks.several_prunings import (
+    adopt_state,
+    names_of,
+    of_this_kind,
+    require_no_weight_of_others,
+    require_one_kind,
+)
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
 from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
 
@@ -140,7 +146,8 @@ class Pruning(L.Callback):
         self.module = module
         self.round_to = round_to
         self.left_out: dict[str, str] = {}
-        self._options = StructureOptions(structure, criterion, scope, tuple(exclude), regrowth, seed, self.target)
+        names = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self._options = StructureOptions(structure, criterion, scope, names, regrowth, seed, self.target)
         self._masks: Structure = self._make_structure()
         self._rewinding = Rewinding()
         self._start_anew()
@@ -199,6 +206,7 @@ class Pruning(L.Callback):
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
+        require_one_kind(trainer, self)
         if trainer.global_step == 0:
             self._start_anew()
             self._masks = self._make_structure()
@@ -428,6 +436,8 @@ def _require_strategy(strategy: Strategy) -> None:
 def _num_steps(trainer: L.Trainer) -> int | None:
     """Optimizer steps of the run, None if that is not known."""
     steps = trainer.estimated_stepping_batches
+    if not trainer.lightning_module.automatic_optimization and trainer.max_steps > 0:  # steps of each count in it
+        steps = min(steps, trainer.max_steps // max(1, len(trainer.optimizers)))
     return None if steps == float("inf") or steps < 0 else int(steps)
 
 

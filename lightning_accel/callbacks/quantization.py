@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
 from lightning_accel.callbacks.deployment import (
@@ -106,12 +107,14 @@ class Quantization(L.Callback):
             raise ValueError(f"calibrate must be at least 1 row; got {calibrate}")
         if start < 0 or (isinstance(start, float) and start >= 1):
             raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0; got {seconds}")
         if batch_sizes is not None and (not batch_sizes or min(batch_sizes) < 1):
             raise ValueError(f"batch_sizes must be numbers of rows, at least one; got {list(batch_sizes)}")
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate
-        self.skip = list(skip)
+        self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.monitor = monitor
         self.monitor_mode = monitor_mode
         self.max_drop = max_drop
@@ -234,6 +237,9 @@ class Quantization(L.Callback):
             return
         copied = self._copy.make(trainer, pl_module)
         detach(pl_module)  # what other callbacks make of it is in float
+        if self.mode == "qat" and not any(layer.ready for layer in self._layers.values()):
+            rank_zero_warn("no step was trained in int8: the run ended before start; nothing is quantized")
+            return
         folder = run_folder(trainer)
         use_in_first_process(trainer, copied, lambda made: self._convert(trainer, made, folder), "quantize")
 
@@ -330,6 +336,11 @@ def _file_format(trainer: L.Trainer) -> str | None:
 def _in_random_order(loader: Any) -> Any:
     """Rows that stand for all, the same each time; a loader of another kind is read as it is."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if type(loader.sampler) not in (
+        SequentialSampler,
+        RandomSampler,
+    ):  # its keys, and the rows it leaves out, are its own
         return loader
     order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
     return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)

@@ -20,6 +20,19 @@ def names_of(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
     return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
 
 
+def require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Refuse masks beside the removal of channels, whose weights are others afterwards.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if len({getattr(one, "structure", None) == "channel" for one in of_this_kind(trainer, callback)}) > 1:
+        raise ValueError(
+            "Pruning(structure='channel') replaces weights, which another Pruning of this Trainer holds masks of. "
+            "Remove channels in one fit, and prune what is left in the next"
+        )
+
+
 def require_no_weight_of_others(weights: Mapping[str, Sequence[str]]) -> None:
     """Refuse weights that two callbacks prune.
 

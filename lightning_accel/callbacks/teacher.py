@@ -23,12 +23,17 @@ class Teacher:
     """
 
     def __init__(self, module: nn.Module, features: Sequence[str] = ()) -> None:
+        self._before = (
+            [(one, one.training) for one in module.modules()],
+            [(one, one.requires_grad) for one in module.parameters()],
+        )
         self.module = module.requires_grad_(False).eval()
         self.features = list(features)
         self._copies: dict[torch.device, tuple[nn.Module, CallRecorder]] = {}
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move it to the student, and cast it where all parameters of the student are of one ``dtype``."""
+        """Freeze it, move it to the student, and cast it where all parameters of the student are of one ``dtype``."""
+        self.module.requires_grad_(False).eval()
         self.module.to(device, dtype) if dtype is not None else self.module.to(device)
         self.close()
 
@@ -54,6 +59,15 @@ class Teacher:
                 "step calls; give the part of it that takes the same inputs"
             )
         return module
+
+    def release(self) -> None:
+        """Leave the module as it was given."""
+        self.close()
+        modes, trainable = self._before
+        for module, mode in modes:
+            module.training = mode
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
 
     def close(self) -> None:
         for _, recorder in self._copies.values():

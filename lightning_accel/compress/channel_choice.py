@@ -32,8 +32,11 @@ def score_channels(
         return {one.name: torch.rand(len(one), generator=generator, dtype=torch.float64) for one in groups.layers}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if callable(criterion):
-        return {one.name: _sum(one, {name: criterion(name, parameters[name]) for name in _of(one, parameters)})
-                for one in groups.layers}  # fmt: skip
+        own = {one.name: _sum(one, {name: criterion(name, parameters[name]) for name in _of(one, parameters)})
+               for one in groups.layers}  # fmt: skip
+        if wrong := [name for name, scores in own.items() if not scores.isfinite().all()]:
+            raise ValueError(f"the criterion must return finite scores; those of {wrong[0]} have NaN or infinity")
+        return own
     if criterion == "taylor":
         return {name: total.square() for name, total in first_order_terms(module, groups).items()}
     if criterion not in CRITERIA:

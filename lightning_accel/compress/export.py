@@ -283,8 +283,8 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
                 made.model.metadata_props[METADATA] = text
                 made.save(path)
             elif format == "aoti":
-                # frozen weights are laid out for the kernels of this machine
-                configs = {"aot_inductor.metadata": {METADATA: text}, "freezing": True}
+                # Not frozen: programs with frozen weights overwrite memory at some widths (torch 2.13, 32 for one)
+                configs = {"aot_inductor.metadata": {METADATA: text}}
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
             else:
                 program.example_inputs = None  # which would be written as a pickle

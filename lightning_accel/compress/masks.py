@@ -90,6 +90,8 @@ def score(
         if not isinstance(scores, Tensor) or scores.shape != value.shape:
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the criterion must return scores of shape {tuple(value.shape)} for {name}; got {shape}")
+        if not scores.isfinite().all():
+            raise ValueError(f"the criterion must return finite scores; those of {name} have NaN or infinity")
         return scores.detach().float()
     if criterion == "magnitude":
         return value.abs().float()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -287,6 +288,17 @@ def test_what_cannot_work_is_refused():
         pruning(criterion="wanda")
     with pytest.raises(ValueError, match=r"has no channels that can be removed: net.0.weight: excluded"):
         fit(Own(), prune=pruning(exclude=["net"]))
+
+    with pytest.raises(ValueError, match=r"must return finite scores; those of net\.0 have NaN or infinity"):
+        fit(Own(), prune=pruning(criterion=lambda name, value: value * torch.nan))
+    with pytest.raises(
+        ProcessRaisedException, match="channels cannot be removed in processes that are spawned or forked"
+    ):
+        fit(Own(), strategy="ddp_spawn")
+    done, trainer = fit(Own())
+    with pytest.raises(ValueError, match="has removed channels of another Own; give this one a Pruning of its own"):
+        trainer.fit(Own(), DataLoader(IMAGES, 4), DataLoader(IMAGES, 4))
+    assert done.sparsity() > 0
 
     class Silent(Own):
         validation_step = L.LightningModule.validation_step

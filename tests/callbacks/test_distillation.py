@@ -341,6 +341,16 @@ def test_steps_that_return_a_dict_or_nothing():
     torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_the_teacher_is_given_back_as_it_was():
+    teacher = teacher_net().train()
+    teacher[0].requires_grad_(False)
+    for _ in range(2):  # and serves another run
+        fit(Own(), Distillation(teacher))
+        assert teacher.training
+        assert [one.requires_grad for one in teacher[0].parameters()] == [False, False]
+        assert all(one.requires_grad for one in teacher[-1].parameters())
+
+
 def test_no_gradient_flows_through_the_teacher():
     """Not even to what the student computes its inputs by."""
 

@@ -197,6 +197,20 @@ def test_several_optimizers_by_hand_count_a_batch_as_one_step():
     watch = Watch(pruning)
     fit(ByHand(), [pruning, watch], max_epochs=2)
     assert watch.shares == pytest.approx([0] * 2 + [0.4] * 3 + [0.8] * 7, abs=0.01)
+    fit(ByHand(), pruning := Pruning(0.8, end=1.0, schedule="linear"), max_epochs=-1, max_steps=12)  # 6 batches
+    assert pruning.sparsity() == pytest.approx(0.8, abs=0.01)
+
+
+def test_masks_and_channels_do_not_go_together():
+    callbacks = [Pruning(0.5), Pruning(0.5, structure="channel")]
+    for given in (callbacks, callbacks[::-1]):
+        with pytest.raises(ValueError, match=r"structure='channel'\) replaces weights.*Remove channels in one fit"):
+            fit(Net(), given)
+
+
+def test_a_criterion_must_be_finite():
+    with pytest.raises(ValueError, match=r"must return finite scores; those of net.0.weight have NaN or infinity"):
+        fit(Net(), Pruning(0.5, criterion=lambda name, value: value * torch.nan, schedule="one_shot", begin=0))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16", "bf16-true"])

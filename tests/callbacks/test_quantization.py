@@ -1,4 +1,5 @@
 import logging
+import warnings
 
 import lightning as L
 import pytest
@@ -148,6 +149,32 @@ def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
     assert options["limit"].monitor is None
 
 
+def test_calibration_reads_what_the_sampler_of_training_reads(tmp_path, converted):
+    class Keys(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(["row 3", "row 5", "row 7", "row 9"])
+
+        def __len__(self):
+            return 4
+
+    class Named(torch.utils.data.Dataset):
+        def __getitem__(self, key):
+            return ROWS[int(key.removeprefix("row "))]
+
+        def __len__(self):
+            return 48
+
+    found = []
+    for loader in (
+        DataLoader(Named(), 2, sampler=Keys()),
+        DataLoader(ROWS, 2, sampler=torch.utils.data.SubsetRandomSampler([3, 5, 7, 9])),
+    ):
+        Quantization().convert(Plain().eval(), loader)
+        found.append(torch.cat([args[0] for args, _ in converted.calls[-1][1]]))
+    wanted = ROWS.tensors[0][[3, 5, 7, 9]]
+    assert all(torch.equal(one.sort(0).values, wanted.sort(0).values) for one in found)
+
+
 def test_names_to_skip_are_those_of_the_module(tmp_path, converted):
     fit(Plain(), [Quantization(skip=["net.0"])], tmp_path)
     fit(Plain(), [Quantization(skip=["Linear"], module="net.3")], tmp_path)
@@ -171,8 +198,11 @@ def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
         quantization = Quantization("qat", start=0.9 if ends_early else start)
         phases.clear()
         if ends_early:
-            with pytest.raises(RuntimeError, match="no step was trained in int8"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.filterwarnings("always", "no step was trained in int8")
                 fit(module, [quantization, Watch()], tmp_path)
+            assert any("no step was trained in int8" in str(one.message) for one in caught)
+            assert quantization.result is None
         else:
             fit(module, [quantization, Watch()], tmp_path)
             assert phases == [("float", False)] * 6 + [("int8", True)] * 6
@@ -268,13 +298,19 @@ def test_ranges_are_those_of_one_process(tmp_path, strategy):
     assert [calls for _, calls in two] == [1, 0]
 
 
+def fails(*_):
+    raise RuntimeError("planted")
+
+
 def check_failure_of_the_first_process_reaches_all(rank, folder):
+    quantization = Quantization("static")
+    quantization.convert = fails
     trainer = L.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=1,
-        callbacks=[Quantization("qat", start=5)], enable_checkpointing=False, default_root_dir=folder, strategy="ddp",
+        callbacks=[quantization], enable_checkpointing=False, default_root_dir=folder, strategy="ddp",
         devices=2,
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match="no step was trained in int8"):
+    with pytest.raises(RuntimeError, match="planted"):
         trainer.fit(Plain(), DataLoader(ROWS, 8), DataLoader(ROWS, 16))
 
 
