@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed, in_float32
@@ -96,8 +97,24 @@ class ChannelStructure:
                 f"the checkpoint has removed channels of {', '.join(unknown)}, which this module does not have; resume "
                 "with the module and the exclusions of the run that wrote it"
             )
+        self._require_effect(pl_module)
         self._remember(pl_module)
         return self._left_out
+
+    def _require_effect(self, pl_module: L.LightningModule) -> None:
+        if self.options.criterion == "batchnorm" and not any(isinstance(one, _NormBase) for one in pl_module.modules()):
+            raise ValueError(
+                f"criterion='batchnorm' judges channels by their batch norms, and {type(pl_module).__name__} has none; "
+                "take 'magnitude'"
+            )
+        any_scores = {name: torch.arange(size, dtype=torch.float64) for name, size in self._sizes.items()}
+        gone = choose_channels(any_scores, self.options.target, "layer", self.min_left, self.round_to)
+        if self.options.target and not any(gone.values()):
+            raise ValueError(
+                f"round_to={self.round_to} and min_left={self.min_left} let no channel go at a target of "
+                f"{self.options.target}; the layers have {', '.join(map(str, self._sizes.values()))}. Lower them, or "
+                "raise it"
+            )
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         if self.groups is None:

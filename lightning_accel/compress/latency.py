@@ -15,6 +15,11 @@ class Latency(NamedTuple):
     p95_ms: float
     num_calls: int
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether so many calls took much longer than others that something else must have run."""
+        return self.p95_ms > 3 * self.p50_ms
+
 
 def measure_latency(
     calls: Mapping[str, Callable[[], object]], seconds: float = 0.5, min_calls: int = 11, warmup: int = 3

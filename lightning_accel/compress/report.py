@@ -146,7 +146,10 @@ def _metric_names(report: Report) -> list[str]:
 
 
 def _table_of_rows(report: Report) -> Table:
-    table = Table(title=report.title, caption="ms: median (95 of 100 calls stay below), times faster than fp32 eager")
+    caption = "ms: median (95 of 100 calls stay below), times faster than fp32 eager"
+    if any(latency.is_noisy for row in report.rows for latency in row.latencies.values()):
+        caption += "; ~ where the machine was busy with other things, too: measure again"
+    table = Table(title=report.title, caption=caption)
     table.add_column("form")
     for heading in ("parameters", "not 0", "file", "MACs a row"):
         table.add_column(heading, justify="right")
@@ -194,7 +197,10 @@ def _count(value: int | None) -> str:
 def _speed(latency: Latency | None, reference: Latency | None) -> str:
     if latency is None:
         return "-"
-    ratio = "" if reference is None else f" {reference.p50_ms / latency.p50_ms:.2f}x"
+    ratio = ""
+    if reference is not None:
+        about = "~" if latency.is_noisy or reference.is_noisy else ""
+        ratio = f" {about}{reference.p50_ms / latency.p50_ms:.2f}x"
     return f"{latency.p50_ms:.3g} ({latency.p95_ms:.3g}){ratio}"
 
 

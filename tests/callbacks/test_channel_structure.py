@@ -295,6 +295,20 @@ def test_what_cannot_work_is_refused():
         ProcessRaisedException, match="channels cannot be removed in processes that are spawned or forked"
     ):
         fit(Own(), strategy="ddp_spawn")
+    with pytest.raises(
+        ValueError, match=r"round_to=1000 and min_left=\d+ let no channel go at a target of 0\.5; the l"
+    ):
+        fit(Own(), prune=Pruning(0.5, structure="channel", scope="layer", end=6, round_to=1000))
+
+    class Normless(Own):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(*(one for one in self.net if not isinstance(one, nn.BatchNorm2d)))
+
+    with pytest.raises(
+        ValueError, match=r"criterion='batchnorm' judges channels by their batch norms, and Normless has"
+    ):
+        fit(Normless(), prune=pruning(criterion="batchnorm"))
     done, trainer = fit(Own())
     with pytest.raises(ValueError, match="has removed channels of another Own; give this one a Pruning of its own"):
         trainer.fit(Own(), DataLoader(IMAGES, 4), DataLoader(IMAGES, 4))

@@ -33,6 +33,16 @@ def test_table_has_ratios_and_dashes_for_what_was_not_measured():
     assert cells == ["int8", "-", "-", "2.05k", "-", "0.5 (0.6) 4.00x", "-", "a note"]
 
 
+def test_ratios_of_a_busy_machine_are_marked():
+    report = filled()
+    assert "~" not in printed(report)
+    report.add(Row("slowed", latencies={1: Latency(0.5, 1.6, 11)}))
+    text = printed(report)
+    assert "0.5 (1.6) ~4.00x" in text
+    assert "0.5 (0.6) 4.00x" in text
+    assert "~ where the machine was busy with other things, too: measure again" in " ".join(text.split())
+
+
 def test_files_hold_what_was_measured(tmp_path):
     report = filled()
     report.layers = describe_layers(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), (torch.ones(1, 3),), {}, {"0": "kept"})
