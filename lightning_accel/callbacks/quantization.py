@@ -337,11 +337,8 @@ def _in_random_order(loader: Any) -> Any:
     """Rows that stand for all, the same each time; a loader of another kind is read as it is."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
-    if type(loader.sampler) not in (
-        SequentialSampler,
-        RandomSampler,
-    ):  # its keys, and the rows it leaves out, are its own
-        return loader
+    if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+        return loader  # its keys, and the rows that it leaves out, are its own
     order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
     return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
 
