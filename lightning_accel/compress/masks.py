@@ -30,7 +30,8 @@ def prune_(
 
     Args:
         module: any; see :func:`~lightning_accel.compress.find_prunable` for which of its parameters are weights.
-        sparsity: share of all weights that is zero afterwards; may be left out where ``structure`` says it.
+        sparsity: share of all weights that is zero afterwards, but for one in each layer at least (of all under
+            ``"global"``); may be left out where ``structure`` says it.
         structure: ``"unstructured"``, or ``"2:4"`` and such: two of four neighbours along the input are kept.
         criterion: ``"magnitude"``, ``"random"``, or a function of a parameter's name and value that returns scores
             of its shape, of which the lowest go.
@@ -174,15 +175,16 @@ def choose_weights(
     device: torch.device | str | None = None,
     is_stacked: Sequence[str] = (),
 ) -> dict[str, Tensor | None]:
-    """Mark the lowest scores: a share of ``sparsity``, rounded, of each layer or of all."""
+    """Mark the lowest scores: a share of ``sparsity``, rounded, of each layer or of all; one weight at least stays."""
     if scope == "global":
         total = sum(part.numel for part in parts.values())
-        chosen = choose_lowest([[*parts.values()]], [round(sparsity * total)], reduce, device)[0]
+        chosen = choose_lowest([[*parts.values()]], [min(round(sparsity * total), total - 1)], reduce, device)[0]
         return dict(zip(parts, chosen, strict=True))
     if scope == "erk":
         counts = counts_by_erk({name: shapes[name] for name in parts}, sparsity, is_stacked)
     else:
         counts = [round(sparsity * part.numel) for part in parts.values()]
+    counts = [min(count, part.numel - 1) for count, part in zip(counts, parts.values(), strict=True)]
     lists = choose_lowest([[part] for part in parts.values()], counts, reduce, device)
     return {name: one[0] for name, one in zip(parts, lists, strict=True)}
 

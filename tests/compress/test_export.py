@@ -372,3 +372,25 @@ def test_aoti_file_is_compiled_for_this_machine(tmp_path, monkeypatch):
     if "AVX512" in str(torch._inductor.cpu_vec_isa.pick_vec_isa()).upper():
         with pytest.raises(ValueError, match=r"compiled for a CPU with AVX512.*this one has AVX2"):
             load_compressed(tmp_path / "m.pt2")
+
+
+WIDTH_32 = """
+import sys, torch
+from torch import nn
+from lightning_accel.compress import export, load_compressed
+torch.manual_seed(0)
+norm = nn.BatchNorm1d(32)
+net = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+export(net, [((torch.randn(32, 16),), {})], sys.argv[1], "aoti")
+file = load_compressed(sys.argv[1])
+for rows in [32, 1, 3, 7, 33, 5] * 10:
+    x = torch.randn(rows, 16)
+    torch.testing.assert_close(file(x), net(x), rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_aoti_file_writes_over_no_memory(tmp_path):
+    """As programs with frozen weights do at this width, in torch 2.13."""
+    done = subprocess.run([sys.executable, "-c", WIDTH_32, str(tmp_path / "m.pt2")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -32,6 +32,16 @@ def test_the_smallest_weights_go(scope):
             assert zeros[name] == round(0.8 * sizes[name])
 
 
+@pytest.mark.parametrize("scope", ["layer", "global", "erk"])
+def test_a_weight_is_left(scope):
+    """A layer of which all are zero would let nothing through."""
+    module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3))
+    kept = prune_(module, 0.999, scope=scope)
+    left = [int(one.sum()) for one in kept.values()]
+    assert sum(left) == 1 if scope == "global" else left == [1, 1]
+    assert int(module[0].weight.count_nonzero()) == left[0]
+
+
 def test_erk_is_the_formula_of_the_paper():
     """Layers of one dimension sum per weight keep shares in proportion to it, none more than all."""
     shapes = {"a": (8, 4), "b": (100, 50), "c": (60, 30, 3, 3)}
