@@ -32,8 +32,7 @@ class Teacher:
         self._copies: dict[torch.device, tuple[nn.Module, CallRecorder]] = {}
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Freeze it, move it to the student, and cast it where all parameters of the student are of one ``dtype``."""
-        self.module.requires_grad_(False).eval()
+        """Move it to the student, and cast it where all parameters of the student are of one ``dtype``."""
         self.module.to(device, dtype) if dtype is not None else self.module.to(device)
         self.close()
 
