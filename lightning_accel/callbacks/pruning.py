@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
 from lightning_accel.callbacks.mask_structure import MaskStructure
+from lightning_accel.callbacks.moments import num_steps, require_moment, to_step
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
+from lightning_accel.callbacks.pruning_table import table, tell_left_out
 from lightning_accel.callbacks.rewinding import Rewinding
 from lightning_accel.callbacks.several_prunings import (
     adopt_state,
@@ -120,8 +122,8 @@ class Pruning(L.Callback):
         _require_one_of("schedule", schedule, SCHEDULES)
         if not callable(criterion):
             _require_one_of("criterion", criterion, get_args(CriterionName))
-        _require_moment("begin", begin)
-        _require_moment("end", end)
+        require_moment("begin", begin)
+        require_moment("end", end)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
         if regrowth is not None:
@@ -229,7 +231,7 @@ class Pruning(L.Callback):
         if isinstance(self._masks, MaskStructure):
             peers = of_this_kind(trainer, self)
             require_no_weight_of_others({one.state_key: one._names() for one in peers})
-        _tell_left_out(self.left_out)
+        tell_left_out(self.left_out)
 
     def _names(self) -> list[str]:
         return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
@@ -242,9 +244,9 @@ class Pruning(L.Callback):
             return
         if self._is_set_up and loaded is None and self._step:  # the same run goes on
             return
-        total = _num_steps(trainer)
-        self._first = _to_step("begin", self.begin, total)
-        self._last = _to_step("end", self.end, total)
+        total = num_steps(trainer)
+        self._first = to_step("begin", self.begin, total)
+        self._last = to_step("end", self.end, total)
         if self.schedule == "one_shot" and self.regrowth is None:
             self._last = self._first
         elif self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
@@ -391,30 +393,9 @@ class Pruning(L.Callback):
             self._settle_steps(self._module.trainer)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Layers and what is left of them, one a line."""
-    width = max([len(row["name"]) for row in rows] + [5])
-    lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
-    total = {"name": "total", "parameters": 0, "nonzero": 0}
-    for row in rows:
-        total["parameters"] += row["parameters"]
-        total["nonzero"] += row["nonzero"]
-    for row in [*rows, total]:
-        sparsity = 1 - row["nonzero"] / max(row["parameters"], 1)
-        lines.append(f"{row['name']:<{width}}  {row['parameters']:>12,}  {row['nonzero']:>12,}  {sparsity:>8.4f}")
-    return "\n".join(lines)
-
-
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-
-def _require_moment(name: str, value: int | float) -> None:
-    if isinstance(value, float) and not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a share of the run in [0, 1], or a step, an int; got {value}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative; got {value}")
 
 
 def _require_regrowth(regrowth: str, structure: str, drop_fraction: float) -> None:
@@ -431,34 +412,6 @@ def _require_strategy(strategy: Strategy) -> None:
             f"{type(strategy).__name__} flattens parameters, so that weights of a layer cannot be told apart; take the "
             "strategy 'accel_fsdp2'"
         )
-
-
-def _num_steps(trainer: L.Trainer) -> int | None:
-    """Optimizer steps of the run, None if that is not known."""
-    steps = trainer.estimated_stepping_batches
-    if not trainer.lightning_module.automatic_optimization and trainer.max_steps > 0:  # steps of each count in it
-        steps = min(steps, trainer.max_steps // max(1, len(trainer.optimizers)))
-    return None if steps == float("inf") or steps < 0 else int(steps)
-
-
-def _to_step(name: str, moment: int | float, total: int | None) -> int:
-    if isinstance(moment, int):
-        return moment
-    if moment == 0:
-        return 0
-    if total is None:
-        raise ValueError(
-            f"{name}={moment} is a share of the run, whose length is not known; give a step, an int, or set max_steps"
-        )
-    return round(moment * total)
-
-
-def _tell_left_out(left_out: dict[str, str]) -> None:
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        by_reason.setdefault(reason, []).append(name)
-    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    rank_zero_info(f"Pruning leaves out {told}" if told else "Pruning leaves out no parameter")
 
 
 class _LoadIntoSmaller:
