@@ -135,7 +135,7 @@ class MakesResult(L.Callback):
             content = made.model_proto.SerializeToString()
         self.result = SimpleNamespace(
             name="int8 planted", run=rounded, program=None if self.onnx else program, onnx=content, deployed="net",
-            left_float={"0": "planted reason"},
+            left_float={"0": "planted reason"}, device="cpu",
         )  # fmt: skip
 
 
