@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lightning_accel import __version__
 
 _HELP = f"""\
-usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export}} [options]
+usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,build-ops}} [options]
 
 lightning_accel {__version__}: train and run PyTorch Lightning modules from a config, ours or your own.
 
@@ -17,6 +17,8 @@ subcommands:
   predict      write predictions to predictions.csv in the run folder
   export       write the model to a file that runs without its class, checked on validation data:
                lightning-accel export --config X.yaml --ckpt_path best --format onnx --output model.onnx
+
+  build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help
 
 most used options, after the subcommand:
   --config FILE              YAML config; repeat it to override one file with the next
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments in ([], ["-h"], ["--help"]):
         print(_HELP, end="")
         return 0 if arguments else 2
+    if arguments[0] == "build-ops":
+        from lightning_accel.cli.build_ops import build_ops
+
+        return build_ops(arguments[1:])
     from lightning_accel.cli import run
 
     return run(arguments)

@@ -3,6 +3,7 @@
 from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
 from lightning_accel.ops.grouped_linear import grouped_linear
+from lightning_accel.ops.native import NativeLibrary
 from lightning_accel.ops.recurrent import recurrent_layer
 from lightning_accel.ops.scan import linear_scan
 from lightning_accel.ops.triple_memo import triples_of
@@ -10,6 +11,7 @@ from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, tr
 from lightning_accel.ops.two_paths import TwoPaths, num_two_paths, sample_two_paths, two_paths
 
 __all__ = [
+    "NativeLibrary",
     "Triples",
     "TwoPaths",
     "csr_sum",

@@ -1,0 +1,134 @@
+"""Operations written in C++ and CUDA, which are built where they are first used; a formula in torch takes their place.
+
+A folder holds the sources: ``*.cpp`` register schemas and CPU kernels, ``*.cu`` CUDA kernels for the same schemas, by
+torch's stable ABI (``torch/csrc/stable/library.h``), with which a file compiles in seconds.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lightning_accel.ops.native_build import BuildError, cpu_target, cuda_target, library_path
+
+
+class NativeLibrary:
+    """Kernels from the C++ and CUDA sources in a folder, built once per machine and cached.
+
+    Built in ``~/.cache/lightning_accel`` (or ``LIGHTNING_ACCEL_CACHE``; in the folder for temporary files where that
+    cannot be written), again after a change of the sources, of torch or of the kind of processor. Needed: a C++
+    compiler, for GPUs also CUDA's. ``LIGHTNING_ACCEL_NATIVE=0`` does without the kernels; ``=1`` makes it an error if
+    they cannot be had, in place of a warning and the formula.
+
+    Args:
+        name: of the library, a Python identifier that no other library has.
+        folder: of the sources.
+        time_limit_s: for a build, and for waiting for another process's, in seconds.
+
+    >>> library = NativeLibrary("my_ops", Path("csrc"))
+    >>> def add(a, b):
+    ...     return torch.ops.my_ops.add(a, b) if library.serves(a.device) else a + b
+
+    Raises:
+        ValueError: if ``name`` is no identifier.
+    """
+
+    def __init__(self, name: str, folder: Path, time_limit_s: float = 300) -> None:
+        if not name.isidentifier():
+            raise ValueError(f"name must be a Python identifier, such as 'my_ops'; got {name!r}")
+        self.name = name
+        self.folder = Path(folder)
+        self.time_limit_s = time_limit_s
+        self._served: dict[torch.device, bool] = {}
+        self._loaded: set[str] = set()
+        self._registrations: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self._is_off = False
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether there are kernels for tensors on ``device``; the first call of a process builds and loads them.
+
+        Where it is False, a warning has told once why, unless no kernels exist for such a device or
+        ``LIGHTNING_ACCEL_NATIVE=0``.
+
+        Raises:
+            RuntimeError: with the reason, if they cannot be had under ``LIGHTNING_ACCEL_NATIVE=1``.
+        """
+        if self._is_off:
+            return False
+        served = self._served.get(device)
+        return self._serve(device) if served is None else served
+
+    def _serve(self, device: torch.device) -> bool:
+        with self._lock:
+            if device not in self._served:
+                self._served[device] = self._has_sources(device) and self._try_to_load(device)
+        return self._served[device]
+
+    def _has_sources(self, device: torch.device) -> bool:
+        if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "0":
+            return False
+        return device.type == "cpu" or (device.type == "cuda" and any(self.folder.glob("*.cu")))
+
+    def _try_to_load(self, device: torch.device) -> bool:
+        try:
+            self._load(cpu_target())  # it has the schemas
+            if device.type == "cuda":
+                self._load(cuda_target(device))
+        except (BuildError, OSError) as error:
+            reason = f"{self.name}: no native ops for {device.type}: {error}"
+            if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "1":
+                raise RuntimeError(
+                    f"{reason}. LIGHTNING_ACCEL_NATIVE=1 asks for them; unset it to do without"
+                ) from error
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                warnings.warn(
+                    f"{reason}. Formulas in torch take their place; LIGHTNING_ACCEL_NATIVE=0 silences this",
+                    stacklevel=4,
+                )
+            return False
+        return True
+
+    def build(self, target: str) -> Path:
+        """Build the library for ``target`` (``AVX512``, ``AVX2``, ``DEFAULT`` or ``sm_90``) unless it is there.
+
+        Raises:
+            BuildError: if it cannot be built.
+        """
+        pattern = "*.cu" if target.startswith("sm_") else "*.cpp"
+        if not any(self.folder.glob(pattern)):
+            raise BuildError(f"no {pattern} in {self.folder}")
+        return library_path(self.name, self.folder, target, self.time_limit_s)
+
+    def _load(self, target: str) -> None:
+        path = self.build(target)
+        if target in self._loaded:
+            return
+        torch.ops.load_library(str(path))
+        self._loaded.add(target)
+        if len(self._loaded) == 1:
+            for register in self._registrations:
+                register()
+
+    def on_load(self, register: Callable[[], None]) -> Callable[[], None]:
+        """Have ``register`` called once schemas are there: for fake tensors and gradients; a decorator."""
+        self._registrations.append(register)
+        if self._loaded:
+            register()
+        return register
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Let :meth:`serves` say no, to compare kernels with formulas."""
+        before, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = before
+
+
+KERNELS = NativeLibrary("lightning_accel_native", Path(__file__).with_name("csrc"))

@@ -1,0 +1,213 @@
+"""Shared libraries of C++ and CUDA sources, built once for all processes that want them, by torch's own builder."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+
+_CPU_FLAGS = {
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+}
+# In a process of its own: it can be ended, it tells all that the compiler said, and it is it that a library which does
+# not load brings down.
+_BUILD = "import json, sys; from torch.utils.cpp_extension import load; load(**json.loads(sys.argv[1]))"
+
+
+class BuildError(Exception):
+    """A library could not be built; the text is the reason, in a line."""
+
+
+def cpu_target() -> str:
+    """What this processor is compiled for: ``AVX512``, ``AVX2`` or ``DEFAULT``."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return next((target for target in ("AVX512", "AVX2") if capability.startswith(target)), "DEFAULT")
+
+
+def cuda_target(device: torch.device) -> str:
+    """What a GPU is compiled for, such as ``sm_90``."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> Path:
+    """The library of the sources in ``folder``, ``*.cpp`` or for a GPU ``*.cu``; it is built unless a cache has it.
+
+    Processes that ask at the same time wait for the one that builds, and take the reason from it if it fails.
+
+    Args:
+        name: of the library, a Python identifier.
+        folder: of the sources and their headers.
+        target: ``AVX512``, ``AVX2``, ``DEFAULT``, or ``sm_90`` and its like.
+        time_limit_s: for waiting, and again for building, in seconds.
+
+    Raises:
+        BuildError: if it is not there and cannot be built.
+    """
+    if sys.platform == "win32":
+        raise BuildError("native ops are built on Linux and macOS")
+    file = f"{name}-{target}-{_fingerprint(folder, target)}.so"
+    for cache in _caches():
+        if _is_trusted(cache) and (cache / file).exists():
+            return cache / file
+    asked = time.time()
+    cache = _writable_cache()
+    library, failure = cache / file, cache / f"{file}.failed"
+    with _lock(cache / f"{file}.lock", time_limit_s):
+        if library.exists():
+            return library
+        if failure.exists() and failure.stat().st_mtime >= asked:
+            raise BuildError(failure.read_text())
+        try:
+            _build(name, folder, target, library, time_limit_s)
+        except BuildError as error:
+            failure.write_text(str(error))
+            raise
+        failure.unlink(missing_ok=True)
+    return library
+
+
+def _fingerprint(folder: Path, target: str) -> str:
+    """Of all that a library depends on but the compiler, which a machine that only runs it need not have."""
+    versions = [torch.__version__, platform.machine(), *_flags(target)]
+    digest = hashlib.sha256("\n".join(versions).encode())
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".cu", ".h", ".cuh")):
+        digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _flags(target: str) -> list[str]:
+    return ["-O3", *_CPU_FLAGS.get(target, [])]
+
+
+def _caches() -> list[Path]:
+    """Where libraries are kept: the user's cache, and where that cannot be written, a folder for temporary files."""
+    chosen = os.environ.get("LIGHTNING_ACCEL_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [Path(chosen) if chosen else Path(base) / "lightning_accel", _temporary_cache()]
+
+
+def _temporary_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"lightning_accel-{os.getuid()}"
+
+
+def _is_trusted(cache: Path) -> bool:
+    """Whether it is there, and nobody else can have put a library into a folder whose name all can guess."""
+    try:
+        status = cache.lstat() if cache == _temporary_cache() else cache.stat()
+    except OSError:
+        return False
+    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and (is_own or cache != _temporary_cache())
+
+
+def _writable_cache() -> Path:
+    reasons = []
+    for cache in _caches():
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=cache):
+                if _is_trusted(cache):
+                    return cache
+            reasons.append(f"{cache}: others can write to it")
+        except OSError as error:
+            reasons.append(f"{cache}: {error.strerror}")
+    raise BuildError(f"no folder to build in ({'; '.join(reasons)}); set LIGHTNING_ACCEL_CACHE to one")
+
+
+@contextmanager
+def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends."""
+    import fcntl  # Windows has none
+
+    deadline = time.monotonic() + time_limit_s
+    with open(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process builds it for more than {time_limit_s:g} s ({path})") from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks: all build, each for itself, and the last one's stays
+                break
+        yield
+
+
+def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: float) -> None:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        raise BuildError(f"no C++ compiler: {compiler} is not on the PATH. Install one (g++), or name it in CXX")
+    _LOG.info("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
+    # a folder of its own: torch's lock in it would otherwise outlive a process that is killed
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
+        settings = {
+            "name": name,
+            "sources": [str(path) for path in sorted(folder.glob("*.cu" if _is_cuda(target) else "*.cpp"))],
+            "build_directory": made,
+            "extra_cflags": _flags(target),
+            "extra_cuda_cflags": ["-O3"],
+            "extra_include_paths": [str(folder)],
+            "is_python_module": False,
+        }
+        _run([sys.executable, "-c", _BUILD, json.dumps(settings)], _environment(target), time_limit_s)
+        os.replace(Path(made) / f"{name}.so", library)  # at once, so that nobody loads half a file
+
+
+def _is_cuda(target: str) -> bool:
+    return target.startswith("sm_")
+
+
+def _environment(target: str) -> dict[str, str]:
+    """With ninja on the PATH where it is installed beside a Python that is run without its environment activated."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    architecture = {"TORCH_CUDA_ARCH_LIST": f"{target[3:-1]}.{target[-1]}"} if _is_cuda(target) else {}
+    return {**os.environ, "PATH": path, **architecture}
+
+
+def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -> None:
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=time_limit_s)
+    except BaseException as error:  # Ctrl-C, too, leaves no compiler behind
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise BuildError(f"the compiler took more than {time_limit_s:g} s") from None
+        raise
+    if process.returncode:
+        raise BuildError(_reason(output, process.returncode))
+
+
+def _reason(output: str, status: int) -> str:
+    """The compiler's first line that tells of an error; or the last line there is."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(?<![A-Za-z])error ?:|undefined reference|cannot find -l", line)]
+    return (errors or lines[-1:] or [f"the builder ended with status {status}"])[0]
