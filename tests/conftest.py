@@ -1,4 +1,6 @@
 import os
+import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from lightning_accel.__main__ import main
+from lightning_accel.ops.native import KERNELS
 
 torch.set_num_threads(1)  # threads that share their cores with another program wait for each other most of the time
 
@@ -22,6 +25,20 @@ def pytest_runtest_setup(item):
     marker = item.get_closest_marker("gpu")
     if marker and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
         pytest.skip(f"needs {needed} CUDA devices")
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skips where nothing can be compiled."""
+    if shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]) is None:
+        pytest.skip("needs a C++ compiler")
+
+
+@pytest.fixture
+def native(compiler, monkeypatch) -> None:
+    """Native kernels are used, where anything can be compiled: that they cannot be built is an error then."""
+    monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "1")
+    assert KERNELS.serves(torch.device("cpu"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -184,7 +184,7 @@ def _environment(target: str) -> dict[str, str]:
 
 
 def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -193,17 +193,24 @@ def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -
         text=True,
         errors="replace",
         start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=time_limit_s)
-    except BaseException as error:  # Ctrl-C, too, leaves no compiler behind
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=time_limit_s)
+        except subprocess.TimeoutExpired:
             raise BuildError(f"the compiler took more than {time_limit_s:g} s") from None
-        raise
+        finally:  # after Ctrl-C, too, no compiler is left behind
+            if process.poll() is None:
+                _end(process)
     if process.returncode:
         raise BuildError(_reason(output, process.returncode))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGTERM)  # which ninja hands on to its compilers; they are in groups of their own
+    time.sleep(0.5)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _reason(output: str, status: int) -> str:

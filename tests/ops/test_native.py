@@ -1,0 +1,276 @@
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_accel.ops import NativeLibrary, native_build
+from lightning_accel.ops.native_build import BuildError, cpu_target
+
+CPU = torch.device("cpu")
+SOURCE = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include "factor.h"
+
+using torch::stable::Tensor;
+
+Tensor scale(const Tensor& x) {
+  const Tensor in = torch::stable::contiguous(x);
+  Tensor out = torch::stable::empty_like(in);
+  const float* from = in.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  torch::stable::parallel_for(0, in.numel(), 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) to[i] = FACTOR * from[i];
+  });
+  return out;
+}
+
+STABLE_TORCH_LIBRARY(NAMESPACE, m) { m.def("scale(Tensor x) -> Tensor"); }
+STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("scale", TORCH_BOX(&scale)); }
+"""
+HANGS = """case "$*" in *scale.o*) echo $$ > {pid}; exec sleep 600;; esac
+exec c++ "$@"
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The only folder that libraries are kept in."""
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("LIGHTNING_ACCEL_NATIVE", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return tmp_path / "cache"
+
+
+def sources(folder: Path, name: str, factor: int = 3) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "scale.cpp").write_text(SOURCE.replace("NAMESPACE", name))
+    (folder / "factor.h").write_text(f"#define FACTOR {factor}\n")
+    return folder
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def wait_until(condition, seconds=120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def reason_of(library: NativeLibrary) -> str:
+    with pytest.warns(UserWarning, match=f"{library.name}: no native ops for cpu: ") as caught:
+        assert not library.serves(CPU)
+    assert not library.serves(CPU)  # and nothing more is said
+    (warning,) = caught
+    return str(warning.message)
+
+
+def test_ops_are_built_once_and_registered(cache, tmp_path, monkeypatch, compiler):
+    library = NativeLibrary("native_once", sources(tmp_path / "src", "native_once"))
+
+    @library.on_load
+    def register():
+        torch.library.register_fake("native_once::scale", lambda x: torch.empty_like(x.contiguous()))
+        torch.library.register_autograd("native_once::scale", lambda _, grad: 3 * grad)
+
+    assert library.serves(CPU)
+    assert not library.serves(torch.device("meta"))
+    x = torch.randn(5, 3).t().requires_grad_()
+    op = torch.ops.native_once.scale
+    torch.testing.assert_close(op(x), 3 * x)
+    torch.library.opcheck(op, (x,))
+    with library.switched_off():
+        assert not library.serves(CPU)
+    assert library.serves(CPU)
+
+    monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("built again"))
+    same = NativeLibrary("native_once", tmp_path / "src")
+    assert same.build(cpu_target()) == library.build(cpu_target())
+    assert [path.suffix for path in cache.iterdir() if "build-" in path.name] == []
+
+
+@pytest.mark.slow
+def test_a_changed_header_means_another_library(cache, tmp_path, compiler):
+    first = NativeLibrary("native_changed", sources(tmp_path / "src", "native_changed")).build("DEFAULT")
+    library = NativeLibrary("native_changed", sources(tmp_path / "src", "native_changed", factor=5))
+    second = library.build("DEFAULT")
+    assert first != second
+    torch.ops.load_library(str(second))
+    torch.testing.assert_close(torch.ops.native_changed.scale(torch.ones(2)), torch.full((2,), 5.0))
+
+
+def test_without_a_compiler_the_formula_is_used(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    library = NativeLibrary("native_none", sources(tmp_path / "src", "native_none"))
+    said = reason_of(library)
+    assert "no C++ compiler: no-such-compiler is not on the PATH" in said
+    assert "LIGHTNING_ACCEL_NATIVE=0 silences this" in said
+
+
+def test_a_rank_beside_the_first_does_not_warn_again(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not NativeLibrary("native_rank", sources(tmp_path / "src", "native_rank")).serves(CPU)
+
+
+def test_the_environment_forces_one_or_the_other(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    folder = sources(tmp_path / "src", "native_forced")
+    monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "0")
+    assert not NativeLibrary("native_forced", folder).serves(CPU)
+    monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "1")
+    with pytest.raises(RuntimeError, match=r"not on the PATH.* LIGHTNING_ACCEL_NATIVE=1 asks for them; unset it"):
+        NativeLibrary("native_forced", folder).serves(CPU)
+
+
+def test_the_compilers_first_error_is_told(cache, tmp_path, compiler):
+    folder = sources(tmp_path / "src", "native_wrong")
+    (folder / "scale.cpp").write_text("int f() { return 1 }\nint g() { return x; }\n")
+    assert "scale.cpp:1:19: error: expected" in reason_of(NativeLibrary("native_wrong", folder))
+    assert not list(cache.glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            "[1/2] c++ -c a.cpp\na.cpp:1:10: fatal error: no.h: No such file\nRuntimeError: Error building\n",
+            "a.cpp:1:10",
+        ),
+        (
+            "/usr/bin/ld: cannot find -lfoo\ncollect2: error: ld returned 1 exit status",
+            "/usr/bin/ld: cannot find -lfoo",
+        ),
+        ("k.cu(3): error: expected a ';'\n1 error detected", "k.cu(3): error"),
+        ("Traceback\nOSError: CUDA_HOME environment variable is not set. Set it\n", "OSError: CUDA_HOME environment"),
+        ("", "the builder ended with status 9"),
+    ],
+)
+def test_reasons(output, reason):
+    assert native_build._reason(output, 9).startswith(reason)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_hangs_is_ended(cache, tmp_path, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", program(tmp_path / "hangs", HANGS.format(pid=tmp_path / "pid")))
+    library = NativeLibrary("native_hangs", sources(tmp_path / "src", "native_hangs"), time_limit_s=15)
+    assert "the compiler took more than 15 s" in reason_of(library)
+    running = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
+    wait_until(lambda: not running.exists() or b"sleep" not in running.read_bytes(), seconds=5)
+    assert not list(cache.glob("build-*"))
+
+
+def test_a_cache_that_cannot_be_written_is_left_for_the_temporary_folder(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")  # read-only for root, too
+    assert native_build._writable_cache() == tmp_path / f"lightning_accel-{os.getuid()}"
+    monkeypatch.setattr(native_build.tempfile, "tempdir", "/proc")
+    with pytest.raises(BuildError, match=r"no folder to build in \(/proc/lightning_accel: .*; /proc/.*\); set LIGHT"):
+        native_build._writable_cache()
+
+
+def test_a_temporary_folder_that_others_can_write_to_is_not_trusted(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")
+    planted = tmp_path / f"lightning_accel-{os.getuid()}"
+    planted.mkdir()
+    planted.chmod(0o777)
+    with pytest.raises(BuildError, match="others can write to it"):
+        native_build._writable_cache()
+    planted.rmdir()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    planted.symlink_to(tmp_path / "theirs")
+    with pytest.raises(BuildError, match="others can write to it"):
+        native_build._writable_cache()
+
+
+def test_a_library_that_does_not_load_is_done_without(cache, tmp_path, monkeypatch):
+    folder = sources(tmp_path / "src", "native_broken")
+    monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].write_text("not a library"))
+    assert "native_broken-" in reason_of(NativeLibrary("native_broken", folder))
+
+
+def test_waiting_for_another_process_has_an_end(cache, tmp_path):
+    folder = sources(tmp_path / "src", "native_waits")
+    cache.mkdir()
+    target = cpu_target()
+    file = cache / f"native_waits-{target}-{native_build._fingerprint(folder, target)}.so.lock"
+    with open(file, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "another process builds it for more than 0.2 s" in reason_of(NativeLibrary("native_waits", folder, 0.2))
+
+
+def test_those_who_waited_take_the_reason_from_the_one_that_failed(cache, tmp_path, monkeypatch):
+    folder = sources(tmp_path / "src", "native_failed")
+
+    def fail(name, folder, target, library, limit):
+        Path(f"{library}.failed").write_text("the reason of another")
+        os.utime(f"{library}.failed", (time.time() + 1, time.time() + 1))  # while we waited
+        raise BuildError("mine")
+
+    monkeypatch.setattr(native_build, "_build", fail)
+    with pytest.raises(BuildError, match="mine"):
+        NativeLibrary("native_failed", folder).build(cpu_target())
+    (failure,) = cache.glob("*.failed")
+    assert failure.read_text() == "mine"
+    os.utime(failure, (time.time() + 9, time.time() + 9))
+    monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("tried again"))
+    with pytest.raises(BuildError, match="mine"):
+        NativeLibrary("native_failed", folder).build(cpu_target())
+    os.utime(failure, (time.time() - 9, time.time() - 9))  # of an earlier run: the compiler may have been mended
+    monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].touch())
+    NativeLibrary("native_failed", folder).build(cpu_target())
+    assert not failure.exists()
+
+
+def test_wrong_names_and_folders(cache, tmp_path):
+    with pytest.raises(ValueError, match="name must be a Python identifier, such as 'my_ops'; got 'my-ops'"):
+        NativeLibrary("my-ops", tmp_path)
+    assert f"no *.cpp in {tmp_path}/src" in reason_of(NativeLibrary("native_empty", tmp_path / "src"))
+
+
+def test_flags_and_targets_are_part_of_the_name(tmp_path):
+    folder = sources(tmp_path / "src", "any")
+    prints = {native_build._fingerprint(folder, target) for target in ("AVX512", "AVX2", "DEFAULT")}
+    assert len(prints) == 3
+    assert native_build._environment("sm_90")["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert native_build._environment("sm_120")["TORCH_CUDA_ARCH_LIST"] == "12.0"
+
+
+@pytest.mark.slow
+def test_processes_that_build_at_once_share_one_build(cache, tmp_path, compiler):
+    """One is killed in the middle; of two that come then, one builds, and the other waits."""
+    counting = program(
+        tmp_path / "counts", f'case "$*" in *scale.o*) echo x >> {tmp_path}/count; sleep 2;; esac; exec c++ "$@"'
+    )
+    sources(tmp_path / "src", "native_race")
+    code = (
+        "import torch; from pathlib import Path; from lightning_accel.ops import NativeLibrary;"
+        f"library = NativeLibrary('native_race', Path({str(tmp_path / 'src')!r}));"
+        "assert library.serves(torch.device('cpu'));"
+        "assert torch.ops.native_race.scale(torch.ones(2)).tolist() == [3, 3]"
+    )
+    environment = {**os.environ, "CXX": counting, "PYTHONWARNINGS": "error"}
+    start = lambda: subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)  # noqa: E731
+    count = tmp_path / "count"
+    killed = start()
+    wait_until(count.exists)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    wait_until(lambda: count.read_text().count("x") == 2)  # its compiler, which outlives it, is through
+    assert not list(cache.glob("*.so"))
+    count.unlink()
+    started = [start(), start()]
+    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert count.read_text().count("x") == 2  # compiled and linked once
