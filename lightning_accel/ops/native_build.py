@@ -164,7 +164,7 @@ def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: fl
             "sources": [str(path) for path in sorted(folder.glob("*.cu" if _is_cuda(target) else "*.cpp"))],
             "build_directory": made,
             "extra_cflags": _flags(target),
-            "extra_cuda_cflags": ["-O3"],
+            "extra_cuda_cflags": ["-O3", "-DUSE_CUDA"],  # with which the stable headers give the current stream
             "extra_include_paths": [str(folder)],
             "is_python_module": False,
         }

@@ -35,6 +35,34 @@ Tensor scale(const Tensor& x) {
 STABLE_TORCH_LIBRARY(NAMESPACE, m) { m.def("scale(Tensor x) -> Tensor"); }
 STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("scale", TORCH_BOX(&scale)); }
 """
+CUDA_SOURCE = """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include "factor.h"
+
+using torch::stable::Tensor;
+
+__global__ void scale_kernel(const float* from, float* to, int64_t size) {
+  const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+  if (i < size) to[i] = FACTOR * from[i];
+}
+
+Tensor scale(const Tensor& x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor in = torch::stable::contiguous(x);
+  Tensor out = torch::stable::empty_like(in);
+  void* stream = nullptr;
+  aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream);
+  scale_kernel<<<(in.numel() + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      in.const_data_ptr<float>(), out.mutable_data_ptr<float>(), in.numel());
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) { m.impl("scale", TORCH_BOX(&scale)); }
+"""
 HANGS = """case "$*" in *scale.o*) echo $$ > {pid}; exec sleep 600;; esac
 exec c++ "$@"
 """
@@ -110,6 +138,23 @@ def test_a_changed_header_means_another_library(cache, tmp_path, compiler):
     assert first != second
     torch.ops.load_library(str(second))
     torch.testing.assert_close(torch.ops.native_changed.scale(torch.ones(2)), torch.full((2,), 5.0))
+
+
+@pytest.mark.gpu
+def test_kernels_for_gpus_are_built_beside_those_for_the_cpu(cache, tmp_path, compiler):
+    folder = sources(tmp_path / "src", "native_cuda")
+    (folder / "scale.cu").write_text(CUDA_SOURCE.replace("NAMESPACE", "native_cuda"))
+    library = NativeLibrary("native_cuda", folder, time_limit_s=600)
+    x = torch.randn(1000, device="cuda")
+    assert library.serves(x.device)
+    torch.testing.assert_close(torch.ops.native_cuda.scale(x), 3 * x)
+    assert len(list(cache.glob("*-sm_*.so"))) == 1
+
+
+def test_a_folder_without_cuda_sources_serves_no_gpu_and_says_nothing(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library = NativeLibrary("native_cpu_alone", sources(tmp_path / "src", "native_cpu_alone"))
+    assert not library.serves(torch.device("cuda", 0))
 
 
 def test_without_a_compiler_the_formula_is_used(cache, tmp_path, monkeypatch):

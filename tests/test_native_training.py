@@ -1,0 +1,79 @@
+"""Training goes on whatever becomes of the build of native kernels."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """The weights that formulas in torch lead to."""
+    result = finish(start(Path("unused"), LIGHTNING_ACCEL_NATIVE="0"))
+    assert not result["native"]
+    assert result["said"] == []
+    return result["weights"]
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    environment = {"LIGHTNING_ACCEL_CACHE": str(cache), "PYTHONPATH": str(ROOT), **environment}
+    inherited = {name: value for name, value in os.environ.items() if name != "LIGHTNING_ACCEL_NATIVE"}
+    return subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "native_job.py"],
+        env={**inherited, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def test_two_processes_that_build_at_the_same_time(expected, tmp_path, compiler):
+    results = [finish(process) for process in [start(tmp_path / "cache"), start(tmp_path / "cache")]]
+    for result in results:
+        assert result["native"]
+        assert result["said"] == []
+        assert result["weights"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+
+
+def test_a_cache_that_cannot_be_written(expected, tmp_path, compiler):
+    result = finish(start(Path("/proc/lightning_accel"), TMPDIR=str(tmp_path)))  # read-only for root, too
+    assert result["native"]
+    assert result["said"] == []
+    assert result["weights"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert list(tmp_path.glob("lightning_accel-*/*.so"))
+
+
+def test_no_compiler_on_the_path(expected, tmp_path):
+    result = finish(start(tmp_path / "cache", PATH=str(tmp_path)))
+    assert not result["native"]
+    (said,) = result["said"]
+    assert (
+        "no C++ compiler: c++ is not on the PATH. Install one (g++), or name it in CXX. Formulas in torch take" in said
+    )
+    assert result["weights"] == expected
+
+
+def test_a_compiler_that_fails(expected, tmp_path):
+    failing = tmp_path / "fails"
+    failing.write_text("#!/bin/sh\necho 'c++: fatal error: Killed signal terminated program cc1plus' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    result = finish(start(tmp_path / "cache", CXX=str(failing)))
+    assert not result["native"]
+    (said,) = result["said"]
+    assert "no native ops for cpu: c++: fatal error: Killed signal terminated program cc1plus" in said
+    assert result["weights"] == expected
+    assert not list((tmp_path / "cache").glob("*.so"))
