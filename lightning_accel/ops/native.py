@@ -44,9 +44,9 @@ class NativeLibrary:
         self.folder = Path(folder)
         self.time_limit_s = time_limit_s
         self._served: dict[torch.device, bool] = {}
-        self._loaded: set[str] = set()
         self._registrations: list[Callable[[], None]] = []
         self._lock = threading.RLock()
+        self._is_loaded = False
         self._is_off = False
 
     def serves(self, device: torch.device) -> bool:
@@ -56,7 +56,8 @@ class NativeLibrary:
         ``LIGHTNING_ACCEL_NATIVE=0``.
 
         Raises:
-            RuntimeError: with the reason, if they cannot be had under ``LIGHTNING_ACCEL_NATIVE=1``.
+            RuntimeError: with the reason, if they cannot be had under ``LIGHTNING_ACCEL_NATIVE=1``; or if other sources
+                were loaded under this name before, which this process cannot undo.
         """
         if self._is_off:
             return False
@@ -106,18 +107,20 @@ class NativeLibrary:
 
     def _load(self, target: str) -> None:
         path = self.build(target)
-        if target in self._loaded:
-            return
+        before = _LOADED.get((self.name, target), path)
+        if before != path:  # torch would end the process
+            raise RuntimeError(f"{self.name} is loaded already, from other sources ({before}); restart Python")
         torch.ops.load_library(str(path))
-        self._loaded.add(target)
-        if len(self._loaded) == 1:
+        _LOADED[self.name, target] = path
+        if not self._is_loaded:
+            self._is_loaded = True
             for register in self._registrations:
                 register()
 
     def on_load(self, register: Callable[[], None]) -> Callable[[], None]:
         """Have ``register`` called once schemas are there: for fake tensors and gradients; a decorator."""
         self._registrations.append(register)
-        if self._loaded:
+        if self._is_loaded:
             register()
         return register
 
@@ -131,4 +134,5 @@ class NativeLibrary:
             self._is_off = before
 
 
+_LOADED: dict[tuple[str, str], Path] = {}  # by name and target, in this process
 KERNELS = NativeLibrary("lightning_accel_native", Path(__file__).with_name("csrc"))

@@ -127,6 +127,7 @@ def test_ops_are_built_once_and_registered(cache, tmp_path, monkeypatch, compile
     monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("built again"))
     same = NativeLibrary("native_once", tmp_path / "src")
     assert same.build(cpu_target()) == library.build(cpu_target())
+    assert same.serves(CPU)
     assert [path.suffix for path in cache.iterdir() if "build-" in path.name] == []
 
 
@@ -136,8 +137,11 @@ def test_a_changed_header_means_another_library(cache, tmp_path, compiler):
     library = NativeLibrary("native_changed", sources(tmp_path / "src", "native_changed", factor=5))
     second = library.build("DEFAULT")
     assert first != second
-    torch.ops.load_library(str(second))
+    assert library.serves(CPU)
     torch.testing.assert_close(torch.ops.native_changed.scale(torch.ones(2)), torch.full((2,), 5.0))
+    again = NativeLibrary("native_changed", sources(tmp_path / "src", "native_changed", factor=3))
+    with pytest.raises(RuntimeError, match=r"native_changed is loaded already, from other sources .*; restart Python"):
+        again.serves(CPU)
 
 
 @pytest.mark.gpu
