@@ -3,6 +3,7 @@
 from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
 from lightning_accel.ops.grouped_linear import grouped_linear
+from lightning_accel.ops.log_clip import log_clip
 from lightning_accel.ops.native import NativeLibrary
 from lightning_accel.ops.recurrent import recurrent_layer
 from lightning_accel.ops.scan import linear_scan
@@ -19,6 +20,7 @@ __all__ = [
     "find_triples",
     "grouped_linear",
     "linear_scan",
+    "log_clip",
     "neighbour_sum",
     "num_two_paths",
     "recurrent_layer",
