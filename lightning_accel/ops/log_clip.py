@@ -39,7 +39,7 @@ def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False
     """
     if not x.is_floating_point():
         raise TypeError(f"log_clip needs a floating tensor; got {x.dtype}. {_advice(x)}")
-    if x.dtype.itemsize == 2 and _is_autocast(x.device.type):
+    if x.dtype.itemsize == 2 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.float()  # as autocast does for torch.log on CUDA
     clip_value = _in_dtype(clip_value, x.dtype)
     call = log_clip_reference if _takes_formula() else _LogClip.apply
@@ -62,10 +62,6 @@ def _takes_formula() -> bool:
     (https://github.com/pytorch/pytorch/issues/197867). Function.apply asks the same private question.
     """
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def _is_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # the second raises for meta
 
 
 def _advice(x: Tensor) -> str:
@@ -115,9 +111,13 @@ class _LogClip(torch.autograd.Function):
 
 
 def _times_derivative(v: Tensor, x: Tensor, clip_value: float, straight_through: bool) -> Tensor:
+    if (
+        torch.is_grad_enabled()
+    ):  # a second derivative is wanted: 0 below and at the clip, where that of v / x may be NaN
+        quotient = v / F.threshold(x, clip_value, clip_value)
+    else:
+        quotient = v / (x.clamp(min=clip_value) if straight_through else x)
     if straight_through:
-        return v / F.threshold(x, clip_value, clip_value)
-    # Where x is 0, the derivative of v / x is NaN, and stays NaN when multiplied with 0.
-    quotient = v / (F.threshold(x, clip_value, clip_value) if torch.is_grad_enabled() else x)
+        return quotient
     # where(x <= clip_value, 0, quotient), infinite or NaN as that may be, in a tenth of the time of torch.where.
     return torch.ops.aten.threshold_backward(quotient, x, clip_value)

@@ -110,11 +110,12 @@ def test_vmap_over_any_dimension(in_dim):
 @modes
 def test_forward_mode_through_a_plain_backward(straight_through):
     """Of numbers that are 0, where the derivative of 1 / x is NaN."""
-    x = HARD[:6].clone().requires_grad_()
+    values = HARD[[0, 1, 2, 4, 5]]
+    x = values.clone().requires_grad_()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         (grad,) = torch.autograd.grad(log_clip(dual, CLIP, straight_through).sum(), x)
-        torch.testing.assert_close(forward_ad.unpack_dual(grad).tangent, derivative(HARD[:6], straight_through, 2))
+        torch.testing.assert_close(forward_ad.unpack_dual(grad).tangent, derivative(values, straight_through, 2))
 
 
 @modes
