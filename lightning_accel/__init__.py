@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from lightning_accel.nn.relational import RO3Pooling as RO3Pooling
     from lightning_accel.nn.relational_attribution import attribute_triples as attribute_triples
     from lightning_accel.nn.relational_pooling import RelationalPooling as RelationalPooling
-    from lightning_accel.ops import log_clip as log_clip
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
@@ -142,7 +141,6 @@ _PACKAGE_OF = {
     "length_batch_loader": "data",
     "load_compressed": "compress",
     "load_pruned": "compress",
-    "log_clip": "ops",
     "read_idx": "data",
 }
 
@@ -212,7 +210,6 @@ __all__ = [
     "length_batch_loader",
     "load_compressed",
     "load_pruned",
-    "log_clip",
     "read_idx",
 ]
 

@@ -111,9 +111,7 @@ class _LogClip(torch.autograd.Function):
 
 
 def _times_derivative(v: Tensor, x: Tensor, clip_value: float, straight_through: bool) -> Tensor:
-    if (
-        torch.is_grad_enabled()
-    ):  # a second derivative is wanted: 0 below and at the clip, where that of v / x may be NaN
+    if torch.is_grad_enabled():  # for a second derivative: that of v / x, which is dropped below, may be NaN
         quotient = v / F.threshold(x, clip_value, clip_value)
     else:
         quotient = v / (x.clamp(min=clip_value) if straight_through else x)
