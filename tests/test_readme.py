@@ -53,6 +53,7 @@ def folder(run_folder, monkeypatch):
     (run_folder / "texts" / "tales.txt").write_text(tales)
     for _, file, text in BLOCKS:
         if file:
+            (run_folder / file).parent.mkdir(exist_ok=True)
             (run_folder / file).write_text(text)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield run_folder
@@ -60,9 +61,9 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (9, 15)
+    assert (len(SCRIPTS), len(COMMANDS)) == (11, 17)
     assert all(any(part in line for line in COMMANDS) for part in SHORTER)
-    assert [file for _, file, _ in BLOCKS if file] == ["my_module.py"]
+    assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "my_ops/add.cpp"]
 
 
 def takes_long(script):
@@ -112,7 +113,8 @@ def test_commands_run_one_after_the_other(command, folder, is_short):
             continue
         with contextlib.redirect_stdout(sys.stderr):  # progress bars
             result = command(*shlex.split(line)[1:])
-        assert result.status == 0, f"{line}\n{result.err}"
+        cannot_build = line == "lightning-accel build-ops AVX2" and "no C++ compiler" in result.out
+        assert result.status == 0 or cannot_build, f"{line}\n{result.err}"
     assert len(list(folder.glob("runs/*/*/predictions.csv"))) == 3
 
 
