@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel.ops import linear_scan, recurrent_layer
+from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
+from lightning_accel.ops.gated_scan import scan_terms
 from lightning_accel.ops.recurrent import run_kernel, run_padded
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
@@ -167,10 +168,14 @@ class RecurrentLayer(nn.Module):
         ``begins`` and ``ends`` (B,) int64 are where rows have their first and last token, ``starts`` (N,) bool is True
         at the first ones.
         """
-        gate, value = self._scan_terms(x)
-        if states is not None:
-            value = value.index_add(0, begins, gate[begins] * states[0].to(value.dtype))
-        out = linear_scan(gate[None], value[None], starts=starts[None])[0].to(self.weight_ih.dtype)
+        if states is None and not self.zoneout:
+            out = gated_scan(self.cell, self._scan_gates(x)[None], starts=starts[None])
+        else:
+            gate, value = self._scan_terms(x)
+            if states is not None:
+                value = value.index_add(0, begins, gate[begins] * states[0].to(value.dtype))
+            out = linear_scan(gate[None], value[None], starts=starts[None])
+        out = out[0].to(self.weight_ih.dtype)
         return out, (out[ends],)
 
     def step(self, x: Tensor, states: States) -> States:
@@ -181,32 +186,28 @@ class RecurrentLayer(nn.Module):
         return self._advance(self._project(x), states, self.weight_hh)
 
     def _scan(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
-        gate, value = self._scan_terms(x)
-        if lengths is not None:
-            over = _is_over(x, lengths)
-            gate, value = gate.masked_fill(over, 1), value.masked_fill(over, 0)  # so that the state stays
-        out = linear_scan(gate.transpose(0, 1), value.transpose(0, 1), states[0].to(value.dtype)).transpose(0, 1)
-        out = out.to(self.weight_ih.dtype)
+        if self.zoneout:
+            gate, value = self._scan_terms(x)
+            if lengths is not None:
+                over = _is_over(x, lengths)
+                gate, value = gate.masked_fill(over, 1), value.masked_fill(over, 0)  # so that the state stays
+            out = linear_scan(gate.transpose(0, 1), value.transpose(0, 1), states[0].to(value.dtype))
+        else:
+            out = gated_scan(self.cell, self._scan_gates(x).transpose(0, 1), states[0], lengths=lengths)
+        out = out.transpose(0, 1).to(self.weight_ih.dtype)
         return out, (out[-1],)
 
-    def _scan_terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and value of a scan cell's h = gate * h + value, float32 at least: a gate may be close to 1.
-
-        Source: Feng et al. 2024, Were RNNs All We Needed?, sections 3.1 and 3.2.
-        """
+    def _scan_gates(self, x: Tensor) -> Tensor:
         gates = self._project(x)
-        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
-        if self.cell == "mingru":
-            update, new = gates.chunk(2, -1)
-            gate, value = (-update).sigmoid(), update.sigmoid() * new
-        else:
-            keep, entry, new = gates.chunk(3, -1)
-            odds = F.softplus(-entry) - F.softplus(-keep)  # the logarithm of sigmoid(keep) / sigmoid(entry)
-            gate, value = odds.sigmoid(), (-odds).sigmoid() * new
+        return gates.to(torch.promote_types(gates.dtype, torch.float32))  # a gate may be close to 1
+
+    def _scan_terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and value of a scan cell's h = gate * h + value."""
+        gate, value = scan_terms(self.cell, self._scan_gates(x))
         if self.zoneout and self.training:
             kept = torch.rand_like(gate) < self.zoneout
             return gate.masked_fill(kept, 1), value.masked_fill(kept, 0)
-        return gate + self.zoneout * (1 - gate), (1 - self.zoneout) * value
+        return (gate + self.zoneout * (1 - gate), (1 - self.zoneout) * value) if self.zoneout else (gate, value)
 
     def _project(self, x: Tensor) -> Tensor:
         dtype = self.weight_ih.dtype

@@ -2,6 +2,7 @@
 
 from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
+from lightning_accel.ops.gated_scan import gated_scan
 from lightning_accel.ops.grouped_linear import grouped_linear
 from lightning_accel.ops.log_clip import log_clip
 from lightning_accel.ops.native import NativeLibrary
@@ -18,6 +19,7 @@ __all__ = [
     "csr_sum",
     "expert_mlp",
     "find_triples",
+    "gated_scan",
     "grouped_linear",
     "linear_scan",
     "log_clip",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.native import KERNELS
+
 # What starting a small operation costs, as the number of elements whose arithmetic takes as long; measured on CPU.
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
 
@@ -18,7 +20,8 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
 
     A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
     stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
-    cut into chunks of time that run side by side. On CUDA a Triton kernel does it, where triton is installed.
+    cut into chunks of time that run side by side. On CPU a C++ kernel does it, on CUDA a Triton kernel, where they can
+    be had.
 
     Args:
         gate: (B, T, H), any floating dtype; tensors that are time-major in memory stay so.
@@ -108,10 +111,11 @@ class _LinearScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, _backward)
+        return saved_gradients(ctx, grad, _backward)
 
 
-def _gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+def saved_gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of gate, value, state and starts from what the forward saved in ``ctx``, by ``backward``."""
     saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
     if torch.is_grad_enabled():  # a second derivative is wanted
         backward = _differentiable_backward
@@ -120,12 +124,10 @@ def _gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ..
 
 
 def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
-    if _takes_triton(value):
-        from lightning_accel.ops.scan_triton import scan_forward
-
-        return scan_forward(gate, value, state, starts)
+    if kernel := _kernel_for(value):
+        return kernel.scan_forward(gate, value, state, starts)
     wide = torch.promote_types(value.dtype, torch.float32)
-    out = _empty(value, wide)
+    out = empty_as(value, wide)
     if out.numel():
         state = None if state is None else state.to(wide)
         _recur(out, gate.to(wide), value.to(wide), state, starts)
@@ -135,12 +137,10 @@ def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor |
 def _backward(
     grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _takes_triton(out):
-        from lightning_accel.ops.scan_triton import scan_backward
-
-        return scan_backward(grad, gate, out, state, starts)
+    if kernel := _kernel_for(out):
+        return kernel.scan_backward(grad, gate, out, state, starts)
     dtype, wide = out.dtype, torch.promote_types(out.dtype, torch.float32)
-    g, d_gate = _empty(out, wide), _empty(out, wide)
+    g, d_gate = empty_as(out, wide), empty_as(out, wide)
     if not g.numel():
         return d_gate.to(dtype), g.to(dtype), torch.zeros_like(gate[:, :1].sum(1))
     grad, gate, out = grad.to(wide), gate.to(wide), out.to(wide)
@@ -256,15 +256,17 @@ def _chunk_length(num_steps: int, size: int, device: str) -> int:
     return best if cost(best) < num_steps * (overhead + size) else num_steps
 
 
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_as(like: Tensor, dtype: torch.dtype, num_channels: int | None = None) -> Tensor:
     """Fresh memory, time-major where ``like`` is, batch-major otherwise."""
+    num_rows, num_steps, width = like.shape
+    width = width if num_channels is None else num_channels
     if like.is_contiguous() or not like.transpose(0, 1).is_contiguous():
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
-    return torch.empty(like.transpose(0, 1).shape, dtype=dtype, device=like.device).transpose(0, 1)
+        return torch.empty(num_rows, num_steps, width, dtype=dtype, device=like.device)
+    return torch.empty(num_steps, num_rows, width, dtype=dtype, device=like.device).transpose(0, 1)
 
 
 def _zero_(x: Tensor, rows: Tensor) -> None:
-    """Put zeros into the rows of ``x``, made by :func:`_empty`, that are marked, (B, T)."""
+    """Put zeros into the rows of ``x``, made by :func:`empty_as`, that are marked, (B, T)."""
     if x.device.type != "cpu":
         x.masked_fill_(rows.unsqueeze(2), 0)  # the number of marked rows is not known here
         return
@@ -278,8 +280,17 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _takes_triton(x: Tensor) -> bool:
-    return x.is_cuda and _has_triton()
+def _kernel_for(x: Tensor) -> Any:
+    """The module whose ``scan_forward`` and ``scan_backward`` run where ``x`` is, or None."""
+    if x.is_cuda and _has_triton():
+        from lightning_accel.ops import scan_triton
+
+        return scan_triton
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and KERNELS.serves(x.device):
+        from lightning_accel.ops import scan_native
+
+        return scan_native
+    return None
 
 
 # The same as one operation, for graphs: torch.compile would break at the Function's loop, or unroll it.
@@ -312,7 +323,7 @@ def _(
 
 
 def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, grad, _backward_op)
+    return saved_gradients(ctx, grad, _backward_op)
 
 
 _scan_op.register_autograd(_op_backward, setup_context=_LinearScan.setup_context)

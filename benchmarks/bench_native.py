@@ -1,0 +1,218 @@
+"""What do the native kernels gain over the formulas in torch, alone and in the steps that use them?
+
+python benchmarks/bench_native.py [--quick] [--device cpu|cuda] [--only TEXT] [--threads N ...] [--json FILE]
+
+``formula`` is the same call with ``KERNELS.switched_off()``, what runs where nothing can be compiled. Subjects are
+interleaved in one process; the median of the rounds is quoted, wall time, as a ratio to the formula's: 0.5 is twice as
+fast. Each case has rows for an operation alone, forward and backward where it has one, and for a step that users run:
+forward, backward and optimizer of a layer, or what else the case says. Errors are the largest of what is compared (the
+result and, where there are gradients, those) against float64, relative to the largest value there.
+
+A case is a function of the device that gives :class:`Work` by name; to add one, add it to ``CASES``.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_accel import DynamicRNN
+from lightning_accel.ops import gated_scan, linear_scan
+from lightning_accel.ops.gated_scan import NUM_GATES
+from lightning_accel.ops.native import KERNELS
+
+SUBJECTS = {"formula": KERNELS.switched_off, "kernel": contextlib.nullcontext}
+
+
+class Work(NamedTuple):
+    """What is timed, and what tells whether it is right."""
+
+    run: Callable[[], object]
+    compared: Callable[[torch.dtype], list[Tensor]] | None = None  # in float64 the formula alone may answer
+    limit: float = 1e-5  # of the error
+
+
+def linear_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
+    """The op, and training of scan cells with zoneout, which take it."""
+    shapes = [(32, 100, 64), (32, 300, 128), (4, 2000, 64), (1, 9600, 128), (1, 4096, 8)]
+    for shape in shapes[:2] if quick else shapes:
+        for share in (0, 0.02):
+            gate, value, probe = (draw(shape, device) for _ in range(3))
+            starts = draw(shape[:2], device) < torch.special.ndtri(torch.tensor(share)) if share else None
+            yield (
+                f"linear_scan alone, {size(shape)}{', starts' * bool(share)}",
+                with_gradients(
+                    lambda gate, value, starts=starts: linear_scan(gate.sigmoid(), value, None, starts),
+                    lambda gate, value, starts=starts: linear_scan(gate, value, None, starts),
+                    (gate.sigmoid(), value),
+                    probe,
+                ),
+            )
+    for cell in ("mingru", "minlstm"):
+        for shape in ((32, 100, 64), (4, 2000, 64), (1, 4000, 32)):
+            yield from rnn_steps(f"linear_scan in a step, {cell}, zoneout", cell, shape, device, quick, zoneout=0.1)
+
+
+def gated_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
+    """The op, and training of minGRU and minLSTM."""
+    shapes = [(32, 100, 64), (32, 300, 128), (32, 500, 256), (4, 2000, 64)]
+    for cell, gates in NUM_GATES.items():
+        for shape in shapes[:1] if quick else shapes:
+            inputs, probe = draw((*shape[:2], gates * shape[2]), device), draw(shape, device)
+            call = lambda x, cell=cell: gated_scan(cell, x)  # noqa: E731
+            yield f"gated_scan alone, {cell}, {size(shape)}", with_gradients(call, call, (inputs,), probe)
+    shapes = [(32, 100, 64), (32, 300, 128), (32, 500, 64), (32, 500, 256), (4, 2000, 64), (4, 2000, 256)]
+    for cell in NUM_GATES:
+        for shape in shapes[:1] if quick else shapes:
+            yield from rnn_steps(f"gated_scan in a step, {cell}", cell, shape, device, quick)
+
+
+CASES = {"linear_scan": linear_scan_case, "gated_scan": gated_scan_case}
+
+
+def rnn_steps(
+    name: str, cell: str, shape: tuple[int, int, int], device: torch.device, quick: bool, zoneout: float = 0.0
+) -> Iterator[tuple[str, Work]]:
+    """Training steps of one layer, rows half as long as the longest at least: padded, and in lanes."""
+    num_rows, num_steps, width = shape
+    x = draw((num_rows, num_steps, width), device)
+    lengths = torch.linspace(num_steps // 2, num_steps, num_rows).long().flip(0)
+    for execution in ("padded", "lanes"):
+        for bf16 in (False,) if quick or zoneout else (False, True):
+            torch.manual_seed(0)
+            module = DynamicRNN(width, width, cell=cell, execution=execution, zoneout=zoneout).to(device)
+            optimizer = torch.optim.AdamW(module.parameters(), 1e-4)
+
+            def run(module=module, optimizer=optimizer, bf16=bf16) -> None:
+                optimizer.zero_grad()
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    out = module(x, lengths).output
+                out.square().mean().backward()
+                optimizer.step()
+
+            yield f"{name}, {execution}, {size(shape)}{', bf16 autocast' * bf16}", Work(run)
+
+
+def with_gradients(
+    compared: Callable[..., Tensor], timed: Callable[..., Tensor], inputs: tuple[Tensor, ...], probe: Tensor
+) -> Work:
+    """Forward and backward of ``timed``; results and gradients of ``compared`` are checked."""
+
+    def results(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        learned = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = call(*learned)
+        return [out.detach(), *torch.autograd.grad(out, learned, probe.to(dtype))]
+
+    return Work(lambda: results(timed, torch.float32), lambda dtype: results(compared, dtype))
+
+
+def draw(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape))).to(device)
+
+
+def size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def errors_of(work: Work) -> dict[str, float]:
+    """Of the formula and of the kernel, in float32 against the formula in float64."""
+    if work.compared is None:
+        return {}
+    with KERNELS.switched_off():
+        exact = work.compared(torch.float64)
+    errors = {}
+    for name, manager in SUBJECTS.items():
+        with manager():
+            found = work.compared(torch.float32)
+        pairs = zip(found, exact, strict=True)
+        errors[name] = max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs)
+        assert errors[name] <= work.limit, f"{name} is off by {errors[name]}"  # a wrong answer has no speed
+    return errors
+
+
+def measure(name: str, work: Work, seconds: float, device: torch.device) -> list[dict[str, object]]:
+    """Rows of times, and of errors where there are any; ``seconds`` are spent on it, 5 rounds at least."""
+    errors = errors_of(work)
+    times: dict[str, list[float]] = {subject: [] for subject in SUBJECTS}
+    began = time.perf_counter()
+    for turn in range(1000):
+        for subject, manager in SUBJECTS.items():
+            with manager():
+                elapsed = timed(work.run, device)
+            if turn > 1:  # the first warm up
+                times[subject].append(elapsed)
+        if turn >= 6 and time.perf_counter() - began > seconds:
+            break
+    base = statistics.median(times["formula"])
+    rows = []
+    for subject, each in times.items():
+        value = statistics.median(each)
+        rows.append(row(name, subject, "time", value * 1e3, "ms", value / base))
+        if errors:
+            rows.append(
+                row(name, subject, "error", errors[subject], "1", errors[subject] / max(errors["formula"], 1e-30))
+            )
+    return rows
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def row(case: str, subject: str, metric: str, value: float, unit: str, ratio: float) -> dict[str, object]:
+    return {
+        "case": case, "subject": subject, "metric": metric, "value": value, "unit": unit, "baseline": "formula",
+        "ratio": ratio,
+    }  # fmt: skip
+
+
+def show(rows: list[dict[str, object]], threads: int) -> None:
+    found = {(entry["subject"], entry["metric"]): entry["value"] for entry in rows}
+    formula, kernel = (found[subject, "time"] for subject in ("formula", "kernel"))
+    errors = [f"{found[s, 'error']:.1e}" if (s, "error") in found else "" for s in ("formula", "kernel")]
+    numbers = f"{formula:.2f} | {kernel:.2f} | {formula / kernel:.2f} | {errors[0]} | {errors[1]}"
+    print(f"| {rows[0]['case']} | {threads} | {numbers} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, a tenth of a second each, one thread")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="cases whose names hold this text")
+    parser.add_argument("--threads", type=int, nargs="+", help="of torch on the CPU; by default 1 and 2")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if not KERNELS.serves(device):
+        raise SystemExit(f"there are no native kernels for {device} here: nothing to measure")
+    print(f"torch {torch.__version__}, {device}, {torch.backends.cpu.get_cpu_capability()}\n")
+    print("| case | threads | formula, ms | kernel, ms | times as fast | error of formula | error of kernel |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    rows = []
+    for threads in arguments.threads or ((1,) if arguments.quick else (1, 2)):
+        torch.set_num_threads(threads)
+        for make in CASES.values():
+            for name, work in make(device, arguments.quick):
+                if arguments.only not in name:
+                    continue
+                measured = measure(name, work, 0.1 if arguments.quick else 1.0, device)
+                show(measured, threads)
+                rows += [{**entry, "case": f"{entry['case']}, {threads} threads"} for entry in measured]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The recurrences of minGRU and minLSTM. Shapes: B rows, T steps, H channels, G gates."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.scan import linear_scan
+
+NUM_GATES = {"mingru": 2, "minlstm": 3}
+
+
+def gated_scan(
+    cell: str,
+    gates: Tensor,
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """States of a minGRU or minLSTM, from what its linear map makes of the inputs, for all steps.
+
+    On CPU a C++ kernel does gates and recurrence in one pass for float32, where it can be had.
+
+    Args:
+        cell: whose gates they are.
+        gates: (B, T, G * H), floating; update and candidate of ``mingru``, keep, entry and candidate of ``minlstm``.
+        state: (B, H), before the first step; zeros by default.
+        starts: (B, T) bool, where a new sequence begins: the state before counts as 0 there, NaN and infinity too.
+        lengths: (B,) int64; after as many steps the state of a row stays as it is.
+
+    Returns:
+        (B, T, H), dtype of ``gates``.
+
+    Raises:
+        ValueError: if ``cell`` is another, or shapes disagree.
+
+    Source: Feng et al. 2024, Were RNNs All We Needed?, https://arxiv.org/abs/2410.01201, sections 3.1 and 3.2.
+
+    >>> gated_scan("mingru", torch.tensor([[[0.0, 1.0], [0.0, 1.0]]])).flatten()
+    tensor([0.5000, 0.7500])
+    """
+    if cell not in NUM_GATES or gates.ndim != 3 or gates.shape[2] % NUM_GATES[cell]:
+        raise ValueError(
+            f"gated_scan needs gates (B, T, G * H), G one of {NUM_GATES}; got {tuple(gates.shape)} and cell={cell!r}"
+        )
+    state = None if state is None else state.to(gates.dtype)
+    if _takes_kernel(gates):
+        from lightning_accel.ops.gated_scan_native import scan_by_kernel
+
+        return scan_by_kernel(cell, gates, state, starts, lengths)
+    return gated_scan_reference(cell, gates, state, starts, lengths)
+
+
+def gated_scan_reference(
+    cell: str,
+    gates: Tensor,
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The same through autograd and :func:`linear_scan`: the twin that :func:`gated_scan` is tested against."""
+    gate, value = scan_terms(cell, gates)
+    if lengths is not None:
+        over = torch.arange(gates.shape[1], device=gates.device) >= lengths[:, None]  # (B, T)
+        gate, value = gate.masked_fill(over[..., None], 1), value.masked_fill(over[..., None], 0)
+        starts = None if starts is None else starts & ~over
+    return linear_scan(gate, value, state, starts)
+
+
+def scan_terms(cell: str, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and value of h = gate * h + value, (..., H) each, of ``gates`` (..., G * H)."""
+    if cell == "mingru":
+        update, new = gates.chunk(2, -1)
+        return (-update).sigmoid(), update.sigmoid() * new
+    keep, entry, new = gates.chunk(3, -1)
+    odds = F.softplus(-entry) - F.softplus(-keep)  # the logarithm of sigmoid(keep) / sigmoid(entry)
+    return odds.sigmoid(), (-odds).sigmoid() * new
+
+
+def _takes_kernel(gates: Tensor) -> bool:
+    if gates.device.type != "cpu" or gates.dtype != torch.float32 or torch.compiler.is_compiling():
+        return False
+    return KERNELS.serves(gates.device)
