@@ -67,9 +67,13 @@ def test_no_compiler_on_the_path(expected, tmp_path):
     assert result["weights"] == expected
 
 
-def test_a_compiler_that_fails(expected, tmp_path):
+def test_a_compiler_that_fails(expected, tmp_path, compiler):
     failing = tmp_path / "fails"
-    failing.write_text("#!/bin/sh\necho 'c++: fatal error: Killed signal terminated program cc1plus' >&2\nexit 1\n")
+    failing.write_text(
+        "#!/bin/sh\n"
+        """case "$*" in *.cpp*) echo 'c++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1;; esac\n"""
+        'exec c++ "$@"\n'
+    )
     failing.chmod(0o755)
     result = finish(start(tmp_path / "cache", CXX=str(failing)))
     assert not result["native"]
