@@ -22,7 +22,7 @@ def kernels(compiler, monkeypatch):
 @cache
 def tutorial() -> SimpleNamespace:
     """What the cells up to the one that builds define; under names of its own, as each library is registered once."""
-    names: dict[str, object] = {"__name__": "tutorial"}
+    names: dict[str, object] = {"__name__": "__main__"}
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         if cell["cell_type"] == "code" and "LIBRARY" not in names:
             source = "".join(cell["source"]).replace("tutorial_add", "tutorial_add_tested")
