@@ -3,12 +3,14 @@
 python benchmarks/bench_native.py [--quick] [--device cpu|cuda] [--only TEXT] [--threads N ...] [--json FILE]
 
 ``formula`` is the same call with ``KERNELS.switched_off()``, what runs where nothing can be compiled. Subjects are
-interleaved in one process; the median of the rounds is quoted, wall time, as a ratio to the formula's: 0.5 is twice as
-fast. Each case has rows for an operation alone, forward and backward where it has one, and for a step that users run:
-forward, backward and optimizer of a layer, or what else the case says. Errors are the largest of what is compared (the
-result and, where there are gradients, those) against float64, relative to the largest value there.
+interleaved in one process; the median of the rounds is quoted, the process's CPU time with one thread, wall time with
+more and on CUDA, as a ratio to the formula's: 0.5 is twice as fast. Each case has rows for an operation alone, forward
+and backward where it has one, and for a step that users run: forward, backward and optimizer of a layer, or what else
+the case says. Errors are the largest of what is compared (the result and, where there are gradients, those) against
+float64, relative to the largest value there.
 
-A case is a function of the device that gives :class:`Work` by name; to add one, add it to ``CASES``.
+A case is a function of the device that gives :class:`Work` by name: of operations alone, and of steps that use them.
+To add one, add it to ``CASES``.
 """
 
 import argparse
@@ -23,9 +25,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data, Dataset
 
-from lightning_accel import DynamicRNN
-from lightning_accel.ops import gated_scan, linear_scan
+from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
+from lightning_accel.ops import Triples, find_triples, gated_scan, linear_scan
 from lightning_accel.ops.gated_scan import NUM_GATES
 from lightning_accel.ops.native import KERNELS
 
@@ -75,7 +78,96 @@ def gated_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Wo
             yield from rnn_steps(f"gated_scan in a step, {cell}", cell, shape, device, quick)
 
 
-CASES = {"linear_scan": linear_scan_case, "gated_scan": gated_scan_case}
+def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
+    """The op, the transform that stores triangles, and training where graphs are new in every batch."""
+    for kind, num_nodes in (
+        ("random", 10_000),
+        ("small world", 300),
+        ("small world", 10_000),
+        ("small world", 100_000),
+    ):
+        if quick and num_nodes > 10_000:
+            continue
+        edges = ring_with_shortcuts(num_nodes, 0.1 if kind == "small world" else 1.0).to(device)
+        call = lambda edges=edges, num_nodes=num_nodes: find_triples(edges, num_nodes)  # noqa: E731
+        yield (
+            f"find_triples alone, {kind}, {num_nodes} nodes",
+            Work(call, lambda dtype, call=call: floats(call(), dtype)),
+        )
+    counting = GraphDataModule(task="substructures", target=["triangle"], batch_size=32)
+    counting.setup("fit")
+    batches = [next(iter(counting.train_dataloader())) for _ in range(4)]
+    graphs = batches[0].to_data_list()
+    transform = AddRelationalTriples()
+    yield (
+        "find_triples in a step, AddRelationalTriples, 32 graphs",
+        Work(lambda: [transform(g.clone()) for g in graphs]),
+    )
+    told = {"level": "graph", "target_kind": "regression", "num_features": 1, "num_targets": 1}
+    model = RelationalGNN(num_layers=0, triple_readout=True, dim=32, **told)
+    yield "find_triples in a step, relational_counting.yaml, 32 graphs", training(model, batches, device)
+    for share, rows in ((0.1, 256),) if quick else ((0.1, 64), (0.1, 256), (1.0, 256)):
+        batches = parts_of_a_large_graph(share, rows)
+        told = {"level": "node", "target_kind": "classification", "num_features": 32, "num_classes": 4}
+        model = RelationalGNN(conv="RO3Conv", num_layers=2, dim=32, **told)
+        name = f"{rows} rows of a {'small world' if share < 1 else 'random graph'}, {len(batches[0].x)} nodes a batch"
+        yield f"find_triples in a step, RO3Conv, {name}", training(model, batches, device)
+
+
+CASES = {"linear_scan": linear_scan_case, "gated_scan": gated_scan_case, "find_triples": find_triples_case}
+
+
+def ring_with_shortcuts(num_nodes: int, share: float) -> Tensor:
+    """(2, 8 N) a ring whose nodes have the four next for neighbours, ``share`` of these replaced; nodes shuffled."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.arange(num_nodes).repeat(4)
+    end = (start + torch.arange(1, 5).repeat_interleave(num_nodes)) % num_nodes
+    replaced = torch.rand(len(end), generator=generator) < share
+    end[replaced] = torch.randint(num_nodes, (int(replaced.sum()),), generator=generator)
+    edges = torch.randperm(num_nodes, generator=generator)[torch.stack([start, end])]
+    return torch.cat([edges, edges.flip(0)], dim=1)
+
+
+def parts_of_a_large_graph(share: float, rows: int) -> list[Data]:
+    """Four batches of ``rows`` nodes of 50 000, with ten neighbours of each and ten of each of those."""
+    num_nodes = 50_000
+    graph = Data(draw((num_nodes, 32), torch.device("cpu")), ring_with_shortcuts(num_nodes, share))
+    graph.y = torch.arange(num_nodes) % 4
+    data = GraphDataModule(dataset=OneGraph(graph), batch_size=rows, num_neighbors=[10, 10])
+    data.setup("fit")
+    return [batch for batch, _ in zip(data.train_dataloader(), range(4), strict=False)]
+
+
+class OneGraph(Dataset):  # type: ignore[misc]  # PyG's is untyped
+    def __init__(self, graph: Data) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def len(self) -> int:
+        return 1
+
+    def get(self, idx: int) -> Data:
+        return self.graph
+
+
+def training(model: RelationalGNN, batches: list[Data], device: torch.device) -> Work:
+    """Steps over the batches, whose edges are new each time, as they are where they come from a loader."""
+    model, batches = model.to(device), [batch.to(device) for batch in batches]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run() -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            size = None if model.level == "node" else batch.num_graphs
+            out = model(batch.x, batch.edge_index.clone(), None, batch.batch, size)
+            out.square().mean().backward()
+            optimizer.step()
+
+    return Work(run)
+
+
+def floats(triples: Triples, dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype) for tensor in triples if tensor.numel()]
 
 
 def rnn_steps(
@@ -164,11 +256,13 @@ def measure(name: str, work: Work, seconds: float, device: torch.device) -> list
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter  # other programs' time is not in the process's
+    start = clock()
     run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def row(case: str, subject: str, metric: str, value: float, unit: str, ratio: float) -> dict[str, object]:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_accel.ops import triples_native
 from lightning_accel.ops.csr import csr_sum
+from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.triangle_product import triangle_product
 
 
@@ -38,15 +40,16 @@ def find_triples(
 ) -> Triples:
     """List edges and triangles of a graph; direction, self-loops and repetitions of edges do not count.
 
-    Degree-ordered: each triangle is found once, from its node of least degree, in O(E**1.5) at worst. Memory is linear
-    in edges and triangles, whatever the degrees. On CUDA it waits for the device a few times: sizes are data.
+    Each triangle is found once, from a node of lesser degree, in O(E**1.5 log E) at worst. Memory is linear in edges
+    and triangles, whatever the degrees. On CPU C++ kernels do it, where they can be had. On CUDA it waits for the
+    device a few times: sizes are data.
 
     Args:
         edge_index: (2, M) int64 in [0, N).
         num_nodes: N.
         triangle_index: (3, T) int64, all triangles, where they are known: each column ascending. None is looked for
             then, so that those which are left out do not exist in the result.
-        max_wedges: candidates that are tested at a time, about 60 bytes each.
+        max_wedges: candidates that are tested at a time, about 60 bytes each; C++ kernels store none.
 
     Raises:
         ValueError: if a node is not in [0, N), or a column of ``triangle_index`` is not a triangle, nodes ascending, or
@@ -55,32 +58,18 @@ def find_triples(
     >>> find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4).triangle.T
     tensor([[0, 1, 2]])
     """
-    keys = _edge_keys(edge_index, num_nodes)
-    edge = torch.stack([keys // num_nodes, keys % num_nodes]) if num_nodes else keys.new_empty(2, 0)
-    rowptr, col, edge_of = _symmetric_csr(edge, num_nodes)
-    if triangle_index is None:
-        side = _find_sides(keys, rowptr, col, edge_of, max_wedges)
-    else:
-        side = _given_sides(triangle_index, keys, num_nodes)
-    # in lexicographic order: by the edge between the lower nodes, then by the highest
-    place, order = (side[2] * num_nodes + edge[1].index_select(0, side[0])).sort()
+    _check_nodes(edge_index, num_nodes)
+    native = _takes_kernel(edge_index)
+    edge, rowptr, col, edge_of = (triples_native.simple_graph if native else _simple_graph)(edge_index, num_nodes)
     if triangle_index is not None:
-        _check_unique(triangle_index, place, order)
-    side = side.index_select(1, order)
-    triangle = torch.cat([edge.index_select(1, side[2]), edge[1].index_select(0, side[0])[None]])
-    third_rowptr, by_edge = _grouped(side.flatten(), edge.shape[1])
-    return Triples(
-        rowptr,
-        col,
-        edge,
-        edge_of,
-        triangle,
-        torch.bincount(triangle.flatten(), minlength=num_nodes),
-        third_rowptr,
-        triangle.flatten().index_select(0, by_edge),
-        side,
-        third_rowptr.diff().nonzero().squeeze(1),
-    )
+        triangle, side = _given_triangles(triangle_index, edge, num_nodes)
+    elif native:
+        triangle, side = triples_native.find_triangles(edge, num_nodes)
+    else:
+        triangle, side = _find_triangles(edge, rowptr, col, edge_of, max_wedges)
+    group = triples_native.group_triangles if native else _group_triangles
+    num_triangles, third_rowptr, third, triangle_edge = group(triangle, side, num_nodes, edge.shape[1])
+    return Triples(rowptr, col, edge, edge_of, triangle, num_triangles, third_rowptr, third, side, triangle_edge)
 
 
 def neighbour_sum(x: Tensor, triples: Triples) -> Tensor:
@@ -110,14 +99,27 @@ def triangle_sum_reference(x: Tensor, y: Tensor | None, triples: Triples) -> Ten
     return torch.zeros_like(x).index_add(0, triples.triangle.flatten(), product[triples.side.flatten()])
 
 
-def _edge_keys(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """(E,) u * N + v of each edge u < v, ascending."""
+def _check_nodes(edge_index: Tensor, num_nodes: int) -> None:
+    if not edge_index.numel():
+        return
+    low, high = (int(end) for end in edge_index.aminmax())
+    if low < 0 or high >= num_nodes:
+        raise ValueError(f"edge_index must hold nodes from 0 to num_nodes - 1 = {num_nodes - 1}; found {low} to {high}")
+
+
+def _takes_kernel(edge_index: Tensor) -> bool:
+    if edge_index.device.type != "cpu" or edge_index.dtype != torch.int64 or torch.compiler.is_compiling():
+        return False
+    return KERNELS.serves(edge_index.device)
+
+
+def _simple_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(2, E) edges u < v, in order, and what :func:`_symmetric_csr` gives."""
     low, high = torch.minimum(edge_index[0], edge_index[1]), torch.maximum(edge_index[0], edge_index[1])
-    if len(low) and (int(low.min()) < 0 or int(high.max()) >= num_nodes):
-        found = f"found {int(low.min())} to {int(high.max())}"
-        raise ValueError(f"edge_index must hold nodes from 0 to num_nodes - 1 = {num_nodes - 1}; {found}")
     keys = torch.unique(low * num_nodes + high)
-    return keys[keys % (num_nodes + 1) != 0] if num_nodes else keys
+    keys = keys[keys % (num_nodes + 1) != 0] if num_nodes else keys
+    edge = torch.stack([keys // num_nodes, keys % num_nodes]) if num_nodes else keys.new_empty(2, 0)
+    return edge, *_symmetric_csr(edge, num_nodes)
 
 
 def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +134,37 @@ def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor
     col[high_place], col[low_place] = v, u.index_select(0, by_end)
     edge_of[high_place], edge_of[low_place] = place, by_end
     return low_rowptr + high_rowptr, col, edge_of
+
+
+def _find_triangles(
+    edge: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int
+) -> tuple[Tensor, Tensor]:
+    """(3, T) triangles in order, and their sides, as in :class:`Triples`."""
+    num_nodes = len(rowptr) - 1
+    keys = edge[0] * num_nodes + edge[1]
+    return _in_order(_find_sides(keys, rowptr, col, edge_of, max_wedges), edge, num_nodes)[:2]
+
+
+def _in_order(side: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Triangles and their sides in lexicographic order, numbers that tell them apart, ascending, and their columns."""
+    # by the edge between the lower nodes, then by the highest
+    place, order = (side[2] * num_nodes + edge[1].index_select(0, side[0])).sort()
+    side = side.index_select(1, order)
+    triangle = torch.cat([edge.index_select(1, side[2]), edge[1].index_select(0, side[0])[None]])
+    return triangle, side, place, order
+
+
+def _group_triangles(
+    triangle: Tensor, side: Tensor, num_nodes: int, num_edges: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``num_triangles``, ``third_rowptr``, ``third`` and ``triangle_edge`` of :class:`Triples`."""
+    third_rowptr, by_edge = _grouped(side.flatten(), num_edges)
+    return (
+        torch.bincount(triangle.flatten(), minlength=num_nodes),
+        third_rowptr,
+        triangle.flatten().index_select(0, by_edge),
+        third_rowptr.diff().nonzero().squeeze(1),
+    )
 
 
 def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int) -> Tensor:
@@ -200,9 +233,10 @@ class _EdgeTest:
         return maybe.index_select(0, order.index_select(0, right)), place.index_select(0, right)
 
 
-def _given_sides(triangle_index: Tensor, keys: Tensor, num_nodes: int) -> Tensor:
-    """(3, T) the sides of triangles that are known, in no order."""
+def _given_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """(3, T) triangles that are known, in order, and their sides."""
     i, j, k = triangle_index
+    keys = edge[0] * num_nodes + edge[1]
     wanted = torch.stack([j, i, i]) * num_nodes + torch.stack([k, k, j])
     side = torch.searchsorted(keys, wanted)
     ends = keys.index_select(0, side.flatten().clamp(max=len(keys) - 1)) if len(keys) else wanted.flatten() - 1
@@ -213,7 +247,9 @@ def _given_sides(triangle_index: Tensor, keys: Tensor, num_nodes: int) -> Tensor
             f"triangle_index must list triangles of the graph, nodes ascending; column {int(wrong[0, 0])} is {nodes}. "
             "Find them again after a change of edges or of the numbers of nodes"
         )
-    return side
+    triangle, side, place, order = _in_order(side, edge, num_nodes)
+    _check_unique(triangle_index, place, order)
+    return triangle, side
 
 
 def _check_unique(triangle_index: Tensor, place: Tensor, order: Tensor) -> None:

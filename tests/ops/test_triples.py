@@ -5,9 +5,21 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import find_triples, neighbour_sum, triangle_sum
+from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.triples import triangle_sum_reference
 
 GRAPHS = [(0, 0), (1, 0), (1, 4), (2, 5), (5, 0), (6, 9), (9, 30), (12, 40), (12, 90), (12, 400)]
+
+
+@pytest.fixture(autouse=True, params=["formula", "kernel"])
+def implementation(request):
+    """Both do all of it: the formula in torch, and kernels in C++ where they can be built."""
+    if request.param == "kernel":
+        request.getfixturevalue("native")
+        yield
+        return
+    with KERNELS.switched_off():
+        yield
 
 
 def random_edges(num_nodes, num_entries):

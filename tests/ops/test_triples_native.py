@@ -1,0 +1,111 @@
+"""The C++ kernels of find_triples against the formula in torch."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_accel.ops import find_triples
+from lightning_accel.ops.native import KERNELS
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def random_graph(num_nodes, num_entries):
+    return torch.randint(num_nodes, (2, num_entries))
+
+
+def graph_with_hubs(num_nodes=3000, num_entries=20_000):
+    """Some nodes with thousands of neighbours, first, last and in the middle of the numbers."""
+    ends = (torch.rand(2, num_entries, dtype=torch.float64).pow(4) * num_nodes).long()
+    ends[:, ::3] = num_nodes - 1 - ends[:, ::3]
+    ends[0, ::7] = num_nodes // 2
+    return ends
+
+
+def both(edge_index, num_nodes, triangle_index=None):
+    with KERNELS.switched_off():
+        expected = find_triples(edge_index, num_nodes, triangle_index)
+    return find_triples(edge_index, num_nodes, triangle_index), expected
+
+
+def assert_same(actual, expected):
+    for name, found, wanted in zip(actual._fields, actual, expected, strict=True):
+        assert found.dtype == wanted.dtype, name
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_entries"), [(0, 0), (1, 3), (5, 0), (40, 300), (300, 9000), (5000, 40_000)], ids=str
+)
+def test_kernels_list_what_the_formula_does(num_nodes, num_entries):
+    edge_index = random_graph(max(num_nodes, 1), num_entries)
+    triples, expected = both(edge_index, num_nodes)
+    assert_same(triples, expected)
+    shuffled = triples.triangle[:, torch.randperm(triples.triangle.shape[1])]
+    assert_same(*both(edge_index, num_nodes, shuffled))
+
+
+def test_hubs_are_searched_not_gone_through():
+    triples, expected = both(graph_with_hubs(), 3000)
+    assert triples.rowptr.diff().max() > 1000
+    assert_same(triples, expected)
+
+
+def test_edges_may_have_any_strides():
+    edge_index = random_graph(30, 200)
+    assert_same(find_triples(edge_index.T.contiguous().T, 30), find_triples(edge_index, 30))
+    assert_same(find_triples(edge_index[:, ::2], 30), find_triples(edge_index[:, ::2].contiguous(), 30))
+
+
+def test_any_number_of_threads_gives_the_same():
+    edge_index = graph_with_hubs()
+    expected = find_triples(edge_index, 3000)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        try:
+            assert_same(find_triples(edge_index, 3000), expected)
+        finally:
+            torch.set_num_threads(1)
+
+
+class Found(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return find_triples(graph_with_hubs(), 3000).triangle.sum()
+
+
+def test_workers_find_them_after_threads_ran_in_the_parent():
+    torch.set_num_threads(3)
+    try:
+        find_triples(graph_with_hubs(), 3000)
+        loader = DataLoader(Found(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
+        assert all(int(number) > 0 for number in loader)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_ops_are_registered_right():
+    kernels = torch.ops.lightning_accel_native
+    edge_index = random_graph(12, 60)
+    triples = find_triples(edge_index, 12)
+    torch.library.opcheck(kernels.simple_graph.default, (edge_index, 12))
+    torch.library.opcheck(kernels.find_triangles.default, (triples.edge, 12))
+    torch.library.opcheck(kernels.group_triangles.default, (triples.triangle, triples.side, 12, triples.edge.shape[1]))
+
+
+def test_ops_refuse_what_is_no_graph():
+    kernels = torch.ops.lightning_accel_native
+    edge, triangle = torch.tensor([[0, 0, 1], [1, 2, 2]]), torch.tensor([[0], [1], [2]])
+    for call, message in [
+        (lambda: kernels.simple_graph(edge, 2), "nodes from 0 to num_nodes - 1"),
+        (lambda: kernels.simple_graph(edge[0], 3), r"edge_index must be \(2, M\) int64"),
+        (lambda: kernels.simple_graph(edge.int(), 3), r"edge_index must be \(2, M\) int64"),
+        (lambda: kernels.find_triangles(edge.flip(0), 3), "edge must list nodes u < v"),
+        (lambda: kernels.find_triangles(edge.flip(1), 3), "lexicographic order"),
+        (lambda: kernels.group_triangles(triangle, triangle, 2, 3), "of nodes and edges of the graph"),
+        (lambda: kernels.group_triangles(triangle, triangle, 3, 2), "of nodes and edges of the graph"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            call()
