@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data, Dataset
 
 from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
 
 def linear_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
-    """The op, and training of scan cells with zoneout, which take it."""
+    """The op, and training of scan cells that take it: compiled, and with zoneout."""
     shapes = [(32, 100, 64), (32, 300, 128), (4, 2000, 64), (1, 9600, 128), (1, 4096, 8)]
     for shape in shapes[:2] if quick else shapes:
         for share in (0, 0.02):
@@ -60,6 +60,11 @@ def linear_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, W
                 ),
             )
     for cell in ("mingru", "minlstm"):
+        for shape in () if quick else ((32, 100, 64), (32, 500, 64), (4, 2000, 64)):
+            torch.compiler.reset()
+            module = torch.compile(DynamicRNN(shape[2], shape[2], cell=cell).to(device))
+            step = trained(module, lambda module, x=draw(shape, device): module(x).output)
+            yield f"linear_scan in a compiled step, {cell}, {size(shape)}", step
         for shape in ((32, 100, 64), (4, 2000, 64), (1, 4000, 32)):
             yield from rnn_steps(f"linear_scan in a step, {cell}, zoneout", cell, shape, device, quick, zoneout=0.1)
 
@@ -152,18 +157,13 @@ class OneGraph(Dataset):  # type: ignore[misc]  # PyG's is untyped
 
 def training(model: RelationalGNN, batches: list[Data], device: torch.device) -> Work:
     """Steps over the batches, whose edges are new each time, as they are where they come from a loader."""
-    model, batches = model.to(device), [batch.to(device) for batch in batches]
-    optimizer = torch.optim.AdamW(model.parameters())
 
-    def run() -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            size = None if model.level == "node" else batch.num_graphs
-            out = model(batch.x, batch.edge_index.clone(), None, batch.batch, size)
-            out.square().mean().backward()
-            optimizer.step()
+    def forward(model: nn.Module, batch: Data) -> Tensor:
+        size = None if model.level == "node" else batch.num_graphs
+        return model(batch.x, batch.edge_index.clone(), None, batch.batch, size)
 
-    return Work(run)
+    on_device = [batch.to(device) for batch in batches]
+    return trained(model.to(device), *(lambda model, batch=batch: forward(model, batch) for batch in on_device))
 
 
 def floats(triples: Triples, dtype: torch.dtype) -> list[Tensor]:
@@ -181,16 +181,25 @@ def rnn_steps(
         for bf16 in (False,) if quick or zoneout else (False, True):
             torch.manual_seed(0)
             module = DynamicRNN(width, width, cell=cell, execution=execution, zoneout=zoneout).to(device)
-            optimizer = torch.optim.AdamW(module.parameters(), 1e-4)
 
-            def run(module=module, optimizer=optimizer, bf16=bf16) -> None:
-                optimizer.zero_grad()
+            def forward(module: nn.Module, bf16: bool = bf16) -> Tensor:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    out = module(x, lengths).output
-                out.square().mean().backward()
-                optimizer.step()
+                    return module(x, lengths).output
 
-            yield f"{name}, {execution}, {size(shape)}{', bf16 autocast' * bf16}", Work(run)
+            yield f"{name}, {execution}, {size(shape)}{', bf16 autocast' * bf16}", trained(module, forward)
+
+
+def trained(module: nn.Module, *forwards: Callable[[nn.Module], Tensor]) -> Work:
+    """A step of AdamW for each of ``forwards``."""
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-4)
+
+    def run() -> None:
+        for forward in forwards:
+            optimizer.zero_grad()
+            forward(module).square().mean().backward()
+            optimizer.step()
+
+    return Work(run)
 
 
 def with_gradients(

@@ -195,6 +195,10 @@ class TestKernel:
         ]:
             with pytest.raises(RuntimeError, match=message):
                 torch.ops.lightning_accel_native.gated_scan(*wrong)
+        out = torch.zeros(3, 5, 2)
+        for grad, states in ((out[:, :4], out), (out, out.double())):
+            with pytest.raises(RuntimeError, match=r"grad and out must be \(B, T, H\) float32"):
+                torch.ops.lightning_accel_native.gated_scan_backward(grad, gates, states, None, None, None, 2)
 
 
 def test_other_dtypes_and_compiled_programs_take_the_formula():

@@ -13,7 +13,7 @@ namespace {
 using namespace lightning_accel;
 
 template <typename T>
-void forward(const Tensor& gate, const Tensor& value, const std::optional<Tensor>& state, const Starts& starts, const Tensor& out) {
+void forward(const Tensor& gate, const Tensor& value, const Maybe& state, const Starts& starts, const Tensor& out) {
   using W = wide<T>;
   const View<const T> gates = read<T>(gate), values = read<T>(value);
   const View<const T> states = state ? read<T>(*state) : View<const T>();
@@ -40,7 +40,7 @@ void forward(const Tensor& gate, const Tensor& value, const std::optional<Tensor
 }
 
 template <typename T>
-void backward(const Tensor& grad, const Tensor& gate, const Tensor& out, const std::optional<Tensor>& state, const Starts& starts,
+void backward(const Tensor& grad, const Tensor& gate, const Tensor& out, const Maybe& state, const Starts& starts,
               const Tensor& d_gate, const Tensor& d_value, const Tensor& d_state) {
   using W = wide<T>;
   const View<const T> grads = read<T>(grad), gates = read<T>(gate), outs = read<T>(out);
@@ -88,7 +88,7 @@ void with_type(ScalarType type, const F& call) {
   }
 }
 
-void check(const Tensor& gate, const Tensor& value, const std::optional<Tensor>& state, const std::optional<Tensor>& starts) {
+void check(const Tensor& gate, const Tensor& value, const Maybe& state, const Maybe& starts) {
   const auto same_type = [&](const Tensor& x) { return x.scalar_type() == value.scalar_type(); };
   const auto same_size = [&](const Tensor& x) {
     return x.dim() == 3 && x.size(0) == value.size(0) && x.size(1) == value.size(1) && x.size(2) == value.size(2);
@@ -102,19 +102,21 @@ void check(const Tensor& gate, const Tensor& value, const std::optional<Tensor>&
                   "starts must be (B, T) bool");
 }
 
-Tensor linear_scan(const Tensor& gate, const Tensor& value, const std::optional<Tensor>& state, const std::optional<Tensor>& starts) {
+Tensor linear_scan(const Tensor& gate, const Tensor& value, const Maybe& state, const Maybe& starts) {
   check(gate, value, state, starts);
   Tensor out = empty_as(value, value.size(2));
   if (out.numel()) {
     const Tensor gates = with_unit_channels(gate), values = with_unit_channels(value);
-    const std::optional<Tensor> states = with_unit_channels(state);
-    with_type(value.scalar_type(), [&](auto zero) { forward<decltype(zero)>(gates, values, states, Starts(starts), out); });
+    const Maybe states = with_unit_channels(state);
+    with_type(value.scalar_type(), [&](auto zero) {
+      forward<decltype(zero)>(gates, values, states, Starts(starts), out);
+    });
   }
   return out;
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad, const Tensor& gate, const Tensor& out,
-                                                        const std::optional<Tensor>& state, const std::optional<Tensor>& starts) {
+                                                        const Maybe& state, const Maybe& starts) {
   check(gate, out, state, starts);
   check(grad, out, state, starts);
   Tensor d_gate = empty_as(out, out.size(2)), d_value = empty_as(out, out.size(2));
@@ -122,7 +124,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad, cons
                                : torch::stable::new_zeros(out, {out.size(0), out.size(2)});
   if (out.numel()) {
     const Tensor grads = with_unit_channels(grad), gates = with_unit_channels(gate), outs = with_unit_channels(out);
-    const std::optional<Tensor> states = with_unit_channels(state);
+    const Maybe states = with_unit_channels(state);
     with_type(out.scalar_type(), [&](auto zero) {
       backward<decltype(zero)>(grads, gates, outs, states, Starts(starts), d_gate, d_value, d_state);
     });

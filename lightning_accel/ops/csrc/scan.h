@@ -20,6 +20,7 @@ namespace lightning_accel {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 32768;  // elements that are worth a thread
 constexpr int64_t kLane = 16;      // channels of a vector
@@ -50,8 +51,8 @@ inline Tensor with_unit_channels(const Tensor& x) {
   return x.size(last) <= 1 || x.stride(last) == 1 ? x : torch::stable::contiguous(x);
 }
 
-inline std::optional<Tensor> with_unit_channels(const std::optional<Tensor>& x) {
-  return x ? std::optional<Tensor>(with_unit_channels(*x)) : std::nullopt;
+inline Maybe with_unit_channels(const Maybe& x) {
+  return x ? Maybe(with_unit_channels(*x)) : std::nullopt;
 }
 
 template <typename T>
@@ -67,7 +68,7 @@ View<T> write(const Tensor& x) {
 struct Starts {
   const bool* data = nullptr;
   int64_t row = 0, step = 0;
-  explicit Starts(const std::optional<Tensor>& mask) {
+  explicit Starts(const Maybe& mask) {
     if (!mask) return;
     data = static_cast<const bool*>(mask->const_data_ptr());
     row = mask->stride(0), step = mask->stride(1);
@@ -87,13 +88,13 @@ inline Tensor empty_as(const Tensor& like, int64_t channels) {
   return torch::stable::transpose(swapped, 0, 1);
 }
 
-// Calls visit(b, t, c0, c1, state) for all steps of all rows and channels in the order of time, several threads at once;
-// `state` is (c1 - c0,) numbers of type W which are the caller's own, zeros at first. Memory is gone through as it lies:
-// row by row, or, time-major, step by step.
+// Calls visit(b, t, c0, c1, state) for all steps of all rows and channels in the order of time, several threads at
+// once; `state` is (c1 - c0,) numbers of type W which are the caller's own, zeros at first. Memory is gone through as
+// it lies: row by row, or, time-major, step by step.
 template <typename W, typename F>
 void over_time(int64_t rows, int64_t steps, int64_t channels, bool time_major, bool reverse, const F& visit) {
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t parts = std::max<int64_t>(1, std::min(channels / kLane, (threads + rows - 1) / std::max<int64_t>(rows, 1)));
+  const int64_t threads_a_row = (torch::stable::get_num_threads() + rows - 1) / rows;
+  const int64_t parts = std::max<int64_t>(1, std::min(channels / kLane, threads_a_row));
   const int64_t width = ((channels + parts - 1) / parts + kLane - 1) / kLane * kLane;
   const int64_t blocks = (channels + width - 1) / width;
   const int64_t grain = std::max<int64_t>(1, kGrain / (steps * std::min(width, channels)));

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <tuple>
 #include <vector>
 
@@ -70,8 +71,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> simple_graph(const Tensor& given, int
   });
   accumulate(first.data(), num_nodes + 1);
   const int64_t edges = first[num_nodes];
-  Tensor edge = torch::stable::new_empty(edge_index, {2, edges}), rowptr = torch::stable::new_empty(edge_index, {num_nodes + 1});
-  Tensor col = torch::stable::new_empty(edge_index, {2 * edges}), edge_of = torch::stable::new_empty(edge_index, {2 * edges});
+  const auto fresh = [&](std::initializer_list<int64_t> sizes) { return torch::stable::new_empty(edge_index, sizes); };
+  Tensor edge = fresh({2, edges}), rowptr = fresh({num_nodes + 1});
+  Tensor col = fresh({2 * edges}), edge_of = fresh({2 * edges});
   int64_t *u_of = begin_of_new(edge), *v_of = u_of + edges, *row_begins = begin_of_new(rowptr);
   int64_t *cols = begin_of_new(col), *edges_of = begin_of_new(edge_of);
   torch::stable::parallel_for(0, num_nodes, kRows, [&, &begins = begins, &ends = ends](int64_t begin, int64_t end) {
@@ -147,7 +149,7 @@ std::tuple<Tensor, Tensor> find_triangles(const Tensor& given, int64_t num_nodes
   Numbers before(blocks + 1, 0);
   for (int64_t block = 0; block < blocks; ++block) before[block + 1] = before[block] + found[block].size() / 3;
   const int64_t triangles = before[blocks];
-  Tensor triangle = torch::stable::new_empty(edge, {3, triangles}), side = torch::stable::new_empty(edge, {3, triangles});
+  Tensor triangle = torch::stable::new_empty(edge, {3, triangles}), side = torch::stable::empty_like(triangle);
   int64_t *corners = begin_of_new(triangle), *sides = begin_of_new(side);
   torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
@@ -163,12 +165,15 @@ std::tuple<Tensor, Tensor> find_triangles(const Tensor& given, int64_t num_nodes
 }
 
 // num_triangles (N,), third_rowptr (E + 1,), third (3 T,) and triangle_edge (S,) as in Triples.
-std::tuple<Tensor, Tensor, Tensor, Tensor> group_triangles(const Tensor& given, const Tensor& given_side, int64_t num_nodes, int64_t num_edges) {
-  const Tensor triangle = whole(given, 3, "triangle must be (3, T) int64"), side = whole(given_side, 3, "side must be (3, T) int64");
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_triangles(const Tensor& given, const Tensor& given_side,
+                                                           int64_t num_nodes, int64_t num_edges) {
+  const Tensor triangle = whole(given, 3, "triangle must be (3, T) int64");
+  const Tensor side = whole(given_side, 3, "side must be (3, T) int64");
   STD_TORCH_CHECK(triangle.size(1) == side.size(1), "triangle and side must be of one size");
   const int64_t places = 3 * side.size(1);
   const int64_t *corners = begin_of(triangle), *sides = begin_of(side);
-  Tensor num_triangles = torch::stable::new_zeros(triangle, {num_nodes}), rowptr = torch::stable::new_zeros(triangle, {num_edges + 1});
+  Tensor num_triangles = torch::stable::new_zeros(triangle, {num_nodes});
+  Tensor rowptr = torch::stable::new_zeros(triangle, {num_edges + 1});
   Tensor third = torch::stable::new_empty(triangle, {places});
   int64_t *of_node = begin_of_new(num_triangles), *begins = begin_of_new(rowptr), *thirds = begin_of_new(third);
   for (int64_t p = 0; p < places; ++p) {
@@ -192,7 +197,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_triangles(const Tensor& given, 
 STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def("simple_graph(Tensor edge_index, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("find_triangles(Tensor edge, int num_nodes) -> (Tensor, Tensor)");
-  m.def("group_triangles(Tensor triangle, Tensor side, int num_nodes, int num_edges) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "group_triangles(Tensor triangle, Tensor side, int num_nodes, int num_edges) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightning_accel_native, CPU, m) {
