@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from lightning_accel.nn.contrastive_gradient import Contrast, Phase, log_variance_of
 from lightning_accel.nn.contrastive_sgd import BernoulliSGD, in_place_sgd
 from lightning_accel.nn.rbm import RBM
-from lightning_accel.nn.rbm_units import BernoulliHidden
+from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
 from lightning_accel.ops.gibbs import draw_bernoulli
 
 Sampler: TypeAlias = Literal["cd", "pcd", "tempering"]
@@ -210,7 +210,7 @@ class ContrastiveDivergence:
         negative = positive
         for _ in range(self.steps):
             hidden = _draw_hidden(rbm, negative, generator) if hidden is None else hidden
-            negative = _phase(rbm, rbm.sample_visible(hidden, generator))
+            negative = _phase(rbm, _draw_visible(rbm, hidden, generator))
             hidden = _draw_hidden(rbm, negative, generator) if persistent else None
         self.chains = hidden
         return negative
@@ -306,6 +306,13 @@ _TENSORS = ("chains", "visible_offset", "hidden_offset", "activity")
 def _phase(rbm: RBM, visible: Tensor) -> Phase:
     activation = rbm.hidden_activation(visible)
     return Phase(visible, activation, rbm.hidden_units.mean(activation))
+
+
+def _draw_visible(rbm: RBM, hidden: Tensor, generator: Generator) -> Tensor:
+    activation = rbm.visible_activation(hidden)
+    if isinstance(rbm.visible_units, BernoulliVisible):  # with the random numbers that BernoulliSGD draws in advance
+        return draw_bernoulli(rbm.visible_units.mean(activation), generator)
+    return rbm.visible_units.sample(activation, generator)
 
 
 def _draw_hidden(rbm: RBM, phase: Phase, generator: Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Draws of a Gibbs step, in float32 whatever autocast says, and in as few passes as torch allows.
+"""Draws of a Gibbs step, in float32 whatever autocast says, by a kernel or in as few passes as torch allows.
 
 bfloat16 has 8 bits: ``rand_like(p) < p`` would be true 0.2% of the time at p = 1e-6, and a sigmoid of 7 be 1.
 """
@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from lightning_accel.ops import gibbs_native
 from lightning_accel.ops.float32 import at_least_float32
 
 
-@torch.no_grad()
 def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tensor:
     """Draw 0 or 1, 1 with probability ``sigmoid(logits)``.
+
+    By a native kernel where there is one (:class:`lightning_accel.ops.NativeLibrary`), which draws other numbers than
+    torch's formula does.
 
     Args:
         logits: any shape, floating.
@@ -23,7 +26,9 @@ def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tens
     Returns:
         Of the shape of ``logits``, float32 (float64 of float64).
     """
-    return draw_bernoulli(at_least_float32(logits).sigmoid(), generator)
+    if gibbs_native.serves(logits):
+        return gibbs_native.sample_bernoulli(logits, generator)
+    return draw_bernoulli(at_least_float32(logits.detach()).sigmoid(), generator)
 
 
 @torch.no_grad()
