@@ -132,7 +132,7 @@ def main() -> None:
         rows += measured
         for name in SUBJECTS:
             of_name = {r["metric"]: f"{r['value']:.1f} | {r['ratio']:.2f}" for r in measured if r["subject"] == name}
-            print(f"| {size} {dtype} | {name} | {' | '.join(of_name[metric] for metric in UNITS)} |", flush=True)
+            print(f"| {measured[0]['case']} | {name} | {' | '.join(of_name[metric] for metric in UNITS)} |", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

@@ -148,6 +148,19 @@ def test_compiles_whole_under_autocast_and_within_torch_func(straight_through):
     torch.testing.assert_close(slopes(x), derivative(x, straight_through))
 
 
+@modes
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_with_any_batch(strict, straight_through):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return log_clip(x, CLIP, straight_through)
+
+    sizes = ({0: torch.export.Dim("batch")},)
+    exported = torch.export.export(Model(), (torch.randn(3, 2),), dynamic_shapes=sizes, strict=strict)
+    x = torch.randn(5, 2)
+    torch.testing.assert_close(exported.module()(x), log_clip(x, CLIP))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_autocast_widens_16_bits(dtype):
     x = torch.rand(3).to(dtype).requires_grad_()
