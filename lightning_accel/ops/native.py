@@ -112,13 +112,14 @@ class NativeLibrary:
             raise RuntimeError(f"{self.name} is loaded already, from other sources ({before}); restart Python")
         torch.ops.load_library(str(path))
         _LOADED[self.name, target] = path
-        if not self._is_loaded:
-            self._is_loaded = True
+        if self.name not in _REGISTERED:
             for register in self._registrations:
                 register()
+            _REGISTERED.add(self.name)
+        self._is_loaded = True
 
     def on_load(self, register: Callable[[], None]) -> Callable[[], None]:
-        """Have ``register`` called once schemas are there: for fake tensors and gradients; a decorator."""
+        """Have ``register`` called, once in a process, when schemas are there: for fakes and gradients; a decorator."""
         self._registrations.append(register)
         if self._is_loaded:
             register()
@@ -134,5 +135,7 @@ class NativeLibrary:
             self._is_off = before
 
 
-_LOADED: dict[tuple[str, str], Path] = {}  # by name and target, in this process
+# Of this process: a cell of a notebook may run again.
+_REGISTERED: set[str] = set()
+_LOADED: dict[tuple[str, str], Path] = {}  # by name and target
 KERNELS = NativeLibrary("lightning_accel_native", Path(__file__).with_name("csrc"))

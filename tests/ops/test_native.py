@@ -127,6 +127,7 @@ def test_ops_are_built_once_and_registered(cache, tmp_path, monkeypatch, compile
     monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("built again"))
     same = NativeLibrary("native_once", tmp_path / "src")
     assert same.build(cpu_target()) == library.build(cpu_target())
+    same.on_load(register)
     assert same.serves(CPU)
     assert [path.suffix for path in cache.iterdir() if "build-" in path.name] == []
 
