@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, Dataset
 
 from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
-from lightning_accel.ops import Triples, find_triples, gated_scan, linear_scan
+from lightning_accel.ops import Triples, find_triples, gated_scan
 from lightning_accel.ops.gated_scan import NUM_GATES
 from lightning_accel.ops.native import KERNELS
 
@@ -41,32 +41,6 @@ class Work(NamedTuple):
     run: Callable[[], object]
     compared: Callable[[torch.dtype], list[Tensor]] | None = None  # in float64 the formula alone may answer
     limit: float = 1e-5  # of the error
-
-
-def linear_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
-    """The op, and training of scan cells that take it: compiled, and with zoneout."""
-    shapes = [(32, 100, 64), (32, 300, 128), (4, 2000, 64), (1, 9600, 128), (1, 4096, 8)]
-    for shape in shapes[:2] if quick else shapes:
-        for share in (0, 0.02):
-            gate, value, probe = (draw(shape, device) for _ in range(3))
-            starts = draw(shape[:2], device) < torch.special.ndtri(torch.tensor(share)) if share else None
-            yield (
-                f"linear_scan alone, {size(shape)}{', starts' * bool(share)}",
-                with_gradients(
-                    lambda gate, value, starts=starts: linear_scan(gate.sigmoid(), value, None, starts),
-                    lambda gate, value, starts=starts: linear_scan(gate, value, None, starts),
-                    (gate.sigmoid(), value),
-                    probe,
-                ),
-            )
-    for cell in ("mingru", "minlstm"):
-        for shape in () if quick else ((32, 100, 64), (32, 500, 64), (4, 2000, 64)):
-            torch.compiler.reset()
-            module = torch.compile(DynamicRNN(shape[2], shape[2], cell=cell).to(device))
-            step = trained(module, lambda module, x=draw(shape, device): module(x).output)
-            yield f"linear_scan in a compiled step, {cell}, {size(shape)}", step
-        for shape in ((32, 100, 64), (4, 2000, 64), (1, 4000, 32)):
-            yield from rnn_steps(f"linear_scan in a step, {cell}, zoneout", cell, shape, device, quick, zoneout=0.1)
 
 
 def gated_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
@@ -119,7 +93,7 @@ def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, 
         yield f"find_triples in a step, RO3Conv, {name}", training(model, batches, device)
 
 
-CASES = {"linear_scan": linear_scan_case, "gated_scan": gated_scan_case, "find_triples": find_triples_case}
+CASES = {"gated_scan": gated_scan_case, "find_triples": find_triples_case}
 
 
 def ring_with_shortcuts(num_nodes: int, share: float) -> Tensor:
@@ -171,16 +145,16 @@ def floats(triples: Triples, dtype: torch.dtype) -> list[Tensor]:
 
 
 def rnn_steps(
-    name: str, cell: str, shape: tuple[int, int, int], device: torch.device, quick: bool, zoneout: float = 0.0
+    name: str, cell: str, shape: tuple[int, int, int], device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Work]]:
     """Training steps of one layer, rows half as long as the longest at least: padded, and in lanes."""
     num_rows, num_steps, width = shape
     x = draw((num_rows, num_steps, width), device)
     lengths = torch.linspace(num_steps // 2, num_steps, num_rows).long().flip(0)
     for execution in ("padded", "lanes"):
-        for bf16 in (False,) if quick or zoneout else (False, True):
+        for bf16 in (False,) if quick else (False, True):
             torch.manual_seed(0)
-            module = DynamicRNN(width, width, cell=cell, execution=execution, zoneout=zoneout).to(device)
+            module = DynamicRNN(width, width, cell=cell, execution=execution).to(device)
 
             def forward(module: nn.Module, bf16: bool = bf16) -> Tensor:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.native import KERNELS
-
 # What starting a small operation costs, as the number of elements whose arithmetic takes as long; measured on CPU.
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
 
@@ -20,8 +18,7 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
 
     A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
     stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
-    cut into chunks of time that run side by side. On CPU a C++ kernel does it, on CUDA a Triton kernel, where they can
-    be had.
+    cut into chunks of time that run side by side. On CUDA a Triton kernel does it, where triton is installed.
 
     Args:
         gate: (B, T, H), any floating dtype; tensors that are time-major in memory stay so.
@@ -111,11 +108,10 @@ class _LinearScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return saved_gradients(ctx, grad, _backward)
+        return _gradients(ctx, grad, _backward)
 
 
-def saved_gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of gate, value, state and starts from what the forward saved in ``ctx``, by ``backward``."""
+def _gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
     if torch.is_grad_enabled():  # a second derivative is wanted
         backward = _differentiable_backward
@@ -124,8 +120,10 @@ def saved_gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | Non
 
 
 def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
-    if kernel := _kernel_for(value):
-        return kernel.scan_forward(gate, value, state, starts)
+    if _takes_triton(value):
+        from lightning_accel.ops.scan_triton import scan_forward
+
+        return scan_forward(gate, value, state, starts)
     wide = torch.promote_types(value.dtype, torch.float32)
     out = empty_as(value, wide)
     if out.numel():
@@ -137,8 +135,10 @@ def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor |
 def _backward(
     grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if kernel := _kernel_for(out):
-        return kernel.scan_backward(grad, gate, out, state, starts)
+    if _takes_triton(out):
+        from lightning_accel.ops.scan_triton import scan_backward
+
+        return scan_backward(grad, gate, out, state, starts)
     dtype, wide = out.dtype, torch.promote_types(out.dtype, torch.float32)
     g, d_gate = empty_as(out, wide), empty_as(out, wide)
     if not g.numel():
@@ -280,17 +280,8 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _kernel_for(x: Tensor) -> Any:
-    """The module whose ``scan_forward`` and ``scan_backward`` run where ``x`` is, or None."""
-    if x.is_cuda and _has_triton():
-        from lightning_accel.ops import scan_triton
-
-        return scan_triton
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and KERNELS.serves(x.device):
-        from lightning_accel.ops import scan_native
-
-        return scan_native
-    return None
+def _takes_triton(x: Tensor) -> bool:
+    return x.is_cuda and _has_triton()
 
 
 # The same as one operation, for graphs: torch.compile would break at the Function's loop, or unroll it.
@@ -323,7 +314,7 @@ def _(
 
 
 def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return saved_gradients(ctx, grad, _backward_op)
+    return _gradients(ctx, grad, _backward_op)
 
 
 _scan_op.register_autograd(_op_backward, setup_context=_LinearScan.setup_context)

@@ -7,21 +7,9 @@ import torch._dynamo.testing
 from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import linear_scan
-from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.scan import linear_scan_reference
 
 SHAPES = [(5, 7, 3), (1, 1, 2), (1, 211, 3), (2, 1000, 2), (3, 64, 1), (1, 2, 4)]
-
-
-@pytest.fixture(autouse=True, params=["formula", "kernel"])
-def implementation(request):
-    """Both do all of it: the formula in torch, and kernels in C++ where they can be built."""
-    if request.param == "kernel":
-        request.getfixturevalue("native")
-        yield
-        return
-    with KERNELS.switched_off():
-        yield
 
 
 def inputs(shape, dtype=torch.float64, with_state=True, with_starts=True, device="cpu"):

@@ -1,17 +1,116 @@
 // The recurrences of minGRU and minLSTM from what their linear maps give, and their gradients, on CPU, in float32.
-// Shapes: B rows, T steps, H channels, G gates. Gates are computed where they are used, again in the backward pass.
+// Shapes: B rows, T steps, H channels, G gates.
+//
+// One pass over time; gates are computed where they are used, again in the backward pass. Threads share rows, and
+// channels where rows are few; each channel is summed by one thread from the first step to the last, so that results do
+// not depend on their number.
 
 #include "exponential.h"
-#include "scan.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <cmath>
+#include <optional>
 #include <tuple>
+#include <vector>
 
 namespace {
 
-using namespace lightning_accel;
+using lightning_accel::exp_of_negative;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+
+constexpr int64_t kGrain = 32768;  // elements that are worth a thread
+constexpr int64_t kLane = 16;      // channels of a vector
+
+// a * b + c, rounded once where the processor can: said, not left to the compiler, so that all of its loops agree.
+float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// (B, T, H) or, with step 0, (B, H); channels lie next to each other.
+template <typename T>
+struct View {
+  T* data = nullptr;
+  int64_t row = 0, step = 0;
+  T* operator()(int64_t b, int64_t t) const { return data + b * row + t * step; }
+};
+
+Tensor with_unit_channels(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return x.size(last) <= 1 || x.stride(last) == 1 ? x : torch::stable::contiguous(x);
+}
+
+Maybe with_unit_channels(const Maybe& x) {
+  return x ? Maybe(with_unit_channels(*x)) : std::nullopt;
+}
+
+View<const float> read(const Tensor& x) {
+  return {static_cast<const float*>(x.const_data_ptr()), x.stride(0), x.dim() == 3 ? x.stride(1) : 0};
+}
+
+View<float> write(const Tensor& x) {
+  return {static_cast<float*>(x.mutable_data_ptr()), x.stride(0), x.dim() == 3 ? x.stride(1) : 0};
+}
+
+struct Starts {
+  const bool* data = nullptr;
+  int64_t row = 0, step = 0;
+  explicit Starts(const Maybe& mask) {
+    if (!mask) return;
+    data = static_cast<const bool*>(mask->const_data_ptr());
+    row = mask->stride(0), step = mask->stride(1);
+  }
+  bool operator()(int64_t b, int64_t t) const { return data && data[b * row + t * step]; }
+};
+
+bool is_time_major(const Tensor& x) { return x.stride(1) > x.stride(0); }
+
+// Fresh memory for `channels`, time-major where `like` is, batch-major otherwise.
+Tensor empty_as(const Tensor& like, int64_t channels) {
+  const int64_t rows = like.size(0), steps = like.size(1);
+  Tensor given = like;
+  if (like.is_contiguous() || !torch::stable::transpose(given, 0, 1).is_contiguous())
+    return torch::stable::new_empty(like, {rows, steps, channels});
+  Tensor swapped = torch::stable::new_empty(like, {steps, rows, channels});
+  return torch::stable::transpose(swapped, 0, 1);
+}
+
+// Calls visit(b, t, c0, c1, state) for all steps of all rows and channels in the order of time, several threads at
+// once; `state` is (c1 - c0,) numbers which are the caller's own, zeros at first. Memory is gone through as
+// it lies: row by row, or, time-major, step by step.
+template <typename F>
+void over_time(int64_t rows, int64_t steps, int64_t channels, bool time_major, bool reverse, const F& visit) {
+  const int64_t threads_a_row = (torch::stable::get_num_threads() + rows - 1) / rows;
+  const int64_t parts = std::max<int64_t>(1, std::min(channels / kLane, threads_a_row));
+  const int64_t width = ((channels + parts - 1) / parts + kLane - 1) / kLane * kLane;
+  const int64_t blocks = (channels + width - 1) / width;
+  const int64_t grain = std::max<int64_t>(1, kGrain / (steps * std::min(width, channels)));
+  torch::stable::parallel_for(0, rows * blocks, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> states((end - begin) * width, 0.0f);
+    const auto one = [&](int64_t item, int64_t t) {
+      const int64_t c0 = item % blocks * width, c1 = std::min(channels, c0 + width);
+      visit(item / blocks, reverse ? steps - 1 - t : t, c0, c1, states.data() + (item - begin) * width);
+    };
+    if (time_major) {
+      for (int64_t t = 0; t < steps; ++t)
+        for (int64_t item = begin; item < end; ++item) one(item, t);
+    } else {
+      for (int64_t item = begin; item < end; ++item)
+        for (int64_t t = 0; t < steps; ++t) one(item, t);
+    }
+  });
+}
 
 // What a step keeps of the state, takes of the candidate, and how these change with the first two inputs.
 struct MinGRU {  // update, candidate
@@ -53,11 +152,11 @@ struct Lengths {
 
 template <typename Cell>
 void forward(const Tensor& gates, const Maybe& state, const Starts& starts, const Lengths& lengths, const Tensor& out) {
-  const View<const float> inputs = read<float>(gates);
-  const View<const float> states = state ? read<float>(*state) : View<const float>();
-  const View<float> outs = write<float>(out);
+  const View<const float> inputs = read(gates);
+  const View<const float> states = state ? read(*state) : View<const float>();
+  const View<float> outs = write(out);
   const int64_t channels = out.size(2);
-  over_time<float>(out.size(0), out.size(1), channels, is_time_major(out), false,
+  over_time(out.size(0), out.size(1), channels, is_time_major(out), false,
                    [&](int64_t b, int64_t t, int64_t c0, int64_t c1, float* __restrict__ h) {
     const int64_t n = c1 - c0;
     const float* __restrict__ x = inputs(b, t) + c0;
@@ -92,12 +191,12 @@ inline void step_back(const MinLSTM& cell, float g, float difference, float* __r
 template <typename Cell>
 void backward(const Tensor& grad, const Tensor& gates, const Tensor& out, const Maybe& state, const Starts& starts,
               const Lengths& lengths, const Tensor& d_gates, const Tensor& d_state) {
-  const View<const float> grads = read<float>(grad), inputs = read<float>(gates), outs = read<float>(out);
-  const View<const float> states = state ? read<float>(*state) : View<const float>();
-  const View<float> d_inputs = write<float>(d_gates), d_states = write<float>(d_state);
+  const View<const float> grads = read(grad), inputs = read(gates), outs = read(out);
+  const View<const float> states = state ? read(*state) : View<const float>();
+  const View<float> d_inputs = write(d_gates), d_states = write(d_state);
   const int64_t channels = out.size(2);
   const std::vector<float> zeros(channels, 0.0f);
-  over_time<float>(out.size(0), out.size(1), channels, is_time_major(out), true,
+  over_time(out.size(0), out.size(1), channels, is_time_major(out), true,
                    [&](int64_t b, int64_t t, int64_t c0, int64_t c1, float* __restrict__ carry) {
     const int64_t n = c1 - c0;
     const float* __restrict__ d = grads(b, t) + c0;
