@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, Dataset
 
 from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
+from lightning_accel.nn import RBM, ContrastiveDivergence, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
 from lightning_accel.ops.gated_scan import NUM_GATES
+from lightning_accel.ops.gibbs import sample_bernoulli
 from lightning_accel.ops.native import KERNELS
 
 SUBJECTS = {"formula": KERNELS.switched_off, "kernel": contextlib.nullcontext}
@@ -55,6 +57,40 @@ def gated_scan_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Wo
     for cell in NUM_GATES:
         for shape in shapes[:1] if quick else shapes:
             yield from rnn_steps(f"gated_scan in a step, {cell}", cell, shape, device, quick)
+
+
+def gibbs_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
+    """Draws of Bernoulli units, and what samples with them; draws have no error, tests compare their frequencies."""
+    generator = torch.Generator(device).manual_seed(0)
+    for count in (640, 6400) if quick else (64, 640, 6400, 25_600, 200_704, 2_000_000):
+        logits, calls = draw((count,), device), max(1, 100_000 // count)  # one call would be lost in the clock
+        run = lambda x=logits, n=calls: [sample_bernoulli(x, generator) for _ in range(n)]  # noqa: E731
+        yield f"gibbs alone, {calls} x {count} draws", Work(run)
+
+    for num_visible, num_hidden, steps in ((64, 64, 100),) if quick else ((64, 64, 100), (784, 1024, 5)):
+        torch.manual_seed(0)
+        rbm = RBM(num_visible, num_hidden, initial_std=0.05).to(device)
+        stack = RBMStack([rbm, RBM(num_hidden, num_hidden, initial_std=0.05).to(device)])
+        training = ContrastiveDivergence("tempering", num_chains=100, centering=0)
+        rows = draw((256, num_visible), device).sigmoid()
+        steps_of = {
+            f"RBM.sample, 100 chains, {steps} steps": lambda rbm=rbm, steps=steps: rbm.sample(
+                100, steps, generator=generator
+            ),
+            f"RBMStack.sample, 100 chains, {steps} steps": lambda stack=stack, steps=steps: stack.sample(
+                100, steps, generator=generator
+            ),
+            f"log_z, 200 chains, {steps + 1} temperatures": lambda rbm=rbm, steps=steps: rbm.log_z(
+                num_chains=200, num_temperatures=steps + 1, generator=generator
+            ),
+            "a gradient with 10 x 100 tempered chains": lambda rbm=rbm, rows=rows, training=training: training(
+                rbm, rows
+            ).backward(),
+        }
+        for bf16 in (False,) if quick else (False, True):
+            for name, call in steps_of.items():
+                kind = ", bf16 autocast" * bf16
+                yield f"gibbs in {name}, {num_visible}x{num_hidden}{kind}", Work(under_autocast(call, device, bf16))
 
 
 def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
@@ -93,7 +129,15 @@ def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, 
         yield f"find_triples in a step, RO3Conv, {name}", training(model, batches, device)
 
 
-CASES = {"gated_scan": gated_scan_case, "find_triples": find_triples_case}
+CASES = {"gated_scan": gated_scan_case, "gibbs": gibbs_case, "find_triples": find_triples_case}
+
+
+def under_autocast(call: Callable[[], object], device: torch.device, bf16: bool) -> Callable[[], object]:
+    def run() -> object:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            return call()
+
+    return run
 
 
 def ring_with_shortcuts(num_nodes: int, share: float) -> Tensor:

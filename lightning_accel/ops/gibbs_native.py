@@ -29,7 +29,7 @@ def _has_vectors() -> bool:
 def sample_bernoulli(logits: Tensor, generator: Generator | None) -> Tensor:
     """Draw 0 or 1, 1 with probability ``sigmoid(logits)``; of their shape, contiguous, float32."""
     key = torch.empty(1, dtype=torch.int64, device=logits.device).random_(generator=generator)
-    return torch.ops.lightning_accel_native.sample_bernoulli(logits.detach().float(), key)
+    return torch.ops.lightning_accel_native.sample_bernoulli.default(logits.detach().float(), key)
 
 
 def sample_bernoulli_by_formula(logits: Tensor, key: Tensor) -> Tensor:
