@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel.ops import linear_scan
+from lightning_accel.ops import gated_scan
 from lightning_accel.ops.native import KERNELS
 
 
 class Smoother(L.LightningModule):
-    """Predicts the next value of a sequence from a decaying mean of those before."""
+    """Predicts the next value of a sequence from a mean that gates decay."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.out = nn.Linear(3, 5), nn.Linear(5, 1)
+        self.gates, self.out = nn.Linear(3, 10), nn.Linear(5, 1)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         (x,) = batch
-        gate = self.gate(x).sigmoid()
-        return (self.out(linear_scan(gate, 1 - gate)) - x.sum(-1, keepdim=True)).square().mean()
+        return (self.out(gated_scan("mingru", self.gates(x))) - x.sum(-1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
