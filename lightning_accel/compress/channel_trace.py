@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_accel.compress.channel_labels import Labels, Nodes
+from lightning_accel.ops.native import KERNELS
 
 Dims = list[Labels | None]
 Given = dict[str, Any]  # arguments of an operation, by name
@@ -59,6 +60,7 @@ class ChannelTrace(TorchDispatchMode):
         fast = torch.backends.mha.get_fastpath_enabled()
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(KERNELS.switched_off())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of a flag of another device as it sets this one
                 stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
