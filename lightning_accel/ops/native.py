@@ -5,6 +5,7 @@ torch's stable ABI (``torch/csrc/stable/library.h``), with which a file compiles
 """
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ class NativeLibrary:
     they cannot be had, in place of a warning and the formula.
 
     Args:
-        name: of the library, a Python identifier that no other library has.
+        name: of the library, a Python identifier that no other library has; best the namespace of its ops.
         folder: of the sources.
         time_limit_s: for a build, and for waiting for another process's, in seconds.
 
@@ -52,17 +53,20 @@ class NativeLibrary:
     def serves(self, device: torch.device) -> bool:
         """Whether there are kernels for tensors on ``device``; the first call of a process builds and loads them.
 
-        Where it is False, a warning has told once why, unless no kernels exist for such a device or
-        ``LIGHTNING_ACCEL_NATIVE=0``.
+        In code that is traced nothing is built: kernels are there if they were asked for before. Where it is False, a
+        warning has told once why, unless no kernels exist for such a device or ``LIGHTNING_ACCEL_NATIVE=0``.
 
         Raises:
             RuntimeError: with the reason, if they cannot be had under ``LIGHTNING_ACCEL_NATIVE=1``; or if other sources
-                were loaded under this name before, which this process cannot undo.
+                were loaded under this name before, or these under another, which this process cannot undo.
+            ValueError: if ``LIGHTNING_ACCEL_NATIVE`` is neither 0 nor 1.
         """
         if self._is_off:
             return False
         served = self._served.get(device)
-        return self._serve(device) if served is None else served
+        if served is None:
+            return not torch.compiler.is_compiling() and self._serve(device)
+        return served
 
     def _serve(self, device: torch.device) -> bool:
         with self._lock:
@@ -71,7 +75,10 @@ class NativeLibrary:
         return self._served[device]
 
     def _has_sources(self, device: torch.device) -> bool:
-        if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "0":
+        wanted = os.environ.get("LIGHTNING_ACCEL_NATIVE", "")
+        if wanted not in ("", "0", "1"):
+            raise ValueError(f"LIGHTNING_ACCEL_NATIVE must be 0, 1 or not set; it is {wanted!r}")
+        if wanted == "0":
             return False
         return device.type == "cpu" or (device.type == "cuda" and any(self.folder.glob("*.cu")))
 
@@ -81,7 +88,7 @@ class NativeLibrary:
             if device.type == "cuda":
                 self._load(cuda_target(device))
         except (BuildError, OSError) as error:
-            reason = f"{self.name}: no native ops for {device.type}: {error}"
+            reason = f"{self.name}: no native ops for {device.type}: {error}{_cause(error)}"
             if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "1":
                 raise RuntimeError(
                     f"{reason}. LIGHTNING_ACCEL_NATIVE=1 asks for them; unset it to do without"
@@ -103,6 +110,8 @@ class NativeLibrary:
         pattern = "*.cu" if target.startswith("sm_") else "*.cpp"
         if not any(self.folder.glob(pattern)):
             raise BuildError(f"no {pattern} in {self.folder}")
+        if pattern == "*.cu" and torch.version.cuda is None:
+            raise BuildError("this torch is built without CUDA")
         return library_path(self.name, self.folder, target, self.time_limit_s)
 
     def _load(self, target: str) -> None:
@@ -110,6 +119,10 @@ class NativeLibrary:
         before = _LOADED.get((self.name, target), path)
         if before != path:  # torch would end the process
             raise RuntimeError(f"{self.name} is loaded already, from other sources ({before}); restart Python")
+        for namespace in _namespaces(self.folder):
+            owner = _OWNERS.setdefault(namespace, self.name)
+            if owner != self.name:
+                raise RuntimeError(f"{self.name} registers {namespace}, as {owner} did; restart Python, or rename one")
         torch.ops.load_library(str(path))
         _LOADED[self.name, target] = path
         if self.name not in _REGISTERED:
@@ -135,7 +148,20 @@ class NativeLibrary:
             self._is_off = before
 
 
+def _namespaces(folder: Path) -> set[str]:
+    """Those that only one library can register in a process."""
+    texts = [path.read_text(errors="replace") for path in folder.glob("*.cpp")]
+    return {name for text in texts for name in re.findall(r"TORCH_LIBRARY\(\s*(\w+)", text)}
+
+
+def _cause(error: Exception) -> str:
+    """What the loader says of a library that is there."""
+    is_there = isinstance(error, OSError) and error.__cause__ is not None
+    return f" ({error.__cause__}); delete it to have it built anew" if is_there else ""
+
+
 # Of this process: a cell of a notebook may run again.
 _REGISTERED: set[str] = set()
+_OWNERS: dict[str, str] = {}  # libraries by namespace
 _LOADED: dict[tuple[str, str], Path] = {}  # by name and target
 KERNELS = NativeLibrary("lightning_accel_native", Path(__file__).with_name("csrc"))

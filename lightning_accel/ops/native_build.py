@@ -27,9 +27,16 @@ _CPU_FLAGS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
 }
+_SOURCES = (".cpp", ".cu", ".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".ipp", ".tpp")
 # In a process of its own: it can be ended, it tells all that the compiler said, and it is it that a library which does
-# not load brings down.
-_BUILD = "import json, sys; from torch.utils.cpp_extension import load; load(**json.loads(sys.argv[1]))"
+# not load brings down. What lies in the current folder is none of its modules.
+_BUILD = """
+import sys
+sys.path[:] = [path for path in sys.path if path]
+import json
+from torch.utils.cpp_extension import load
+load(**json.loads(sys.argv[1]))
+"""
 
 
 class BuildError(Exception):
@@ -54,7 +61,7 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
 
     Args:
         name: of the library, a Python identifier.
-        folder: of the sources and their headers.
+        folder: of the sources and their headers, also in folders within it; others are not watched for changes.
         target: ``AVX512``, ``AVX2``, ``DEFAULT``, or ``sm_90`` and its like.
         time_limit_s: for waiting, and again for building, in seconds.
 
@@ -88,8 +95,8 @@ def _fingerprint(folder: Path, target: str) -> str:
     """Of all that a library depends on but the compiler, which a machine that only runs it need not have."""
     versions = [torch.__version__, platform.machine(), *_flags(target)]
     digest = hashlib.sha256("\n".join(versions).encode())
-    for path in sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".cu", ".h", ".cuh")):
-        digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
+        digest.update(f"\n{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -100,8 +107,13 @@ def _flags(target: str) -> list[str]:
 def _caches() -> list[Path]:
     """Where libraries are kept: the user's cache, and where that cannot be written, a folder for temporary files."""
     chosen = os.environ.get("LIGHTNING_ACCEL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(chosen) if chosen else Path(base) / "lightning_accel", _temporary_cache()]
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = os.path.expanduser(chosen or os.path.join(base, "lightning_accel"))
+    home = [] if cache.startswith("~") else [Path(cache)]  # of a user whom the system does not know
+    try:
+        return [*home, _temporary_cache()]
+    except FileNotFoundError:  # no folder for temporary files can be written
+        return home
 
 
 def _temporary_cache() -> Path:
@@ -110,12 +122,13 @@ def _temporary_cache() -> Path:
 
 def _is_trusted(cache: Path) -> bool:
     """Whether it is there, and nobody else can have put a library into a folder whose name all can guess."""
+    is_guessed = cache.name == f"lightning_accel-{os.getuid()}"
     try:
-        status = cache.lstat() if cache == _temporary_cache() else cache.stat()
+        status = cache.lstat() if is_guessed else cache.stat()
     except OSError:
         return False
     is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return stat.S_ISDIR(status.st_mode) and (is_own or cache != _temporary_cache())
+    return stat.S_ISDIR(status.st_mode) and (is_own or not is_guessed)
 
 
 def _writable_cache() -> Path:
@@ -153,10 +166,9 @@ def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
 
 
 def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: float) -> None:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    if shutil.which(compiler) is None:
-        raise BuildError(f"no C++ compiler: {compiler} is not on the PATH. Install one (g++), or name it in CXX")
+    compiler = _compiler()
     _LOG.info("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
+    _remove_leftovers(library.parent)
     # a folder of its own: torch's lock in it would otherwise outlive a process that is killed
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
         settings = {
@@ -168,19 +180,45 @@ def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: fl
             "extra_include_paths": [str(folder)],
             "is_python_module": False,
         }
-        _run([sys.executable, "-c", _BUILD, json.dumps(settings)], _environment(target), time_limit_s)
+        command = [sys.executable, "-c", _BUILD, json.dumps(settings)]
+        _run(command, _environment(target, compiler, Path(made)), time_limit_s)
         os.replace(Path(made) / f"{name}.so", library)  # at once, so that nobody loads half a file
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler and its own arguments."""
+    said = os.environ.get("CXX", "")
+    try:
+        compiler = shlex.split(said) or ["c++"]
+    except ValueError as error:
+        raise BuildError(f"CXX={said} is no command: {error}") from error
+    if shutil.which(compiler[0]) is None:
+        raise BuildError(f"no C++ compiler: {compiler[0]} is not on the PATH. Install one (g++), or name it in CXX")
+    return compiler
+
+
+def _remove_leftovers(cache: Path) -> None:
+    """Of builds that were killed, a day ago or longer."""
+    for folder in cache.glob("build-*"):
+        with suppress(OSError):
+            if folder.stat().st_mtime < time.time() - 86_400:
+                shutil.rmtree(folder)
 
 
 def _is_cuda(target: str) -> bool:
     return target.startswith("sm_")
 
 
-def _environment(target: str) -> dict[str, str]:
+def _environment(target: str, compiler: list[str], made: Path) -> dict[str, str]:
     """With ninja on the PATH where it is installed beside a Python that is run without its environment activated."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    if len(compiler) > 1:  # torch takes CXX for one word
+        wrapper = made / "c++"
+        wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
+        wrapper.chmod(0o700)
+        compiler = [str(wrapper)]
     architecture = {"TORCH_CUDA_ARCH_LIST": f"{target[3:-1]}.{target[-1]}"} if _is_cuda(target) else {}
-    return {**os.environ, "PATH": path, **architecture}
+    return {**os.environ, "PATH": path, "CXX": compiler[0], **architecture}
 
 
 def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -> None:
@@ -214,7 +252,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _reason(output: str, status: int) -> str:
-    """The compiler's first line that tells of an error; or the last line there is."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(?<![A-Za-z])error ?:|undefined reference|cannot find -l", line)]
+    """The first line that tells of an error, of the compiler's or linker's; or the last line there is."""
+    lines = [
+        line.strip() for line in output.splitlines() if line.strip() and not line.startswith("ninja: build stopped")
+    ]
+    telling = r"(?<![A-Za-z])error ?:|undefined reference|cannot find -l|No space left|: not found$"
+    errors = [line for line in lines if re.search(telling, line)]
     return (errors or lines[-1:] or [f"the builder ended with status {status}"])[0]

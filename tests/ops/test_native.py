@@ -206,6 +206,10 @@ def test_the_compilers_first_error_is_told(cache, tmp_path, compiler):
         ),
         ("k.cu(3): error: expected a ';'\n1 error detected", "k.cu(3): error"),
         ("Traceback\nOSError: CUDA_HOME environment variable is not set. Set it\n", "OSError: CUDA_HOME environment"),
+        (
+            "/bin/sh: 1: no-compiler: not found\nninja: build stopped: subcommand failed.\n",
+            "/bin/sh: 1: no-compiler: not",
+        ),
         ("", "the builder ended with status 9"),
     ],
 )
@@ -248,7 +252,9 @@ def test_a_temporary_folder_that_others_can_write_to_is_not_trusted(cache, tmp_p
 def test_a_library_that_does_not_load_is_done_without(cache, tmp_path, monkeypatch):
     folder = sources(tmp_path / "src", "native_broken")
     monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].write_text("not a library"))
-    assert "native_broken-" in reason_of(NativeLibrary("native_broken", folder))
+    said = reason_of(NativeLibrary("native_broken", folder))
+    assert "native_broken-" in said
+    assert "file too short); delete it to have it built anew" in said
 
 
 def test_waiting_for_another_process_has_an_end(cache, tmp_path):
@@ -294,8 +300,83 @@ def test_flags_and_targets_are_part_of_the_name(tmp_path):
     folder = sources(tmp_path / "src", "any")
     prints = {native_build._fingerprint(folder, target) for target in ("AVX512", "AVX2", "DEFAULT")}
     assert len(prints) == 3
-    assert native_build._environment("sm_90")["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    assert native_build._environment("sm_120")["TORCH_CUDA_ARCH_LIST"] == "12.0"
+    for target, architecture in (("sm_90", "9.0"), ("sm_120", "12.0")):
+        assert native_build._environment(target, ["c++"], tmp_path)["TORCH_CUDA_ARCH_LIST"] == architecture
+
+
+def test_headers_in_any_folder_of_the_sources_count(tmp_path):
+    folder = sources(tmp_path / "src", "any")
+    (folder / "inner").mkdir()
+    seen = {native_build._fingerprint(folder, "DEFAULT")}
+    for header in ("factor.hpp", "inner/factor.inl"):
+        (folder / header).write_text("#define FACTOR 5")
+        seen.add(native_build._fingerprint(folder, "DEFAULT"))
+    assert len(seen) == 3
+
+
+@pytest.mark.slow
+def test_a_compiler_with_arguments_of_its_own(cache, tmp_path, monkeypatch, compiler):
+    """In a folder with a module that is named as one of Python's own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "queue.py").write_text("raise ImportError")
+    monkeypatch.setenv("CXX", "c++ '-DADDED=a b'")
+    folder = sources(tmp_path / "src", "native_arguments")
+    with (folder / "factor.h").open("a") as header:
+        header.write("#ifndef ADDED\n#error arguments of CXX are lost\n#endif\n")
+    assert NativeLibrary("native_arguments", folder).serves(CPU)
+
+
+@pytest.mark.parametrize(("said", "compiler"), [("", ["c++"]), (" ", ["c++"]), ("sh -c", ["sh", "-c"])])
+def test_what_cxx_may_say(said, compiler, monkeypatch):
+    monkeypatch.setenv("CXX", said)
+    monkeypatch.setattr(native_build.shutil, "which", lambda name: name)
+    assert native_build._compiler() == compiler
+    monkeypatch.setenv("CXX", "c++ '")
+    with pytest.raises(BuildError, match="CXX=c\\+\\+ ' is no command: No closing quotation"):
+        native_build._compiler()
+
+
+def test_the_environment_takes_no_other_word(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "false")
+    with pytest.raises(ValueError, match="LIGHTNING_ACCEL_NATIVE must be 0, 1 or not set; it is 'false'"):
+        NativeLibrary("native_word", sources(tmp_path / "src", "native_word")).serves(CPU)
+
+
+def test_a_namespace_is_registered_by_one_library(cache, tmp_path, compiler):
+    folder = sources(tmp_path / "src", "native_owned")
+    assert NativeLibrary("native_owned", folder).serves(CPU)
+    with pytest.raises(RuntimeError, match="native_other registers native_owned, as native_owned did; restart Python"):
+        NativeLibrary("native_other", folder).serves(CPU)
+
+
+def test_nothing_is_built_in_traced_code(cache, tmp_path, monkeypatch):
+    library = NativeLibrary("native_traced", sources(tmp_path / "src", "native_traced"))
+    monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("built"))
+    scale = torch.compile(lambda x: 2 * x if library.serves(x.device) else 3 * x, fullgraph=True, backend="eager")
+    assert scale(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_caches_of_users_whom_the_system_does_not_know(cache, tmp_path, monkeypatch):
+    temporary = tmp_path / f"lightning_accel-{os.getuid()}"
+    monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native_build.os.path, "expanduser", lambda path: path)
+    assert native_build._caches() == [temporary]
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(cache))
+    assert native_build._caches() == [cache, temporary]
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
+    assert native_build._caches() == [cache]
+
+
+def test_leftovers_of_builds_that_were_killed_go(tmp_path):
+    old, new = tmp_path / "build-old", tmp_path / "build-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "a.o").touch()
+    os.utime(old, (time.time() - 100_000, time.time() - 100_000))
+    native_build._remove_leftovers(tmp_path)
+    assert not old.exists()
+    assert new.exists()
 
 
 @pytest.mark.slow
