@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.scan import linear_scan
+from lightning_accel.ops.transforms import in_transform
 
 NUM_GATES = {"mingru": 2, "minlstm": 3}
 
@@ -19,7 +20,8 @@ def gated_scan(
 ) -> Tensor:
     """States of a minGRU or minLSTM, from what its linear map makes of the inputs, for all steps.
 
-    On CPU a C++ kernel does gates and recurrence in one pass for float32, where it can be had.
+    On CPU a C++ kernel does gates and recurrence in one pass for float32, where it can be had. Transforms of torch.func
+    take the formula.
 
     Args:
         cell: whose gates they are.
@@ -32,6 +34,7 @@ def gated_scan(
         (B, T, H), dtype of ``gates``.
 
     Raises:
+        TypeError: if ``gates`` are not floating, ``starts`` not bool or ``lengths`` not int64.
         ValueError: if ``cell`` is another, or shapes disagree.
 
     Source: Feng et al. 2024, Were RNNs All We Needed?, https://arxiv.org/abs/2410.01201, sections 3.1 and 3.2.
@@ -39,10 +42,8 @@ def gated_scan(
     >>> gated_scan("mingru", torch.tensor([[[0.0, 1.0], [0.0, 1.0]]])).flatten()
     tensor([0.5000, 0.7500])
     """
-    if cell not in NUM_GATES or gates.ndim != 3 or gates.shape[2] % NUM_GATES[cell]:
-        raise ValueError(
-            f"gated_scan needs gates (B, T, G * H), G one of {NUM_GATES}; got {tuple(gates.shape)} and cell={cell!r}"
-        )
+    _check_gates(cell, gates)
+    _check_optional(gates, gates.shape[2] // NUM_GATES[cell], state, starts, lengths)
     state = None if state is None else state.to(gates.dtype)
     if _takes_kernel(gates):
         from lightning_accel.ops.gated_scan_native import scan_by_kernel
@@ -77,7 +78,41 @@ def scan_terms(cell: str, gates: Tensor) -> tuple[Tensor, Tensor]:
     return odds.sigmoid(), (-odds).sigmoid() * new
 
 
+def _check_gates(cell: str, gates: Tensor) -> None:
+    if cell not in NUM_GATES or gates.ndim != 3 or gates.shape[2] % NUM_GATES[cell]:
+        raise ValueError(
+            f"gated_scan needs gates (B, T, G * H), G one of {NUM_GATES}; got {tuple(gates.shape)} and cell={cell!r}"
+        )
+    if not gates.is_floating_point():
+        raise TypeError(f"gated_scan needs floating gates; got {gates.dtype}. Call gates.float()")
+
+
+def _check_optional(
+    gates: Tensor, num_channels: int, state: Tensor | None, starts: Tensor | None, lengths: Tensor | None
+) -> None:
+    num_rows, num_steps, _ = gates.shape
+    if state is not None and state.shape != (num_rows, num_channels):
+        raise ValueError(
+            f"state must be (B, H), here {(num_rows, num_channels)}; got {tuple(state.shape)}. "
+            "Give one state for each row, or None for zeros"
+        )
+    if starts is not None and starts.dtype != torch.bool:
+        raise TypeError(f"starts must be bool; got {starts.dtype}. Call starts.bool()")
+    if starts is not None and starts.shape != (num_rows, num_steps):
+        raise ValueError(
+            f"starts must be (B, T), here {(num_rows, num_steps)}; got {tuple(starts.shape)}. "
+            "Mark the first step of each sequence in each row"
+        )
+    if lengths is not None and lengths.dtype != torch.int64:
+        raise TypeError(f"lengths must be int64; got {lengths.dtype}. Call lengths.long()")
+    if lengths is not None and lengths.shape != (num_rows,):
+        raise ValueError(
+            f"lengths must be (B,), here {(num_rows,)}; got {tuple(lengths.shape)}. "
+            "Give the number of steps of each row, or None for all"
+        )
+
+
 def _takes_kernel(gates: Tensor) -> bool:
-    if gates.device.type != "cpu" or gates.dtype != torch.float32 or torch.compiler.is_compiling():
+    if gates.device.type != "cpu" or gates.dtype != torch.float32 or torch.compiler.is_compiling() or in_transform():
         return False
     return KERNELS.serves(gates.device)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.devices import check_one_device
 from lightning_accel.ops.gated_scan import NUM_GATES, gated_scan_reference
 from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.scan import empty_as
@@ -57,6 +58,7 @@ def _differentiable_backward(
 def _fake_forward(
     gates: Tensor, state: Tensor | None, starts: Tensor | None, lengths: Tensor | None, num_gates: int
 ) -> Tensor:
+    check_one_device(gates=gates, state=state, starts=starts, lengths=lengths)
     return empty_as(gates, gates.dtype, gates.shape[2] // num_gates)
 
 
@@ -69,6 +71,7 @@ def _fake_backward(
     lengths: Tensor | None,
     num_gates: int,
 ) -> tuple[Tensor, Tensor]:
+    check_one_device(grad=grad, gates=gates, out=out, state=state, starts=starts, lengths=lengths)
     return empty_as(gates, gates.dtype), out.new_empty(out.shape[0], out.shape[2])
 
 

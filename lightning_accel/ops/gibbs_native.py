@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Generator, Tensor
 
+from lightning_accel.ops.devices import check_one_device
 from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.native_build import cpu_target
 
@@ -58,8 +59,11 @@ def philox(counters: Tensor, key: Tensor) -> Tensor:
 _LOW = 2**32 - 1
 
 
+def _fake(logits: Tensor, seed: Tensor) -> Tensor:
+    check_one_device(logits=logits, seed=seed)
+    return logits.new_empty(logits.shape)
+
+
 @KERNELS.on_load
 def _register() -> None:
-    torch.library.register_fake(
-        "lightning_accel_native::sample_bernoulli", lambda logits, seed: logits.new_empty(logits.shape)
-    )
+    torch.library.register_fake("lightning_accel_native::sample_bernoulli", _fake)

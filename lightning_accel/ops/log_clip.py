@@ -2,11 +2,14 @@
 
 import math
 import sys
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_accel.ops.transforms import in_transform
 
 
 def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False) -> Tensor:
@@ -19,14 +22,15 @@ def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False
     Args:
         x: any shape, floating. Of 16-bit ``x`` the result is float32 under autocast, and of its dtype elsewhere.
         clip_value: finite, above 0, rounded to the dtype of the result: 1e-6 is 1.0133e-06 in float16.
-        straight_through: gives also what is clipped a gradient, ``1 / clip_value``, so that it can rise again.
+        straight_through: gives also what is clipped a gradient, ``1 / clip_value``, so that it can rise again; but 0 at
+            minus infinity within torch.func and torch.compile.
 
     Returns:
         Of the shape of ``x``. The derivative is ``1 / x`` above ``clip_value``, and 0 (or ``1 / clip_value``) below and
         at it; the second one is ``-1 / x**2`` above, and 0 below and at it.
 
     Raises:
-        TypeError: if ``x`` is not floating, or ``clip_value`` not a Python number.
+        TypeError: if ``x`` is not floating, or ``clip_value`` not a real number, of Python or NumPy.
         ValueError: if ``clip_value`` is not finite and above 0, or not so in the dtype of the result.
 
     >>> x = torch.tensor([0.0, 0.5, 1.0], requires_grad=True)
@@ -59,9 +63,9 @@ def _takes_formula() -> bool:
     """Whether the caller is a compiler, which fuses the formula and takes no ``jvp``, or a transform of torch.func.
 
     There torch 2.13 finds no second derivative by ``jacfwd(jacfwd(...))`` through a Function's ``jvp``, but zeros
-    (https://github.com/pytorch/pytorch/issues/197867). Function.apply asks the same private question.
+    (https://github.com/pytorch/pytorch/issues/197867).
     """
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or in_transform()
 
 
 def _advice(x: Tensor) -> str:
@@ -70,8 +74,9 @@ def _advice(x: Tensor) -> str:
 
 def _in_dtype(clip_value: float, dtype: torch.dtype) -> float:
     """``clip_value`` as ``dtype`` has it, so that values, gradients and graphs agree on what is clipped."""
-    if isinstance(clip_value, bool) or not isinstance(clip_value, float | int):
-        raise TypeError(f"clip_value must be a Python number; got {clip_value!r}. Of a tensor, give clip_value.item()")
+    if isinstance(clip_value, bool) or not isinstance(clip_value, float | int | Real):
+        raise TypeError(f"clip_value must be a real number; got {clip_value!r}. Of a tensor, give clip_value.item()")
+    clip_value = _as_float(clip_value)
     if not 0 < clip_value < math.inf:
         raise ValueError(f"clip_value must be finite and above 0; got {clip_value}. Take about the least x that counts")
     info = torch.finfo(dtype)
@@ -84,6 +89,13 @@ def _in_dtype(clip_value: float, dtype: torch.dtype) -> float:
             f"{'infinite' if rounded else '0'} there. Take one in that range, or give x in a wider dtype"
         )
     return rounded
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # of integers from 2**1024 on
+        return math.inf if number > 0 else -math.inf
 
 
 class _LogClip(torch.autograd.Function):

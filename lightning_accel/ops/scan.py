@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.transforms import in_transform
+
 # What starting a small operation costs, as the number of elements whose arithmetic takes as long; measured on CPU.
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
 
@@ -18,7 +20,8 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
 
     A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
     stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
-    cut into chunks of time that run side by side. On CUDA a Triton kernel does it, where triton is installed.
+    cut into chunks of time that run side by side. On CUDA a Triton kernel does it, where triton is installed. Within
+    transforms of torch.func it goes step by step, through autograd; not where torch.compile traces them.
 
     Args:
         gate: (B, T, H), any floating dtype; tensors that are time-major in memory stay so.
@@ -50,6 +53,8 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
     inputs = gate.to(dtype), value.to(dtype), state, starts
     if torch.compiler.is_compiling():
         return torch.ops.lightning_accel.linear_scan(*inputs)
+    if in_transform():  # the Function has no rules for them
+        return _linear_scan_wide(*inputs).to(dtype)
     return _LinearScan.apply(*inputs)  # an op takes longer to call
 
 
@@ -65,6 +70,12 @@ def linear_scan_reference(
         h = g * h + v
         steps.append(h)
     return torch.stack(steps, 1) if steps else torch.zeros_like(value)
+
+
+def _linear_scan_wide(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
+    """:func:`linear_scan_reference`, where 16-bit inputs are accumulated in float32."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return linear_scan_reference(gate.to(wide), value.to(wide), None if state is None else state.to(wide), starts)
 
 
 def _check(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> None:

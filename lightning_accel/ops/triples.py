@@ -52,8 +52,9 @@ def find_triples(
         max_wedges: candidates that are tested at a time, about 60 bytes each; C++ kernels store none.
 
     Raises:
-        ValueError: if a node is not in [0, N), or a column of ``triangle_index`` is not a triangle, nodes ascending, or
-            comes twice.
+        TypeError: if ``edge_index`` is not int64.
+        ValueError: if it is not (2, M), N is negative, a node is not in [0, N), or a column of ``triangle_index`` is
+            not a triangle, nodes ascending, or comes twice.
 
     >>> find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4).triangle.T
     tensor([[0, 1, 2]])
@@ -100,6 +101,15 @@ def triangle_sum_reference(x: Tensor, y: Tensor | None, triples: Triples) -> Ten
 
 
 def _check_nodes(edge_index: Tensor, num_nodes: int) -> None:
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        raise ValueError(
+            f"edge_index must be (2, M), a column for each edge; got {tuple(edge_index.shape)}. "
+            "Stack sources and targets, or transpose a list of pairs"
+        )
+    if edge_index.dtype != torch.int64:
+        raise TypeError(f"edge_index must be int64; got {edge_index.dtype}. Call edge_index.long()")
+    if num_nodes < 0:
+        raise ValueError(f"num_nodes must be 0 or more; got {num_nodes}. Give the number of nodes of the graph")
     if not edge_index.numel():
         return
     low, high = (int(end) for end in edge_index.aminmax())
@@ -108,7 +118,7 @@ def _check_nodes(edge_index: Tensor, num_nodes: int) -> None:
 
 
 def _takes_kernel(edge_index: Tensor) -> bool:
-    if edge_index.device.type != "cpu" or edge_index.dtype != torch.int64 or torch.compiler.is_compiling():
+    if edge_index.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return KERNELS.serves(edge_index.device)
 

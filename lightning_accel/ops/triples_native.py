@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightning_accel.ops.devices import check_one_device
 from lightning_accel.ops.native import KERNELS
 
 
@@ -37,6 +38,7 @@ def _fake_triangles(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 def _fake_groups(
     triangle: Tensor, side: Tensor, num_nodes: int, num_edges: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_one_device(triangle=triangle, side=side)
     num_used = torch.library.get_ctx().new_dynamic_size()
     of_nodes, of_edges = triangle.new_empty(num_nodes), triangle.new_empty(num_edges + 1)
     return of_nodes, of_edges, triangle.new_empty(triangle.shape[1] * 3), triangle.new_empty(num_used)

@@ -1,8 +1,16 @@
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
+from torch import func
 from torch.autograd import gradcheck, gradgradcheck
 
-from lightning_accel.ops import gated_scan, linear_scan
+from lightning_accel.ops import (
+    gated_scan,
+    gated_scan_native,  # noqa: F401  # registers fakes, which a test of the op alone needs, too
+    linear_scan,
+)
 from lightning_accel.ops.gated_scan import NUM_GATES, gated_scan_reference
 from lightning_accel.ops.native import KERNELS
 
@@ -73,6 +81,43 @@ def test_wrong_inputs_are_refused():
         gated_scan("mingru", torch.zeros(2, 3, 5))
     with pytest.raises(ValueError, match="cell='gru'"):
         gated_scan("gru", torch.zeros(2, 3, 6))
+
+
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["formula", "kernel"])
+def test_wrong_inputs_are_refused_by_kernel_and_formula(by_kernel, request):
+    if by_kernel:
+        request.getfixturevalue("native")
+    gates, starts, lengths = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.int64)
+    with nullcontext() if by_kernel else KERNELS.switched_off():
+        for wrong, error, message in [
+            ({"gates": gates.long()}, TypeError, r"floating gates; got torch.int64. Call gates.float\(\)"),
+            ({"state": torch.zeros(2, 3)}, ValueError, r"state must be \(B, H\), here \(2, 4\); got \(2, 3\)"),
+            ({"starts": starts[:, :2]}, ValueError, r"starts must be \(B, T\), here \(2, 3\); got \(2, 2\)"),
+            ({"starts": starts.int()}, TypeError, r"got torch.int32. Call starts.bool\(\)"),
+            ({"lengths": lengths[:1]}, ValueError, r"lengths must be \(B,\), here \(2,\); got \(1,\)"),
+            ({"lengths": lengths.int()}, TypeError, r"lengths must be int64; got torch.int32. Call lengths.long\(\)"),
+        ]:
+            with pytest.raises(error, match=message):
+                gated_scan("mingru", **{"gates": gates, **wrong})
+
+
+@cells
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["formula", "kernel"])
+def test_transforms_of_torch_func(by_kernel, cell, request):
+    if by_kernel:  # which serves these tensors outside transforms
+        request.getfixturevalue("native")
+    with nullcontext() if by_kernel else KERNELS.switched_off():
+        gates, state, starts, lengths = (x.detach() for x in inputs(cell, (2, 4, 3)))
+        scan = partial(gated_scan, cell, starts=starts, lengths=lengths)
+        loop = partial(one_by_one, cell, starts=starts, lengths=lengths)
+        found, expected = (func.jacrev(call, (0, 1))(gates, state) for call in (scan, loop))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        tangents = torch.randn_like(gates), torch.randn_like(state)
+        found, expected = (func.jvp(call, (gates, state), tangents) for call in (scan, loop))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        many = torch.randn(3, *gates.shape)
+        expected = torch.stack([loop(one, state) for one in many])
+        torch.testing.assert_close(func.vmap(lambda one: scan(one, state))(many), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("native")
@@ -182,6 +227,14 @@ class TestKernel:
         out = torch.randn(3, 5, 2)
         backward = torch.ops.lightning_accel_native.gated_scan_backward.default
         torch.library.opcheck(backward, (out, gates, out, state, starts, lengths, NUM_GATES[cell]))
+
+    def test_op_refuses_tensors_of_several_devices(self):
+        gates, state, starts, lengths = (x.detach() for x in inputs("mingru", (3, 5, 2)))
+        kernels, elsewhere = torch.ops.lightning_accel_native, starts.to("meta")
+        with pytest.raises(ValueError, match="one device; got gates on cpu, state on cpu, starts on meta"):
+            kernels.gated_scan(gates, state, elsewhere, lengths, 2)
+        with pytest.raises(ValueError, match=r"one device; got grad on cpu, .*starts on meta"):
+            kernels.gated_scan_backward(gates, gates, gates, state, elsewhere, lengths, 2)
 
     def test_op_refuses_what_does_not_fit(self):
         gates, state, starts, lengths = (x.detach() for x in inputs("mingru", (3, 5, 2)))

@@ -148,6 +148,25 @@ def test_other_dtypes_are_refused(native):
         kernel(torch.zeros(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("seed", [KEY.int(), KEY[:0], KEY.repeat(2), KEY.double()], ids=["int32", "0", "2", "float64"])
+def test_other_seeds_are_refused(native, seed):
+    with pytest.raises(RuntimeError, match=r"seed must be \(1,\) int64"):
+        kernel(torch.zeros(3), seed)
+
+
+def test_tensors_of_several_devices_are_refused(native):
+    with pytest.raises(ValueError, match=r"one device; got logits on cpu, seed on meta. Call .to\(device\)"):
+        torch.ops.lightning_accel_native.sample_bernoulli(torch.zeros(3), KEY.to("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("logits", "seed"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_gpu_refuses_a_seed_that_lies_elsewhere(native, logits, seed):
+    assert KERNELS.serves(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="on the device of logits"):
+        torch.ops.lightning_accel_native.sample_bernoulli(torch.zeros(3, device=logits), KEY.to(seed))
+
+
 def test_compiled_code_has_the_formula_without_a_break(native):
     compiled = torch.compile(lambda x: sample_bernoulli(x) + x, fullgraph=True, backend="eager")
     x = torch.zeros(1000)

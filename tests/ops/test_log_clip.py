@@ -1,6 +1,8 @@
 import math
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import func
@@ -251,13 +253,25 @@ def test_refuses_what_has_no_logarithm_here(x, message):
 
 @pytest.mark.parametrize("clip_value", [True, "0.1", None, torch.tensor(0.1)])
 def test_refuses_a_clip_that_is_no_number(clip_value):
-    with pytest.raises(TypeError, match=r"clip_value must be a Python number; got .*give clip_value.item"):
+    with pytest.raises(TypeError, match=r"clip_value must be a real number; got .*give clip_value.item"):
+        log_clip(torch.ones(2), clip_value)
+
+
+@pytest.mark.parametrize("clip_value", [np.float32(0.25), np.float64(0.25), np.float16(0.25), Fraction(1, 4)], ids=repr)
+def test_takes_any_real_number(clip_value):
+    assert torch.equal(log_clip(HARD[:6], clip_value), log_clip(HARD[:6], CLIP))
+    assert torch.equal(log_clip(HARD[:6], np.int64(2)), log_clip(HARD[:6], 2))
+
+
+@pytest.mark.parametrize(("clip_value", "found"), [(10**400, "inf"), (-(10**400), "-inf")], ids=["inf", "-inf"])
+def test_refuses_an_integer_that_no_float_holds(clip_value, found):
+    with pytest.raises(ValueError, match=f"clip_value must be finite and above 0; got {found}"):
         log_clip(torch.ones(2), clip_value)
 
 
 @pytest.mark.parametrize("clip_value", [0, 0.0, -0.0, -1e-6, math.inf, -math.inf, math.nan])
 def test_refuses_a_clip_without_logarithm(clip_value):
-    with pytest.raises(ValueError, match=f"clip_value must be finite and above 0; got {clip_value}"):
+    with pytest.raises(ValueError, match=f"clip_value must be finite and above 0; got {float(clip_value)}"):
         log_clip(torch.ones(2), clip_value)
 
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import func
 from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import linear_scan
@@ -40,6 +41,25 @@ def both(arguments):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_the_loop(shape, with_state, with_starts):
     torch.testing.assert_close(*both(inputs(shape, torch.float64, with_state, with_starts)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_transforms_of_torch_func(dtype):
+    *learned, starts = (x.detach() for x in inputs((2, 5, 3), dtype))
+    learned, wide = tuple(learned), tuple(x.double() for x in learned)
+    scan, loop = (lambda g, v, s, call=call: call(g, v, s, starts) for call in (linear_scan, linear_scan_reference))
+    tolerance = {"rtol": 1e-7, "atol": 1e-7} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    pairs = [
+        (func.jacrev(scan, (0, 1, 2))(*learned), func.jacrev(loop, (0, 1, 2))(*wide)),
+        (func.jacfwd(scan, (0, 1, 2))(*learned), func.jacrev(loop, (0, 1, 2))(*wide)),
+        (func.jvp(scan, learned, learned), func.jvp(loop, wide, wide)),
+    ]
+    many = torch.randn(4, 2, 5, 3).to(dtype)
+    each = torch.stack([loop(wide[0], one.double(), wide[2]) for one in many])
+    pairs.append((func.vmap(scan, (None, 0, None))(learned[0], many, learned[2]), each))
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, check_dtype=False, **tolerance)
+    assert func.vmap(scan, (None, 0, None))(learned[0], many, learned[2]).dtype == dtype
 
 
 @pytest.mark.parametrize("shape", [(4, 9, 3), (1, 300, 2)], ids=str)

@@ -114,6 +114,19 @@ def test_nodes_past_the_last_are_refused(edges):
         find_triples(torch.tensor(edges), 4)
 
 
+@pytest.mark.parametrize("num_entries", [0, 3])
+def test_what_is_no_edge_index_is_refused(num_entries):
+    edge_index = torch.zeros(2, num_entries, dtype=torch.int64)
+    with pytest.raises(ValueError, match="num_nodes must be 0 or more; got -1"):
+        find_triples(edge_index, -1)
+    for dtype in (torch.int32, torch.float32, torch.bool):
+        with pytest.raises(TypeError, match=rf"must be int64; got {dtype}. Call edge_index.long\(\)"):
+            find_triples(edge_index.to(dtype), 4)
+    for wrong in (edge_index[0], edge_index[:1], edge_index.new_zeros(3, 2)):
+        with pytest.raises(ValueError, match=r"edge_index must be \(2, M\), .*; got \("):
+            find_triples(wrong, 4)
+
+
 def test_a_hub_of_degree_100_000():
     hub, leaves = 100_000, torch.arange(100_000)
     path = torch.stack([leaves[:9], leaves[1:10]])

@@ -106,6 +106,16 @@ def test_ops_refuse_what_is_no_graph():
         (lambda: kernels.find_triangles(edge.flip(1), 3), "lexicographic order"),
         (lambda: kernels.group_triangles(triangle, triangle, 2, 3), "of nodes and edges of the graph"),
         (lambda: kernels.group_triangles(triangle, triangle, 3, 2), "of nodes and edges of the graph"),
+        (lambda: kernels.simple_graph(edge[:, :0], -1), "num_nodes must be 0 or more"),
+        (lambda: kernels.find_triangles(edge[:, :0], -1), "num_nodes must be 0 or more"),
+        (lambda: kernels.group_triangles(triangle[:, :0], triangle[:, :0], -1, 3), "num_nodes must be 0 or more"),
+        (lambda: kernels.group_triangles(triangle[:, :0], triangle[:, :0], 3, -1), "num_edges must be 0 or more"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
+
+
+def test_tensors_of_several_devices_are_refused():
+    triangle = torch.tensor([[0], [1], [2]])
+    with pytest.raises(ValueError, match="one device; got triangle on cpu, side on meta"):
+        torch.ops.lightning_accel_native.group_triangles(triangle, triangle.to("meta"), 3, 3)

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
 
 namespace {
 using lightning_accel::kLanes;
@@ -44,6 +45,8 @@ inline void draw_tile(const float* logits, float* drawn, int64_t counter, uint64
 
 Tensor sample_bernoulli(const Tensor& any, const Tensor& seed) {
   STD_TORCH_CHECK(any.scalar_type() == ScalarType::Float, "sample_bernoulli takes logits in float32");
+  STD_TORCH_CHECK(seed.is_cpu() && seed.scalar_type() == ScalarType::Long && seed.numel() == 1,
+                  "seed must be (1,) int64, on the device of logits");
   const Tensor in = any.is_contiguous() ? any : torch::stable::contiguous(any);
   const Tensor out = torch::stable::new_empty(in, in.sizes());
   const float* logits = static_cast<const float*>(in.const_data_ptr());

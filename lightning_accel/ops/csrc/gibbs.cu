@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
 
 #include <cuda_runtime.h>
 
@@ -44,6 +45,9 @@ __global__ void __launch_bounds__(kThreads)
 
 Tensor sample_bernoulli(const Tensor& any, const Tensor& seed) {
   STD_TORCH_CHECK(any.scalar_type() == ScalarType::Float, "sample_bernoulli takes logits in float32");
+  STD_TORCH_CHECK(any.is_cuda() && seed.is_cuda() && seed.get_device_index() == any.get_device_index() &&
+                      seed.scalar_type() == ScalarType::Long && seed.numel() == 1,
+                  "seed must be (1,) int64, on the device of logits");
   const torch::stable::accelerator::DeviceGuard guard(any.get_device_index());
   const Tensor in = torch::stable::contiguous(any);
   const Tensor out = torch::stable::new_empty(in, in.sizes());

@@ -60,6 +60,7 @@ std::tuple<Numbers, Numbers> rows_of_entries(const Tensor& edge_index, int64_t n
 // edge (2, E), rowptr (N + 1,), col and edge_of (2 E,) as in Triples.
 std::tuple<Tensor, Tensor, Tensor, Tensor> simple_graph(const Tensor& given, int64_t num_nodes) {
   const Tensor edge_index = whole(given, 2, "edge_index must be (2, M) int64");
+  STD_TORCH_CHECK(num_nodes >= 0, "num_nodes must be 0 or more");
   auto [begins, ends] = rows_of_entries(edge_index, num_nodes);
   Numbers first(num_nodes + 1, 0);  // edge of each row
   torch::stable::parallel_for(0, num_nodes, kRows, [&, &begins = begins, &ends = ends](int64_t begin, int64_t end) {
@@ -128,6 +129,7 @@ void intersect(const int64_t* ends, int64_t a, int64_t a_end, int64_t b, int64_t
 // triangle and side, (3, T) each, as in Triples; of edge (2, E), which is in order.
 std::tuple<Tensor, Tensor> find_triangles(const Tensor& given, int64_t num_nodes) {
   const Tensor edge = whole(given, 2, "edge must be (2, E) int64");
+  STD_TORCH_CHECK(num_nodes >= 0, "num_nodes must be 0 or more");
   const int64_t edges = edge.size(1), blocks = (edges + kBlock - 1) / kBlock;
   const int64_t *u_of = begin_of(edge), *v_of = u_of + edges;
   Numbers first(num_nodes + 1, 0);  // edge of each row
@@ -170,6 +172,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_triangles(const Tensor& given, 
   const Tensor triangle = whole(given, 3, "triangle must be (3, T) int64");
   const Tensor side = whole(given_side, 3, "side must be (3, T) int64");
   STD_TORCH_CHECK(triangle.size(1) == side.size(1), "triangle and side must be of one size");
+  STD_TORCH_CHECK(num_nodes >= 0, "num_nodes must be 0 or more");
+  STD_TORCH_CHECK(num_edges >= 0, "num_edges must be 0 or more");
   const int64_t places = 3 * side.size(1);
   const int64_t *corners = begin_of(triangle), *sides = begin_of(side);
   Tensor num_triangles = torch::stable::new_zeros(triangle, {num_nodes});
