@@ -81,3 +81,12 @@ def test_a_compiler_that_fails(expected, tmp_path, compiler):
     assert "no native ops for cpu: c++: fatal error: Killed signal terminated program" in said
     assert result["weights"] == expected
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_imports_build_nothing(tmp_path):
+    packages = ("ops", "nn", "compress", "models", "callbacks", "strategies", "cli")
+    code = ";".join(f"import lightning_accel.{package}" for package in packages)
+    environment = {**os.environ, "LIGHTNING_ACCEL_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": str(ROOT)}, check=True)
+    assert not (tmp_path / "cache").exists()
+    assert not list(tmp_path.glob("lightning_accel-*"))

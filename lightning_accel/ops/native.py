@@ -30,12 +30,12 @@ class NativeLibrary:
         folder: of the sources.
         time_limit_s: for a build, and for waiting for another process's, in seconds.
 
+    Raises:
+        ValueError: if ``name`` is no identifier.
+
     >>> library = NativeLibrary("my_ops", Path("csrc"))
     >>> def add(a, b):
     ...     return torch.ops.my_ops.add(a, b) if library.serves(a.device) else a + b
-
-    Raises:
-        ValueError: if ``name`` is no identifier.
     """
 
     def __init__(self, name: str, folder: Path, time_limit_s: float = 300) -> None:

@@ -1,5 +1,6 @@
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lightning_accel.ops import NativeLibrary, native_build
+from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.native_build import BuildError, cpu_target
 
 CPU = torch.device("cpu")
@@ -405,3 +407,16 @@ def test_processes_that_build_at_once_share_one_build(cache, tmp_path, compiler)
     started = [start(), start()]
     assert [process.wait(timeout=120) for process in started] == [0, 0]
     assert count.read_text().count("x") == 2  # compiled and linked once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", sorted(KERNELS.folder.glob("*.cu")), ids=lambda path: path.name)
+def test_cuda_sources_compile(source, tmp_path):
+    """Without a GPU, too, where there is CUDA's compiler."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    from torch.utils.cpp_extension import include_paths  # which brings setuptools along
+
+    includes = [f"-isystem={path}" for path in include_paths()]
+    flags = ["-std=c++20", "-O3", "-DUSE_CUDA", "-arch=sm_90", "-Xcompiler=-fPIC,-Wall", "-Werror=all-warnings"]
+    subprocess.run(["nvcc", "-c", *flags, *includes, source, "-o", tmp_path / "kernel.o"], check=True)
