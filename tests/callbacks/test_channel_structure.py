@@ -264,7 +264,8 @@ def check_ranks(rank, folder, strategy, options):
     return dict(module.state_dict())
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "accel_ddp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "accel_ddp"])
 def test_processes_remove_the_same_channels_and_go_on_together(tmp_path, strategy):
     first, second = run_ranks(check_ranks, tmp_path, strategy, {})
     assert first["net.0.weight"].shape == (4, 2, 3, 3)

@@ -197,7 +197,7 @@ def test_every_moment_of_saving(tmp_path, module, limit):
 @pytest.mark.parametrize(
     ("loader", "module"),
     [pytest.param(loader, module, id=f"{name}-{module.__name__}",
-                  marks=[] if module is Noisy or name == "shuffled" else [pytest.mark.slow])
+                  marks=[] if module is Noisy and name in ("shuffled", "lazy batches") else [pytest.mark.slow])
      for name, loader in LOADERS.items() for module in (Noisy, CountsItsSteps)],
 )  # fmt: skip
 def test_every_kind_of_loader(tmp_path, loader, module):

@@ -356,6 +356,7 @@ def test_missing_packages_are_named_before_training(tmp_path, monkeypatch):
         fit(Plain(), [Quantization(backend="onnxruntime")], tmp_path)
 
 
+@pytest.mark.slow
 def test_onnx_file_of_a_plain_module(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lightning_accel.compress.quant_form.compile_flat", lambda flat, tensors: flat)  # in a second
     module = Plain()

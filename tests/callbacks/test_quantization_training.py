@@ -124,7 +124,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize(
-    "what", ["a submodule", "all", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a layer", "in place"))]
+    "what", ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a submodule", "a layer", "in place"))]
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of Dynamo, which Lightning's steps are broken up by
 def test_compiled_modules_train_and_convert_as_eager_ones(tmp_path, converted, what):
@@ -158,7 +158,7 @@ def keeper(folder, step):
 
 @pytest.mark.parametrize(
     ("saver", "step"),  # of 6 an epoch: before int8 begins, and in it
-    [(keeper, 2), (keeper, 8), (SaveAt, 8), pytest.param(SaveAt, 4, marks=pytest.mark.slow)],
+    [(keeper, 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((keeper, 2), (SaveAt, 8), (SaveAt, 4)))],
 )
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 4}])
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning")

@@ -368,7 +368,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "plain" in name else []) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name == "exact" else [pytest.mark.slow]) for name in CASES]
 )
 def test_a_killed_run_goes_on(tmp_path, name):
     check_resumed(0, tmp_path, 1, CASES[name])

@@ -143,7 +143,7 @@ def test_bound_of_one_layer_is_the_log_probability(num_labels):
 
 
 @pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("labels", [None, torch.tensor([2, 0, 1, 1])])
+@pytest.mark.parametrize("labels", [None, pytest.param(torch.tensor([2, 0, 1, 1]), marks=pytest.mark.slow)])
 def test_bound_is_short_of_the_log_probability_by_the_divergence(untied, labels):
     stack = make_stack(5, 4, 3, num_labels=3)
     if untied:
@@ -383,6 +383,7 @@ def test_updown_gradients_are_the_delta_rules():
         close(stack.recognition[0].bias.grad, wrong.mean(dim=0))
 
 
+@pytest.mark.slow
 def test_updown_improves_a_trained_stack():
     data = bars_and_stripes(3).float()
     stack = RBMStack([RBM(9, 6), RBM(6, 9)], untied=True)

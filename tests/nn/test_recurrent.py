@@ -51,7 +51,9 @@ def take(state, row):
      pytest.param(False, True, id="forward-state", marks=pytest.mark.slow),
      pytest.param(True, False, id="both-zeros", marks=pytest.mark.slow)],
 )  # fmt: skip
-@pytest.mark.parametrize("pooling", ["last", "mean", "max", "attention", "none"])
+@pytest.mark.parametrize(
+    "pooling", ["last", "attention", "none", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mean", "max"))]
+)
 @pytest.mark.parametrize(("cell", "execution"), PAIRS)
 def test_a_row_in_a_batch_equals_the_row_alone(request, cell, execution, pooling, bidirectional, given):
     torch.manual_seed(sum(request.node.name.encode()))
@@ -384,7 +386,7 @@ def test_dropout_stands_between_layers_in_training():
     assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
 
 
-@pytest.mark.parametrize("cell", [pytest.param("gru", marks=pytest.mark.slow), "lstm", "mingru"])
+@pytest.mark.parametrize("cell", [*(pytest.param(cell, marks=pytest.mark.slow) for cell in ("gru", "lstm")), "mingru"])
 def test_compiled_it_trains_as_it_is(cell):
     rnn, x, lengths = make(cell, bidirectional=True), ragged([4, 2, 0]), torch.tensor([4, 2, 0])
     expected = results(rnn, x, lengths)

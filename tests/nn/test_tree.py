@@ -95,6 +95,7 @@ def test_on_a_chain_it_is_the_network_of_torch(cell):
     torch.testing.assert_close(states, rnn(x)[0])
 
 
+@pytest.mark.slow
 def test_deep_chain():
     num_nodes = 10_000
     tree, parent = TreeRNN(1, 2), torch.arange(-1, num_nodes - 1)

@@ -344,6 +344,7 @@ def test_the_environment_takes_no_other_word(cache, tmp_path, monkeypatch):
         NativeLibrary("native_word", sources(tmp_path / "src", "native_word")).serves(CPU)
 
 
+@pytest.mark.slow
 def test_a_namespace_is_registered_by_one_library(cache, tmp_path, compiler):
     folder = sources(tmp_path / "src", "native_owned")
     assert NativeLibrary("native_owned", folder).serves(CPU)

@@ -460,6 +460,7 @@ def test_a_process_that_fails_says_so_at_once():
         run_ranks(check_failure, timeout_s=30)
 
 
+@pytest.mark.slow
 def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
