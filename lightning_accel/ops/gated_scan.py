@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel.ops.native import KERNELS
-from lightning_accel.ops.scan import linear_scan
+from lightning_accel.ops.scan import check_state_and_starts, linear_scan
 from lightning_accel.ops.transforms import in_transform
 
 NUM_GATES = {"mingru": 2, "minlstm": 3}
@@ -43,7 +43,9 @@ def gated_scan(
     tensor([0.5000, 0.7500])
     """
     _check_gates(cell, gates)
-    _check_optional(gates, gates.shape[2] // NUM_GATES[cell], state, starts, lengths)
+    num_rows, num_steps, width = gates.shape
+    check_state_and_starts(num_rows, num_steps, width // NUM_GATES[cell], state, starts)
+    _check_lengths(num_rows, lengths)
     state = None if state is None else state.to(gates.dtype)
     if _takes_kernel(gates):
         from lightning_accel.ops.gated_scan_native import scan_by_kernel
@@ -87,22 +89,7 @@ def _check_gates(cell: str, gates: Tensor) -> None:
         raise TypeError(f"gated_scan needs floating gates; got {gates.dtype}. Call gates.float()")
 
 
-def _check_optional(
-    gates: Tensor, num_channels: int, state: Tensor | None, starts: Tensor | None, lengths: Tensor | None
-) -> None:
-    num_rows, num_steps, _ = gates.shape
-    if state is not None and state.shape != (num_rows, num_channels):
-        raise ValueError(
-            f"state must be (B, H), here {(num_rows, num_channels)}; got {tuple(state.shape)}. "
-            "Give one state for each row, or None for zeros"
-        )
-    if starts is not None and starts.dtype != torch.bool:
-        raise TypeError(f"starts must be bool; got {starts.dtype}. Call starts.bool()")
-    if starts is not None and starts.shape != (num_rows, num_steps):
-        raise ValueError(
-            f"starts must be (B, T), here {(num_rows, num_steps)}; got {tuple(starts.shape)}. "
-            "Mark the first step of each sequence in each row"
-        )
+def _check_lengths(num_rows: int, lengths: Tensor | None) -> None:
     if lengths is not None and lengths.dtype != torch.int64:
         raise TypeError(f"lengths must be int64; got {lengths.dtype}. Call lengths.long()")
     if lengths is not None and lengths.shape != (num_rows,):

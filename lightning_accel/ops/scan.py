@@ -88,6 +88,13 @@ def _check(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | N
             "Use expand where one of them is the same for several rows, steps or channels"
         )
     num_rows, num_steps, num_channels = value.shape
+    check_state_and_starts(num_rows, num_steps, num_channels, state, starts)
+
+
+def check_state_and_starts(
+    num_rows: int, num_steps: int, num_channels: int, state: Tensor | None, starts: Tensor | None
+) -> None:
+    """Refuse those that do not fit a recurrence over (B, T, H)."""
     if state is not None and state.shape != (num_rows, num_channels):
         raise ValueError(
             f"state must be (B, H), here {(num_rows, num_channels)}; got {tuple(state.shape)}. "
