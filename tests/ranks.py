@@ -15,11 +15,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+_START_S = 600  # bounds the start of a process and the imports of its check, however busy the machine is
 _pools: dict[int, "_Pool"] = {}
 
 
-def run_ranks(check: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60) -> list[Any]:
+def run_ranks(check: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 300) -> list[Any]:
     """Run ``check(rank, *args)`` in ``world_size`` processes.
+
+    ``timeout_s`` begins once every process has started and imported ``check``. It ends hangs, so it is far longer than
+    any check takes.
 
     Raises:
         AssertionError: with the traceback of each rank that failed, or naming those that did not answer in time. The
@@ -58,26 +62,35 @@ class _Pool:
             self.processes.append(process)
 
     def run(self, check: Callable[..., Any], args: tuple, timeout_s: float) -> tuple[dict[int, str], dict[int, Any]]:
-        failures: dict[int, str] = {}
-        results: dict[int, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self.pipes:
                 pipe.send((check, args, f"{folder}/store", timeout_s))
-            waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
-            deadline = time.monotonic() + timeout_s
-            while waiting:
-                ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
-                if not ready:
-                    return failures | dict.fromkeys(waiting.values(), f"no answer in {timeout_s} s"), results
-                for pipe in ready:
-                    rank = waiting.pop(pipe)
-                    try:
-                        succeeded, answer = pipe.recv()
-                    except EOFError:
-                        succeeded, answer = False, f"the process died, exit code {self._exit_code(rank)}"
-                    (results if succeeded else failures)[rank] = answer
-                if failures:  # the others may wait for the one that failed
-                    deadline = min(deadline, time.monotonic() + 2)
+            failures, results = self._answers(_START_S, "not ready after")
+            if not failures:
+                for pipe in self.pipes:
+                    pipe.send("go")
+                failures, results = self._answers(timeout_s, "no answer in")
+        return failures, results
+
+    def _answers(self, timeout_s: float, late: str) -> tuple[dict[int, str], dict[int, Any]]:
+        """Wait for one answer of each process; return failures and results by rank."""
+        failures: dict[int, str] = {}
+        results: dict[int, Any] = {}
+        waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+            if not ready:
+                return failures | dict.fromkeys(waiting.values(), f"{late} {timeout_s} s"), results
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, answer = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    succeeded, answer = False, f"the process died, exit code {self._exit_code(rank)}"
+                (results if succeeded else failures)[rank] = answer
+            if failures:  # the others may wait for the one that failed
+                deadline = min(deadline, time.monotonic() + 2)
         return failures, results
 
     def _exit_code(self, rank: int) -> int | None:
@@ -113,7 +126,9 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            check, args, store, timeout_s = pipe.recv()
+            check, args, store, timeout_s = pipe.recv()  # which imports the module of the check
+            pipe.send((True, "ready"))
+            pipe.recv()
         except EOFError:
             return
         try:

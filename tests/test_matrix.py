@@ -225,7 +225,7 @@ def test_three_steps_of_four_equal_those_of_one(module, way, run_folder):
     if processes == 1:
         check_three_steps(0, module, way, run_folder)
     else:
-        run_ranks(check_three_steps, module, way, run_folder, world_size=processes, timeout_s=120)
+        run_ranks(check_three_steps, module, way, run_folder, world_size=processes)
     one = run(
         module, "single device", "32-true", "Lightning's", run_folder / "one", 3, number=4
     ).lightning_module.state_dict()

@@ -672,14 +672,14 @@ def check_split(rank, name, strategy, folder):
 
 @pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
 def test_processes_train_as_one(tmp_path, strategy):
-    run_ranks(check_split, "plain", strategy, tmp_path, timeout_s=120)
+    run_ranks(check_split, "plain", strategy, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
 @pytest.mark.parametrize("name", ["classifier", "sequence", "language_model"])
 def test_processes_train_our_own_as_one(tmp_path, name, strategy):
-    run_ranks(check_split, name, strategy, tmp_path, timeout_s=120)
+    run_ranks(check_split, name, strategy, tmp_path)
 
 
 def test_devices_of_one_process_train_as_one():

@@ -300,7 +300,7 @@ def check_ranks(rank, folder, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_rank_goes_on(tmp_path, name):
-    run_ranks(check_ranks, tmp_path, name, timeout_s=120)
+    run_ranks(check_ranks, tmp_path, name)
 
 
 def check_rows_on(rank, folder, devices, resume=None):

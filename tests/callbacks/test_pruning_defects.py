@@ -188,7 +188,7 @@ def check_random_masks(rank):
 
 
 def test_random_masks_are_equal_over_processes():
-    first, second = run_ranks(check_random_masks, timeout_s=180)
+    first, second = run_ranks(check_random_masks)
     assert not first[0].equal(second[0])
     assert first[1].equal(second[1])
     assert 0 < first[1].sum() < first[1].numel()
@@ -206,7 +206,7 @@ def check_split_parameters(rank):
 
 
 def test_split_parameters_are_pruned():
-    for failed, sparsity in run_ranks(check_split_parameters, timeout_s=180):
+    for failed, sparsity in run_ranks(check_split_parameters):
         assert failed
         assert sparsity == pytest.approx(0.5, abs=0.01)
 

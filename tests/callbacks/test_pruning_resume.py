@@ -160,12 +160,12 @@ def check_resumed(rank, folder, name, kinds):
      pytest.param("Lightning's own FSDP2", ["movement"], marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_every_process_goes_on(tmp_path, name, kinds):
-    run_ranks(check_resumed, tmp_path, name, kinds, timeout_s=120)
+    run_ranks(check_resumed, tmp_path, name, kinds)
 
 
 @pytest.mark.slow
 def test_every_kind_goes_on_under_fsdp2(tmp_path):
-    run_ranks(check_resumed, tmp_path, "accel_fsdp2", [*KINDS], timeout_s=120)
+    run_ranks(check_resumed, tmp_path, "accel_fsdp2", [*KINDS])
 
 
 def check_saved_elsewhere(rank, folder, kind):

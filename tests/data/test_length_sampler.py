@@ -378,7 +378,7 @@ def test_a_killed_run_goes_on(tmp_path, name):
 @pytest.mark.parametrize("name", CASES)
 def test_killed_ranks_go_on(tmp_path, name):
     cases = [case for case in CASES[name] if "num_workers" not in case]  # fork beside gloo's threads may hang
-    run_ranks(check_resumed, tmp_path, 2, cases, timeout_s=120)
+    run_ranks(check_resumed, tmp_path, 2, cases)
 
 
 def check_rows(rank, folder, devices, save, resume, exact, ours):
@@ -391,9 +391,9 @@ def check_rows(rank, folder, devices, save, resume, exact, ours):
 @pytest.mark.slow
 @pytest.mark.parametrize(("exact", "ours"), [(False, True), (True, True), (True, False)])
 def test_two_ranks_go_on_as_four_and_as_one(tmp_path, exact, ours):
-    whole = steps_of(run_ranks(check_rows, tmp_path, 2, 7, None, exact, ours, timeout_s=120))
+    whole = steps_of(run_ranks(check_rows, tmp_path, 2, 7, None, exact, ours))
     saved = tmp_path / "saved.ckpt"
-    four = run_ranks(check_rows, tmp_path, 4, None, saved, exact, ours, world_size=4, timeout_s=120)
+    four = run_ranks(check_rows, tmp_path, 4, None, saved, exact, ours, world_size=4)
     assert steps_of(four) == whole[7:]
     assert steps_of([check_rows(0, tmp_path, 1, None, saved, exact, ours)]) == whole[7:]
 

@@ -365,7 +365,7 @@ def check_likelihood(rank, world_size):
 @pytest.mark.slow
 def test_two_processes_learn_a_density_as_well_as_one():
     alone, _ = check_likelihood(0, 1)
-    (first, weights), (_, others) = run_ranks(check_likelihood, 2, timeout_s=120)
+    (first, weights), (_, others) = run_ranks(check_likelihood, 2)
     assert not changed(weights, others)
     assert first > alone - 0.25  # seeds differ by 0.1
     assert alone > -20  # the mean picture has -26
@@ -393,7 +393,7 @@ def check_large(rank):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*DTensor")
 def test_fsdp2_trains_a_large_rbm_of_which_each_process_holds_half():
-    for errors, local, whole in run_ranks(check_large, timeout_s=120):
+    for errors, local, whole in run_ranks(check_large):
         assert errors[-1] < 0.9 * errors[0]
         assert local <= whole / 2 + 784
 

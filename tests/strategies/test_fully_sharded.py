@@ -457,7 +457,7 @@ def check_failure(rank):
 
 def test_a_process_that_fails_says_so_at_once():
     with pytest.raises(AssertionError, match="rank 1: the process died, exit code 3"):
-        run_ranks(check_failure, timeout_s=30)
+        run_ranks(check_failure)
 
 
 @pytest.mark.slow
