@@ -288,7 +288,7 @@ class _InPlace:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = type(self.module).forward(self.module, *args, **kwargs)
-        own = named_tensors(output)
+        own = named_tensors(output, others=[])
         given = named_tensors(self.run(*args, **kwargs))
         if self.postprocess is not None:  # their logarithms have the softmax that the scores had
             first = next(iter(given))

@@ -74,7 +74,7 @@ class FromTensors(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = restore(self.example, iter(tensors))
-        found = named_tensors(self.whole(*args, **kwargs))
+        found = named_tensors(self.whole(*args, **kwargs), others=[])
         return tuple(found[name] for name in self.kept)
 
 
@@ -87,9 +87,10 @@ class _Structured(nn.Module):
         self.output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return restore(self.output, iter(named_tensors(self.program(*args, **kwargs)).values()))
+        return restore(self.output, iter(named_tensors(self.program(*args, **kwargs), others=[]).values()))
 
 
 def outputs_of(run: Run, call: Inputs) -> dict[str, Tensor]:
+    """Return the tensors that ``run`` gives, by name; what else it gives, such as a cache, no file can hold."""
     args, kwargs = call
-    return named_tensors(run(*args, **kwargs))
+    return named_tensors(run(*args, **kwargs), others=[])

@@ -38,7 +38,9 @@ def around_quantized(content: bytes, flat: FromTensors, calls: Sequence[Inputs])
         given = [one.name for one in made.graph.output]
         model = _joined(made, model, dict(zip(given, places, strict=True)))
     inputs = {one.name: names[_place(one.name)] for one in model.graph.input}
-    kept = [list(named_tensors(output)).index(name) for name in flat.kept] if flat.postprocess is None else None
+    kept = (
+        [list(named_tensors(output, others=[])).index(name) for name in flat.kept] if flat.postprocess is None else None
+    )
     if flat.postprocess is not None:
         inner = [flat.preprocessed(*call) for call in calls]
         outputs = [tensors_of(flat.module(*args, **kwargs)) for args, kwargs in inner]
@@ -73,7 +75,7 @@ class _After(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         assert self.postprocess is not None
-        found = named_tensors(self.postprocess(restore(self.output, iter(tensors))))
+        found = named_tensors(self.postprocess(restore(self.output, iter(tensors))), others=[])
         return tuple(found[name] for name in self.kept)
 
 
