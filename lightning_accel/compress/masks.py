@@ -31,7 +31,7 @@ def prune_(
     Args:
         module: any; see :func:`~lightning_accel.compress.find_prunable` for which of its parameters are weights.
         sparsity: share of all weights that is zero afterwards, but for one in each layer at least (of all under
-            ``"global"``); may be left out where ``structure`` says it.
+            ``"global"``); only a ``structure`` such as ``"2:4"``, which says it, lets it be left out.
         structure: ``"unstructured"``, or ``"2:4"`` and such: two of four neighbours along the input are kept.
         criterion: ``"magnitude"``, ``"random"``, or a function of a parameter's name and value that returns scores
             of its shape, of which the lowest go.
@@ -44,6 +44,7 @@ def prune_(
         What is kept, bool, by the name of the parameter.
 
     Raises:
+        TypeError: if neither ``sparsity`` nor ``structure`` says how much goes.
         ValueError: if ``sparsity`` is not in [0, 1) or does not fit the structure, or there is no weight to prune.
 
     >>> layer = nn.Linear(4, 5)
@@ -52,6 +53,11 @@ def prune_(
     4
     """
     pattern = parse_structure(structure)
+    if sparsity is None and pattern is None:
+        raise TypeError(
+            f"prune_ needs sparsity, the share of weights to set to zero; got none with structure={structure!r}. Pass "
+            "it, such as sparsity=0.5, or a structure that says it, such as '2:4'"
+        )
     target = require_target(sparsity, pattern)
     require_scope(scope)
     found, left_out = find_prunable(module, exclude)

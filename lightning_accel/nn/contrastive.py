@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_accel.nn.contrastive_gradient import Contrast, Phase, log_variance_of
-from lightning_accel.nn.contrastive_sgd import BernoulliSGD, in_place_sgd
+from lightning_accel.nn.contrastive_sgd import BernoulliSGD, in_place_sgd, needs_autograd
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
 from lightning_accel.ops.gibbs import draw_bernoulli
@@ -103,11 +103,12 @@ class ContrastiveDivergence:
     def train_(self, rbm: RBM, visible: Tensor, batch_size: int, optimizer: Optimizer) -> Tensor:
         """Update ``rbm`` once for every ``batch_size`` rows of ``visible`` (N, V), in their order.
 
-        What the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()`` does, without autograd.
-        With Bernoulli units, ``cd`` or ``pcd``, :class:`torch.optim.SGD` without Nesterov momentum, one process and no
-        autocast, most mini-batches do without the optimizer's own code, too: weights and momentum are brought forward
-        in place. The last one always calls ``optimizer.step``, so that schedulers see that there was a step; for
-        Lightning each call is one step. Processes average their gradients, and need equally many mini-batches.
+        What the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()`` does, without autograd
+        unless a parameter has hooks or a parametrization. With Bernoulli units, ``cd`` or ``pcd``,
+        :class:`torch.optim.SGD` without Nesterov momentum and step hooks, one process and no autocast, most
+        mini-batches do without the optimizer's own code, too: weights and momentum are brought forward in place. The
+        last one always calls ``optimizer.step``, so that schedulers see that there was a step; for Lightning each call
+        is one step. Processes average their gradients, and need equally many mini-batches.
 
         Returns:
             Mean over the mini-batches of the gap of the mean energies of data and samples, ().
@@ -135,6 +136,8 @@ class ContrastiveDivergence:
 
     def _update_(self, rbm: RBM, rows: Tensor, optimizer: Optimizer) -> Tensor:
         """One step of the optimizer; returns the gap."""
+        if needs_autograd(rbm):
+            return self._update_by_autograd_(rbm, rows, optimizer)
         contrast = self._contrast(rbm, rows)
         gap = contrast.gap()
         parameters = rbm.weight, rbm.visible_bias, rbm.hidden_bias, log_variance_of(rbm)
@@ -149,6 +152,19 @@ class ContrastiveDivergence:
         optimizer.step()
         torch.clear_autocast_cache()  # which keeps the weights as they were
         return gap
+
+    def _update_by_autograd_(self, rbm: RBM, rows: Tensor, optimizer: Optimizer) -> Tensor:
+        """:meth:`_update_`, of an RBM whose hooks or parametrizations see each gradient on its way."""
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            gap = self(rbm, rows)
+            gap.backward()  # type: ignore[no-untyped-call]
+        gradients = [one.grad for one in rbm.parameters() if one.grad is not None]
+        for gradient, mean in zip(gradients, _averaged(gradients), strict=True):
+            gradient.copy_(mean)
+        optimizer.step()
+        torch.clear_autocast_cache()
+        return gap.detach()
 
     def _has_begun(self, sgd: SGD, rbm: RBM) -> bool:
         """Whether all that moves with the training has been set up, by a first step."""

@@ -3,6 +3,7 @@
 Shapes: B rows, C chains, V visible units, H hidden units.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
+from lightning_accel.ops.optimizer_hooks import has_step_hooks
 
 _NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in a cache
 
@@ -22,11 +24,30 @@ def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
         return None
     if type(rbm.visible_units) is not BernoulliVisible or type(rbm.hidden_units) is not BernoulliHidden:
         return None
+    if has_step_hooks(optimizer) or _has_own_step(optimizer):
+        return None
     parameters = _parameters_of(rbm)
     groups = [_group_of(optimizer, one) for one in parameters]
-    plain = all(type(one) is nn.Parameter and one.requires_grad for one in parameters)
+    plain = all(type(one) is nn.Parameter and one.requires_grad for one in parameters) and not needs_autograd(rbm)
     unusual = any(group[name] for group in groups for name in ("nesterov", "dampening", "maximize") if group)
     return optimizer if plain and all(groups) and not unusual else None
+
+
+def needs_autograd(rbm: RBM) -> bool:
+    """Return whether gradients must pass through autograd: on to a parametrization, or through a parameter's hooks."""
+    # torch has no public form of the question whether a tensor has hooks
+    return any(
+        not isinstance(one, nn.Parameter) or one._backward_hooks or one._post_accumulate_grad_hooks
+        for one in (*_parameters_of(rbm), *rbm.parameters())
+    )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether somebody has put another ``step`` into this very optimizer, but for a scheduler's counter."""
+    step = vars(optimizer).get("step")
+    return step is not None and not (
+        hasattr(step, "_wrapped_by_lr_sched") and inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
+    )
 
 
 class BernoulliSGD:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from lightning_accel.ops.optimizer_hooks import has_step_hooks
+
 # Each element of a parameter moves by its own gradient alone. Subclasses may do otherwise.
 _ELEMENTWISE = ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
@@ -26,7 +28,7 @@ def step_on_parts(optimizer: Optimizer) -> None:
 
     @wraps(plain_step)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:  # they expect the parameters themselves
+        if has_step_hooks(self):  # they expect the parameters themselves
             return plain_step(closure)
         loss = None
         if closure is not None:

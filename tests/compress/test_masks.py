@@ -164,3 +164,12 @@ def test_schedules_are_absolute_and_reach_the_target():
     assert sparsity_at(8, 3, 13, 0.9, "cubic") == pytest.approx(0.9 * 7 / 8)
     assert sparsity_at(8, 3, 13, 0.9, "geometric") == pytest.approx(1 - 0.1**0.5)
     assert [sparsity_at(step, 3, 3, 0.9, "one_shot") for step in (2, 3)] == [0.0, 0.9]
+
+
+def test_sparsity_must_be_said():
+    layer = nn.Linear(4, 6)
+    before = layer.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"prune_ needs sparsity, the share .* got none with structure='unstructured'"):
+        prune_(layer)
+    assert torch.equal(layer.weight, before)
+    assert int(prune_(layer, structure="2:4")["weight"].sum()) == 12

@@ -5,6 +5,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.nn import RBM, ContrastiveDivergence, contrastive_sgd
 from tests.ranks import run_ranks
@@ -273,17 +274,84 @@ def test_train_equals_the_loop_with_any_units_and_optimizer(units):
     torch.testing.assert_close(states[0], states[1])
 
 
-def test_train_in_place_is_what_bernoulli_units_and_sgd_get():
+class Doubled(torch.nn.Module):
+    def forward(self, value):
+        return 2 * value
+
+
+def watch_optimizer(rbm, optimizer, seen):
+    def clamp(*_):
+        seen.append(rbm.weight.detach().clone())
+        for parameter in rbm.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+    return optimizer.register_step_post_hook(clamp)
+
+
+def watch_all_optimizers(rbm, optimizer, seen):
+    return register_optimizer_step_pre_hook(lambda *_: seen.append(rbm.weight.detach().clone()))
+
+
+def watch_step(rbm, optimizer, seen):
+    plain_step = optimizer.step
+
+    def step(closure=None):
+        seen.append(rbm.weight.detach().clone())
+        return plain_step(closure)
+
+    optimizer.step = step
+
+
+def watch_gradient(rbm, optimizer, seen):
+    def halve(grad):
+        seen.append(grad.clone())
+        return grad / 2
+
+    rbm.weight.register_hook(halve)
+
+
+def watch_accumulation(rbm, optimizer, seen):
+    rbm.hidden_bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+
+
+def watch_parametrization(rbm, optimizer, seen):
+    torch.nn.utils.parametrize.register_parametrization(rbm, "weight", Doubled())
+    rbm.parametrizations.weight.original.register_hook(lambda grad: seen.append(grad.clone()))
+
+
+WATCHES = [watch_optimizer, watch_all_optimizers, watch_step, watch_gradient, watch_accumulation, watch_parametrization]
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_train_hides_nothing_from_hooks(watch):
+    def run(train):
+        torch.manual_seed(0)
+        rbm, seen = make_rbm(), []
+        optimizer = torch.optim.SGD(rbm.parameters(), lr=0.1, momentum=0.5)
+        handle = watch(rbm, optimizer, seen)
+        train(ContrastiveDivergence("pcd", num_chains=5, seed=1), rbm, rows_for(rbm, 20), 4, optimizer)
+        if handle is not None:
+            handle.remove()
+        return seen, parameters_of(rbm)
+
+    (seen, weights), (expected_seen, expected_weights) = run(ContrastiveDivergence.train_), run(by_hand)
+    assert len(seen) == 5
+    torch.testing.assert_close(seen, expected_seen)
+    torch.testing.assert_close(weights, expected_weights)
+
+
+def test_train_in_place_is_what_bernoulli_units_and_sgd_get(monkeypatch):
     """Else the tests above compare the general way with itself."""
     rbm = make_rbm()
     optimizer = torch.optim.SGD(rbm.parameters(), lr=0.1)
-    steps = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the optimizer's step
+    steps, update_ = [], contrastive_sgd.BernoulliSGD.update_
+    monkeypatch.setattr(contrastive_sgd.BernoulliSGD, "update_", lambda self: (steps.append(1), update_(self)))
     training = ContrastiveDivergence(num_chains=5)
     training.train_(rbm, rows_for(rbm, 40), 4, optimizer)
-    assert len(steps) == 2  # the first one sets chains and offsets up, the last is the optimizer's own
+    assert len(steps) == 8  # the first one sets chains and offsets up, the last is the optimizer's own
     training.train_(rbm, rows_for(rbm, 40), 4, optimizer)
-    assert len(steps) == 3
+    assert len(steps) == 8 + 9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, GeneralSGD])

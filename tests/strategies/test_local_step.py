@@ -3,6 +3,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.strategies.local_step import step_on_parts
 from tests.ranks import run_ranks
@@ -61,11 +62,17 @@ def check_hooks(rank):
     optimizer = SGD([parameter], lr=1.0)
     step_on_parts(optimizer)
     seen = []
-    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["params"][0] is parameter))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert seen == [True]
-    assert parameter.full_tensor().tolist() == [0] * 4
+
+    def look(one, *_):
+        seen.append(one.param_groups[0]["params"][0] is parameter)
+
+    for register in (optimizer.register_step_pre_hook, register_optimizer_step_pre_hook):
+        handle = register(look)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        handle.remove()
+    assert seen == [True, True]
+    assert parameter.full_tensor().tolist() == [-1] * 4
 
 
 def test_hooks_see_the_parameters():
