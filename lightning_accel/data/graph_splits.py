@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_accel.data.digest import digest_of
 from lightning_accel.data.graph_files import FileGraphs
 from lightning_accel.data.graph_masks import MASKS, masked_nodes, masks_of, require_effect_beside
 from lightning_accel.data.graph_rows import has_target
@@ -74,13 +75,28 @@ class GraphSplits:
         return y.where(y.isfinite(), torch.nan)
 
     def digest(self) -> str:
-        """Of the sizes, edges and targets that train, by which another set is known."""
+        """Digest the edges and targets that train, as they are after a transform."""
         digest = hashlib.blake2b(self.train.astype("<i8").tobytes(), digest_size=8)
         for i in [0] if self.of_nodes else self.train.tolist():
             graph = self.graphs[i]
             for part in (graph.edge_index, graph.y.double().nan_to_num(0.5)):
                 digest.update(part.contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+    def digest_of_source(self, source: Sequence[object]) -> str:
+        """Digest what trains and validates, features as ``source`` has them: a transform may draw at random."""
+        parts = [self.train, self.val]
+        fitted = np.concatenate(parts)
+        for i in [0] if self.of_nodes else fitted.tolist():
+            given, y = source[i], self.graphs[i].y
+            features = [given.x, given.edge_index, given.edge_attr] if isinstance(given, Data) else []
+            tensors = [y[torch.from_numpy(fitted)] if self.of_nodes else y, *features]
+            parts += [_as_array(part) for part in tensors if isinstance(part, Tensor) and part.layout == torch.strided]
+        return digest_of(*parts)
+
+
+def _as_array(values: Tensor) -> np.ndarray:
+    return (values.double() if values.is_floating_point() else values).numpy()
 
 
 def generated_splits(

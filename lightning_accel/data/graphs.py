@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
+from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.graph_features import Features, Scale, apply_features, features_of, fit_scale, scale_features
 from lightning_accel.data.graph_files import FileGraphs, GraphLayout, read_graphs
 from lightning_accel.data.graph_neighbours import NeighbourRows
@@ -233,7 +234,8 @@ class GraphDataModule(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
             return
-        splits, read = self._read()
+        splits, read, source = self._read()
+        self._digests = splits.digest(), None if source is None else splits.digest_of_source(source)
         where = self._where()
         features = features_of(splits.graphs, where)
         splits.graphs = [apply_features(graph, features, where) for graph in splits.graphs]
@@ -255,7 +257,6 @@ class GraphDataModule(L.LightningDataModule):
         self.predict_rows, self.predict_ids = self._rows_to_predict(splits)
         if self.predict_path is not None and read is not None:
             self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, read, features, scales)
-        self._digest = splits.digest()
         self.train_rows, self.val_rows, self.test_rows = rows
 
     def _where(self) -> str:
@@ -263,25 +264,30 @@ class GraphDataModule(L.LightningDataModule):
             return f"the task {self.task}"
         return str(self.path) if self.path else f"the dataset {self.datasets[0]}"
 
-    def _read(self) -> tuple[GraphSplits, FileGraphs | None]:
-        """Graphs and splits; and of files what their tables name."""
+    def _read(self) -> tuple[GraphSplits, FileGraphs | None, list[Any] | None]:
+        """Return graphs and splits; what the tables of files name; and the graphs as they were, if not generated."""
         if self.task is not None:
             level = self.layout.level or "graph"
             splits = generated_splits(self.task, self.num_graphs, self.shares, self.seed, self.fold, self.family, level)
             if self.task == "substructures":
                 keep_targets(splits, self.counted)
             splits.graphs = [self._transformed(graph) for graph in splits.graphs]
-            return splits, None
+            return splits, None, None
         if self.path is not None:
             read = read_graphs(self.path, self.layout)
             kind = self.kind or "classification"
             splits = file_splits(read, self.path, kind, self.layout.target, self.shares, self.seed)
-            splits.graphs = [self._transformed(graph) for graph in splits.graphs]
-            return splits, read
-        parts = [[self._transformed(graph) for graph in dataset] for dataset in self.datasets]
+            source = list(splits.graphs)
+            splits.graphs = [self._transformed(graph) for graph in source]
+            return splits, read, source
+        given = [list(dataset) for dataset in self.datasets]
+        parts = [[self._transformed(graph) for graph in dataset] for dataset in given]
+        # what a dataset's own transform makes may differ each time
+        drawn = [getattr(dataset, "transform", None) is not None for dataset in self.datasets]
+        source = [None if own else graph for own, part in zip(drawn, given, strict=True) for graph in part]
         where = self._where()
         options = self.layout.level, self.kind, self.shares, self.seed, self.fold, self.named_shares
-        return dataset_splits(parts, where, *options), None
+        return dataset_splits(parts, where, *options), None, source
 
     def _transformed(self, graph: Any) -> Data:
         graph = copy.copy(graph)  # a dataset may keep it
@@ -371,22 +377,19 @@ class GraphDataModule(L.LightningDataModule):
             "target": [self.level, self.target_kind, self.class_names, self.target_names],
             "features": [self.num_features, self.edge_dim, self.num_relations, self.feature_names, self.relation_names],
             "split": [self.seed, *self.shares, self.fold],
-            "digest of what trains": self._digest,
+            "digest of what trains": self._digests[0],
+            DIGEST: self._digests[1],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer: Any = self.trainer
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
         fresh = self.task not in (None, "csl", "karate") and not resuming  # other graphs of a task were not trained on
-        for name, now in self.state_dict().items():
-            if fresh and name in ("source", "split", "digest of what trains") and state_dict["source"][0] == self.task:
-                continue
-            if _plain(state_dict[name]) != _plain(now):
-                raise ValueError(
-                    f"the checkpoint was trained on other graphs than those of {self._where()} as configured: {name} "
-                    f"{state_dict[name]} there, {now} here. Give the graphs and the split of its run; new graphs of a "
-                    "file go in predict_path"
-                )
+        now = self.state_dict()
+        if fresh and state_dict["source"][0] == self.task:
+            del now["source"], now["split"], now["digest of what trains"]
+        remedy = "Give the graphs and the split of its run; new graphs of a file go in predict_path"
+        require_same_data(state_dict, now, f"graphs than those of {self._where()}", remedy)
 
     def _sampler(self, rows: Rows, shuffle: bool) -> GraphBudgetBatchSampler:
         replicas, rank = self._deal()
@@ -454,8 +457,3 @@ class GraphDataModule(L.LightningDataModule):
             pin_memory=pins_memory(self),
             persistent_workers=self.num_workers > 0,
         )
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, which is how some formats of checkpoints give them back."""
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,5 @@
 """Images of the user's own in IDX files, such as MNIST. Shapes: N rows of a file, B of a batch, H and W pixels."""
 
-import math
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.idx_files import IdxPart, find_idx, read_idx, require_idx
 from lightning_accel.data.in_memory import require_loading_options, row_loader
 from lightning_accel.data.tables import existing_file, split_rows
@@ -115,6 +115,7 @@ class IdxDataModule(L.LightningDataModule):
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
         train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, path)
+        self._digest = digest_of(images, *([] if labels is None else [labels]))
         every = self._rows(images, labels)
         self.train_rows, self.val_rows = every.only(train), every.only(val)
 
@@ -180,17 +181,12 @@ class IdxDataModule(L.LightningDataModule):
             "binarize": self.binarize,
             "limits": list(self._limits),
             "mean of the training file": self._mean,
+            DIGEST: self._digest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, now in self.state_dict().items():
-            saved = state_dict[name]
-            if not (math.isclose(saved, now) if isinstance(now, float) else saved == now):
-                raise ValueError(
-                    f"the checkpoint was trained on other images than those of {self.path} as configured: {name} "
-                    f"{saved} there, {now} here. Give the files and options of its run; new images go in "
-                    "predict_path"
-                )
+        remedy = "Give the files and options of its run; new images go in predict_path"
+        require_same_data(state_dict, self.state_dict(), f"images than those of {self.path}", remedy)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)

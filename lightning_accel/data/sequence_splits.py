@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequence_batch import IGNORED
 from lightning_accel.data.sequence_files import FileSequences, Layout, TargetKind, read_sequences
 from lightning_accel.data.sequence_rows import SequenceRows
@@ -61,6 +62,7 @@ class SequenceSplits:
     test_ids: list[str] = field(default_factory=list)
     mean: np.ndarray | None = None  # (F,) of the training steps; None where values stay as they are
     std: np.ndarray | None = None
+    digest: str | None = None  # of the sequences of a file that train or validate
 
 
 def task_lengths(
@@ -156,14 +158,26 @@ def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: i
     train, val, test = _split(stratify, len(read.lengths), shares, seed, path)
     val, test = (part[np.argsort(read.lengths[part], kind="stable")] for part in (val, test))
     mean, std = _fit_scale(read, train, path)
+    digest = _digest(read, np.concatenate([train, val]), target, labels)
     rows = SequenceRows(_to_steps(read, mean, std), torch.from_numpy(read.lengths), target, labels)
     splits = SequenceSplits(rows.select(train), rows.select(val), rows.select(test), layout.kind, classes)
-    splits.test_ids = [read.ids[row] for row in test]
+    splits.test_ids, splits.digest = [read.ids[row] for row in test], digest
     if mean is None:
         splits.vocab_size = _BYTES if read.steps.dtype == np.uint8 else int(read.steps.max()) + 1
     else:
         splits.feature_names, splits.mean, splits.std = read.names, mean, std
     return splits
+
+
+def _digest(read: FileSequences, rows: np.ndarray, target: Tensor | None, labels: Tensor | None) -> str:
+    """Digest the sequences ``rows``, their steps as the file has them, with their targets."""
+    inside = np.zeros(len(read.lengths), dtype=bool)
+    inside[rows] = True
+    of_steps = np.repeat(inside, read.lengths)
+    parts = [rows, read.lengths[rows], read.steps[of_steps]]
+    parts += [] if target is None else [target.numpy()[rows]]
+    parts += [] if labels is None else [labels.numpy()[of_steps]]
+    return digest_of(*parts)
 
 
 def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import (
     already_a_batch,
     pins_memory,
@@ -193,6 +193,7 @@ class SequenceDataModule(L.LightningDataModule):
         if self.predict_path is not None:
             self.predict_rows, self.predict_ids = file_to_predict(self.predict_path, self.layout, splits)
         self._describe(splits)
+        self._digest = splits.digest
         self._sampler(splits.train)  # raises where a sequence is longer than max_tokens
         self.train_rows, self.val_rows, self.test_rows = splits.train, splits.val, splits.test
 
@@ -230,20 +231,17 @@ class SequenceDataModule(L.LightningDataModule):
             "split": [self.seed, *self.shares],
             "means of the training steps": self.feature_mean,
             "deviations of the training steps": self.feature_std,
+            DIGEST: self._digest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer: Any = self.trainer
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        for name, now in self.state_dict().items():
-            if self._is_generated and not resuming and name in ("task", "split"):
-                continue  # no generated sequence of another length or seed was trained on
-            if not _agree(state_dict[name], now):
-                raise ValueError(
-                    f"the checkpoint was trained on other sequences than those of {self.path or self.task} as "
-                    f"configured: {name} {state_dict[name]} there, {now} here. Give the file and the split of its run; "
-                    "new sequences go in predict_path"
-                )
+        now = self.state_dict()
+        if self._is_generated and not resuming:
+            del now["task"], now["split"]  # no generated sequence of another length or seed was trained on
+        remedy = "Give the file and the split of its run; new sequences go in predict_path"
+        require_same_data(state_dict, now, f"sequences than those of {self.path or self.task}", remedy)
 
     def _sampler(self, rows: SequenceRows) -> LengthBatchSampler:
         replicas, rank = self._deal()
@@ -299,14 +297,3 @@ class SequenceDataModule(L.LightningDataModule):
             pin_memory=pins_memory(self),
             persistent_workers=self.num_workers > 0,
         )
-
-
-def _agree(saved: Any, now: Any) -> bool:
-    if isinstance(saved, list) and isinstance(now, list) and now and all(isinstance(n, float) for n in now):
-        return len(saved) == len(now) and np.allclose(saved, now)
-    return _plain(saved) == _plain(now)
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, which is how some formats of checkpoints give them back."""
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

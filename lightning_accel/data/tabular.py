@@ -16,6 +16,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
 from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.tables import (
@@ -134,6 +135,9 @@ class TabularDataModule(L.LightningDataModule):
         self.feature_names = _feature_names(encoder, self.path)
         self.num_features = len(self.feature_names)
         self._centres = np.asarray(features.iloc[train].mean(numeric_only=True)).tolist()
+        fitted = features.iloc[np.concatenate([train, val])]
+        columns = [fitted[name].to_numpy() if number else fitted[name].tolist() for name, number in is_number.items()]
+        self._digest = digest_of(labels[train], labels[val], *columns)
         rows, targets = _to_tensor(encoder.transform(features)), torch.from_numpy(labels)
         self.train_rows, self.val_rows, self.test_rows = (
             TensorRows(rows[chosen], targets[chosen]) for chosen in (train, val, test)
@@ -155,17 +159,12 @@ class TabularDataModule(L.LightningDataModule):
             "classes": self.class_names,
             "split": [self.split_seed, self.val_share, self.test_share],
             "means of the training rows": self._centres,
+            DIGEST: self._digest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, now in self.state_dict().items():
-            saved = state_dict[name]
-            same = saved == now if name != "means of the training rows" else np.allclose(saved, now, equal_nan=True)
-            if not same:
-                raise ValueError(
-                    f"the checkpoint was trained on other data than {self.path} as configured: {name} {saved} there, "
-                    f"{now} here. Give the file and the split of its run; new rows go in predict_path"
-                )
+        remedy = "Give the file and the split of its run; new rows go in predict_path"
+        require_same_data(state_dict, self.state_dict(), f"data than {self.path}", remedy)
 
     def _read(self, path: Path, text_columns: Sequence[str]) -> pd.DataFrame:
         return read_table(path, self.separator, self.decimal, self.missing, text_columns)

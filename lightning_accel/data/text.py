@@ -3,6 +3,7 @@
 import math
 import sysconfig
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import require_loading_options
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 from lightning_accel.data.tables import existing_file
@@ -140,20 +142,25 @@ class TextDataModule(L.LightningDataModule):
         return {
             "text": [len(self.stream), self.vocab_size, self.stream.checksum()],
             "split": [self.context_length, self.val_share, self.test_share, self.seed],
+            DIGEST: self._digest,
         }
+
+    @cached_property
+    def _digest(self) -> str:
+        return self.stream.digest()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer: Any = self.trainer
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        if not resuming and state_dict["text"] != self.state_dict()["text"]:
+        now = self.state_dict()
+        if not resuming and any(state_dict.get(name, now[name]) != now[name] for name in ("text", DIGEST)):
             return  # of other text than the model was trained on, any part may be tested
-        for name, value in self.state_dict().items():
-            if state_dict[name] != value:
-                parts = "tokens, vocabulary, checksum" if name == "text" else "context_length, shares, seed"
-                raise ValueError(
-                    f"the checkpoint was trained on other data than is configured: {name} {state_dict[name]} there, "
-                    f"{value} here ({parts})"
-                )
+        remedy = (
+            "'text' is tokens, vocabulary and checksum, 'split' context_length, shares and seed. Give the text and the "
+            "options of its run"
+        )
+        where = f"{self.paths[0]}{f' and {len(self.paths) - 1} more files' if len(self.paths) > 1 else ''}"
+        require_same_data(state_dict, now, f"text than that of {where}", remedy)
 
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_accel.data.digest import digest_of
+
 _PIECE = 1 << 20  # characters that are encoded at a time
+_MOST_DIGESTED = 1 << 28  # bytes
+_STRETCH = 1 << 15  # tokens
 
 
 class Tokenizer(ABC):
@@ -96,6 +100,18 @@ class TokenStream:
         """Of a hundred stretches of the tokens: of other texts it differs, most likely."""
         starts = np.linspace(0, max(0, len(self) - 256), 100, dtype=np.int64).tolist()
         return zlib.crc32(b"".join(self.read(at, min(at + 256, len(self))).tobytes() for at in starts))
+
+    def digest(self) -> str:
+        """Digest the lengths of the documents and all tokens; of more than 256 MiB of them, 1,024 even stretches.
+
+        To read more would take longer than many a run takes to resume. What changed in files of such a size, and left
+        every length as it was, is surely seen where it is as long as the gap between two stretches.
+        """
+        lengths = np.array([len(document) for document in self.documents])
+        if sum(document.nbytes for document in self.documents) <= _MOST_DIGESTED:
+            return digest_of(lengths, *self.documents)
+        starts = np.linspace(0, len(self) - _STRETCH, 1024, dtype=np.int64).tolist()
+        return digest_of(lengths, *(self.read(at, at + _STRETCH) for at in starts))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop``, less the last, (stop - start,) int64."""

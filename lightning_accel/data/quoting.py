@@ -1,0 +1,42 @@
+"""What messages show of data, which may be of any size."""
+
+import reprlib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = 12
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 60
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """Return ``repr(value)`` in at most ``most`` characters; of what is left out, nothing is formatted.
+
+    >>> shown("z" * 3_000_000, most=12)
+    "'zzzzzzzz..."
+    """
+    text = _REPR.repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def listed(names: Sequence[object], most: int = 20) -> str:
+    """Join the first ``most`` names by commas, each in at most 60 characters, and count the others.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(cut(name) for name in islice(names, most)) + rest
+
+
+def cut(name: object, most: int = 60) -> str:
+    """Return ``str(name)`` in at most ``most`` characters, without quotation marks."""
+    text = name if isinstance(name, str) else shown(name, most)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def list_of_names(names: str | Iterable[str]) -> list[str]:
+    """Return a list of names, of which a text alone is one, not a name for each of its letters."""
+    return [names] if isinstance(names, str) else list(names)
