@@ -41,15 +41,19 @@ class WholeCopy:
 
     def __init__(self, pl_module: L.LightningModule) -> None:
         pl_module.configure_model()  # which may build what is to be copied, and does so once
-        self._skeleton = _copy(pl_module, {id(value): _on_meta(value) for value in _tensors(pl_module)})
+        self._skeleton = _copy(pl_module, {id(value): _empty(value, "meta") for value in _tensors(pl_module)})
 
     def at_start(self) -> L.LightningModule:
         """The module with the shapes that it had when this was made, and weights that mean nothing."""
-        made = copy.deepcopy(self._skeleton).to_empty(device="cpu")
+        made = self._with_memory()
         with torch.no_grad():
             for value in _tensors(made):
                 value.fill_(0.01 if value.is_floating_point() else 0)
         return _forget_run(made)
+
+    def _with_memory(self) -> L.LightningModule:
+        """Return a copy of the skeleton with tensors that hold anything; ``to_empty`` would untie weights."""
+        return copy.deepcopy(self._skeleton, {id(value): _empty(value, "cpu") for value in _tensors(self._skeleton)})
 
     def make(
         self, trainer: L.Trainer, pl_module: L.LightningModule, everywhere: bool = False
@@ -74,7 +78,7 @@ class WholeCopy:
             return _forget_run(_copy(pl_module, {}).cpu()) if is_wanted else None
         if not is_wanted:
             return None
-        made = copy.deepcopy(self._skeleton).to_empty(device="cpu")
+        made = self._with_memory()
         for name, buffer in pl_module.named_buffers():  # those too that state_dict leaves out
             if not buffer.is_meta:
                 made.get_buffer(name).copy_(buffer)
@@ -359,8 +363,8 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _on_meta(value: torch.Tensor) -> torch.Tensor:
-    empty = value.detach().to("meta")
+def _empty(value: torch.Tensor, device: str) -> torch.Tensor:
+    empty = torch.empty_like(value, device=device)
     return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 

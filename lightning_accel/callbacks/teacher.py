@@ -124,6 +124,7 @@ def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 def restore_(module: nn.Module, state: Mapping[str, torch.Tensor], plan: Mapping[str, Mapping[str, Any]]) -> None:
     """Load the ``state`` of a module of the same parts, whose shapes may have been others, as ``plan_of`` it tells."""
+    made: dict[int, torch.Tensor] = {}  # by the tensor that it takes the place of, which may be in several places
     for name, one in module.named_modules():
         if name in plan:
             vars(one).update(plan[name])
@@ -131,8 +132,11 @@ def restore_(module: nn.Module, state: Mapping[str, torch.Tensor], plan: Mapping
             for key, value in own.items():
                 saved = state.get(f"{name}.{key}" if name else key)
                 if value is not None and saved is not None and saved.shape != value.shape:
-                    empty = torch.empty_like(saved, dtype=value.dtype)
-                    own[key] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+                    if id(value) not in made:
+                        empty = torch.empty_like(saved, dtype=value.dtype)
+                        is_trained = isinstance(value, nn.Parameter)
+                        made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_trained else empty
+                    own[key] = made[id(value)]
     module.load_state_dict(state)
 
 

@@ -46,6 +46,16 @@ class Own(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Tied(Own):
+    """Has one weight, and one buffer, in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(6, 5)
+        self.other.weight = self.net[0].weight
+        self.other.register_buffer("shift", self.shift)
+
+
 class CopyAtEnd(L.Callback):
     def setup(self, trainer, pl_module, stage):
         self.copy = WholeCopy(pl_module)
@@ -155,7 +165,7 @@ class Uncopied(L.Callback):
 
 def check_copy_of_a_sharded_module_is_whole(rank):
     torch.manual_seed(0)
-    module = Own()
+    module = Tied()
     made, trainer = fit(module, DataLoader(ROWS, 5), strategy="accel_fsdp2", devices=2)
     state = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
              for name, value in module.state_dict().items()}  # fmt: skip
@@ -164,6 +174,7 @@ def check_copy_of_a_sharded_module_is_whole(rank):
         return None
     torch.testing.assert_close(made.state_dict(), state, rtol=0, atol=0)
     torch.testing.assert_close(made.shift, module.shift, rtol=0, atol=0)
+    assert made.other.weight is made.net[0].weight
     loader = trainer.train_dataloader
     return [find_deployed(made, one, num_batches=9).inputs for one in (loader, all_rows(loader))]
 
@@ -173,6 +184,16 @@ def test_copy_of_a_sharded_module_is_whole():
     (own, everything), _ = run_ranks(check_copy_of_a_sharded_module_is_whole)
     assert sum(len(args[0]) for args, _ in own) == 10
     assert sum(len(args[0]) for args, _ in everything) == 20
+
+
+def test_copy_of_the_start_has_as_many_weights():
+    module = Tied()
+    start = WholeCopy(module).at_start()
+    assert start.other.weight is start.net[0].weight
+    assert start.other.shift is start.shift
+    assert {name: one.shape for name, one in start.named_parameters()} == {
+        name: one.shape for name, one in module.named_parameters()
+    }
 
 
 def check_copy_of_layers_that_the_datamodule_sizes(rank):

@@ -487,7 +487,11 @@ def test_a_teacher_of_other_shapes_is_restored():
     """A student that has lost channels, grouped ones too, is resumed with the teacher that has them all."""
     whole = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), nn.LSTM(3, 5), nn.LayerNorm((4, 3)))
     small = nn.Sequential(nn.Conv2d(1, 2, 3, groups=1), nn.BatchNorm2d(2), nn.LSTM(3, 2), nn.LayerNorm((2, 3)))
+    small.tied = nn.LayerNorm((2, 3))
+    small.tied.weight = small[3].weight
+    whole.tied = whole[3]
     restore_(small, whole.state_dict(), plan_of(whole))
+    assert small.tied.weight is small[3].weight
     x = torch.randn(3, 2, 5, 5)
     torch.testing.assert_close(small[1](small[0](x)), whole[1](whole[0](x)))
     torch.testing.assert_close(small[2](torch.ones(2, 3))[0], whole[2](torch.ones(2, 3))[0])
