@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping as LightningsEarlyStopping
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -71,12 +72,18 @@ class EarlyStopping(_Unlisted):
         smooth_over: checks that are smoothed over.
         check_finite: stop at once when a value is NaN or infinite; else that is a check without improvement.
         restore_best: put the best weights back.
+        strict: whether a validation that does not log the metrics is an error; else it is no check, as where a metric
+            is logged by some validations only.
         check_on_train_epoch_end: whether to look at metrics at the end of training epochs, or, if False, after
             validations.
 
     Attributes:
         reason: why the run was stopped; empty if this callback did not stop it.
         best_step: the ``global_step`` of the best weights; None before there are any.
+        stopping_reason: which of Lightning's reasons ``reason`` is; with several metrics, that of the first which
+            fulfils it.
+        best_score: the last value of the first metric that was better by ``min_delta``, smoothed.
+        wait_count: checks since then.
 
     Raises:
         ValueError: if an argument is out of range; before training, if two of these callbacks would restore weights, or
@@ -101,6 +108,7 @@ class EarlyStopping(_Unlisted):
         smooth_over: int = 5,
         check_finite: bool = True,
         restore_best: bool = True,
+        strict: bool = True,
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
         names = [monitor] if isinstance(monitor, str) else list(monitor)
@@ -122,13 +130,14 @@ class EarlyStopping(_Unlisted):
         self.unit, self.stop_when = unit, stop_when
         self.min_steps, self.min_seconds = min_steps, min_seconds
         self.smoothing, self.smooth_over = smoothing, smooth_over
-        self.check_finite, self.restore_best = check_finite, restore_best
+        self.check_finite, self.restore_best, self.strict = check_finite, restore_best, strict
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self.reason = ""
         self.stopping_reason_message, self.stopped_epoch = None, 0  # where Lightning's has them
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.best_step: int | None = None
         self._best = BestWeights()
         self._loaded: Mapping[str, Any] = {}  # whole best weights of a checkpoint
@@ -140,12 +149,21 @@ class EarlyStopping(_Unlisted):
         self._at_epoch_end = False
         self._was_stopped = False
         self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # of the last check
+        self._last_logged: dict[str, Any] = {}  # which stays among the logged metrics until it is logged anew
         self._watch(self._now)
 
     def _watch(self, start: Marks) -> None:
         self.watches = {
             name: Watch(name, goal, self.smoothing, self.smooth_over, start) for name, goal in self.goals.items()
         }
+        self._tell_as_lightnings()
+
+    def _tell_as_lightnings(self) -> None:
+        """Set the attributes that whoever takes this callback for Lightning's reads."""
+        watch = next(iter(self.watches.values()))
+        worst = math.inf if watch.goal.mode == "min" else -math.inf
+        self.best_score = torch.tensor(worst if watch.reference is None else watch.reference)
+        self.wait_count = int(watch.stalled_for(self._now, "checks"))
 
     @property
     def state_key(self) -> str:
@@ -185,7 +203,7 @@ class EarlyStopping(_Unlisted):
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a name that nothing logs, before training, where its first part shows that validation would log it."""
-        if not self._at_epoch_end and trainer.callback_metrics:
+        if self.strict and not self._at_epoch_end and trainer.callback_metrics:
             stems = {_stem(name) for name in trainer.callback_metrics}
             missing = [name for name in self.goals if _stem(name) in stems and name not in trainer.callback_metrics]
             require_logged("EarlyStopping", missing, trainer, _AT_EPOCH_END)
@@ -195,9 +213,11 @@ class EarlyStopping(_Unlisted):
             self._best.scatter(trainer, self._measured(trainer, pl_module), self._loaded)
             self._loaded = {}
         self._started_at = time.monotonic()
-        if self._was_stopped and (reason := self._verdict(self._now)):
+        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
+        self.stopped_epoch = 0
+        if self._was_stopped and (verdict := self._verdict(self._now)):
             rank_zero_info("EarlyStopping: the checkpoint is of a run that was stopped; more patience lets it go on")
-            self._stop(trainer, reason)
+            self._stop(trainer, *verdict)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._follow_phase(trainer)
@@ -217,11 +237,14 @@ class EarlyStopping(_Unlisted):
             return
         self._follow_phase(trainer)
         values, seconds = self._agree(trainer)
+        if not values:
+            return
         self._checks += 1
         epochs = trainer.current_epoch + int(trainer.is_last_batch)
         now: Marks = {"checks": self._checks, "steps": trainer.global_step, "epochs": epochs, "seconds": seconds}
         self._now = now
         are_best = [watch.add(values[name], now) for name, watch in self.watches.items()]
+        self._tell_as_lightnings()
         final = in_final_phase(trainer)
         if are_best[0] and final:
             self.best_step = trainer.global_step
@@ -229,29 +252,33 @@ class EarlyStopping(_Unlisted):
                 self._best.keep(trainer, self._measured(trainer, pl_module))
         broken = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if self.check_finite and broken:
-            self._stop(trainer, ", ".join(broken) + ", which is not finite")
-        elif final and self._is_long_enough(trainer, now) and (reason := self._verdict(now)):
-            self._stop(trainer, reason)
+            why = ", ".join(broken) + ", which is not finite"
+            self._stop(trainer, why, EarlyStoppingReason.NON_FINITE_METRIC)
+        elif final and self._is_long_enough(trainer, now) and (verdict := self._verdict(now)):
+            self._stop(trainer, *verdict)
 
-    def _verdict(self, now: Marks) -> str:
-        """Why to stop, of what smoothed values tell; empty if there is no reason."""
+    def _verdict(self, now: Marks) -> tuple[str, EarlyStoppingReason] | None:
+        """Return why to stop, of what smoothed values tell; None if there is no reason."""
         for watch in self.watches.values():
             if crossed := watch.crossed():
-                return crossed
+                name, text = crossed
+                return text, EarlyStoppingReason[name.upper()]
         clock, size = ("seconds", _SECONDS[self.unit]) if self.unit in _SECONDS else (self.unit, 1)
         waits = {name: watch.stalled_for(now, clock) / size for name, watch in self.watches.items()}
         stalled = [name for name, wait in waits.items() if wait >= self.patience]
         if len(stalled) < (len(waits) if self.stop_when == "all" else 1):
-            return ""
+            return None
         told = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._best_of(name)})" for name in stalled]
-        return f"no improvement of {', of '.join(told)}, patience is {self.patience:g}"
+        text = f"no improvement of {', of '.join(told)}, patience is {self.patience:g}"
+        return text, EarlyStoppingReason.PATIENCE_EXHAUSTED
 
     def _best_of(self, name: str) -> str:
         best = self.watches[name].best
         return "none" if best is None else f"{best:.6g}"
 
-    def _stop(self, trainer: L.Trainer, reason: str) -> None:
+    def _stop(self, trainer: L.Trainer, reason: str, kind: EarlyStoppingReason) -> None:
         if not self.reason:
+            self.stopping_reason = kind
             self.reason = self.stopping_reason_message = reason
             self.stopped_epoch = trainer.current_epoch
             rank_zero_info(f"EarlyStopping stops the run at step {trainer.global_step}: {reason}")
@@ -277,8 +304,11 @@ class EarlyStopping(_Unlisted):
         return self._seconds + running
 
     def _agree(self, trainer: L.Trainer) -> tuple[dict[str, float], float]:
-        """Each metric and the time, equal on all processes: means over them."""
+        """Return each metric and the time, equal on all processes: means over them; no metrics of what is no check."""
         logged = trainer.callback_metrics
+        if not self.strict:
+            new = {name: value for name, value in logged.items() if self._last_logged.get(name) is not value}
+            self._last_logged, logged = dict(logged), new
         mine = [_number(name, logged[name]) if name in logged else math.nan for name in self.goals]
         row = [*mine, *(float(name not in logged) for name in self.goals), self._clock()]
         device = trainer.strategy.root_device
@@ -287,6 +317,8 @@ class EarlyStopping(_Unlisted):
         columns = list(zip(*rows, strict=True))
         names = list(self.goals)
         missing = [name for name, gone in zip(names, columns[len(names) :], strict=False) if any(gone)]
+        if missing and not self.strict:
+            return {}, 0.0
         require_logged("EarlyStopping", missing, trainer, _AT_EPOCH_END)
         for name, column in zip(names, columns, strict=False):
             if len(set(map(repr, column))) > 1 and name not in self._told_of:
@@ -303,6 +335,11 @@ class EarlyStopping(_Unlisted):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the best weights back, whichever callbacks that average weights come before or after this one."""
         self._seconds, self._started_at = self._clock(), None
+        if not self.strict and not self._checks and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"EarlyStopping never looked at {', '.join(self.goals)}: no validation logged all of them. Logged: "
+                f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"
+            )
         if not self._best:
             return
         averaging = [one for one in _callbacks(trainer) if isinstance(one, StochasticWeightAveraging)]
@@ -335,16 +372,48 @@ class EarlyStopping(_Unlisted):
             "phase": self._phase,
             "now": dict(self._now),
             "is_stopped": bool(self.reason),
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+            "stopped_epoch": self.stopped_epoch,
             "best_step": self.best_step,
             "watches": {name: watch.state_dict() for name, watch in self.watches.items()},
         }
 
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on from what Lightning's callback of this name has counted, where it stood in place of this one."""
+        callbacks = checkpoint.get("callbacks", {})
+        key = LightningsEarlyStopping.state_key.fget(self)  # type: ignore[attr-defined]  # a property
+        if self.state_key in callbacks or key not in callbacks or key in {one.state_key for one in _callbacks(trainer)}:
+            return
+        self._load_lightnings(callbacks[key], checkpoint["global_step"], checkpoint["epoch"])
+
+    def _load_lightnings(self, state: Mapping[str, Any], steps: int = 0, epochs: int = 0) -> None:
+        if len(self.goals) > 1:
+            raise ValueError(
+                f"the state of Lightning's EarlyStopping is of one metric, and this one monitors {len(self.goals)}: "
+                f"{', '.join(self.goals)}; start without that state, or monitor one"
+            )
+        self._checks = state["wait_count"]
+        self._now = {"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": 0.0}
+        self._watch({**self._now, "checks": 0})
+        if math.isfinite(best := float(state["best_score"])):
+            watch = next(iter(self.watches.values()))
+            watch.best = watch.reference = best
+        self._tell_as_lightnings()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "watches" not in state_dict:
+            self._load_lightnings(state_dict)
+            return
         self._checks, self._seconds = state_dict["checks"], state_dict["seconds"]
         self._phase, self.best_step = state_dict["phase"], state_dict["best_step"]
         self._now, self._was_stopped = dict(state_dict["now"]), state_dict["is_stopped"]
         for name, state in state_dict["watches"].items():
             self.watches[name].load_state_dict(state)
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        self.stopped_epoch = state_dict.get("stopped_epoch", 0)
+        self._tell_as_lightnings()
         self._loaded = state_dict.get("best_weights", {}) if self.restore_best else {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -110,16 +110,18 @@ class Watch:
     def stalled_for(self, now: Marks, unit: str) -> float:
         return now[unit] - self.improved_at[unit]
 
-    def crossed(self) -> str:
-        """Which threshold the smoothed value is beyond, in words; empty if none."""
+    def crossed(self) -> tuple[str, str] | None:
+        """Return the name of the threshold that the smoothed value is beyond, and the same in words; None if none."""
         goal, value = self.goal, self.smoothed
         if value is None:
-            return ""
+            return None
         if goal.stopping_threshold is not None and goal.is_better(value, goal.stopping_threshold):
-            return f"{self.name} = {value:.6g} has reached stopping_threshold={goal.stopping_threshold}"
+            text = f"{self.name} = {value:.6g} has reached stopping_threshold={goal.stopping_threshold}"
+            return "stopping_threshold", text
         if goal.divergence_threshold is not None and goal.is_better(goal.divergence_threshold, value):
-            return f"{self.name} = {value:.6g} is beyond divergence_threshold={goal.divergence_threshold}"
-        return ""
+            text = f"{self.name} = {value:.6g} is beyond divergence_threshold={goal.divergence_threshold}"
+            return "divergence_threshold", text
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in ("best", "smoothed", "reference")}

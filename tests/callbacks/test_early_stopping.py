@@ -106,10 +106,73 @@ def test_stops_when_it_should_and_has_the_best_weights(options, stopped, best):
 def test_agrees_with_lightnings():
     for patience in (1, 2, 3, 4):
         for delta in (0.0, 0.3, 1.0):
-            steps = []
+            told = []
             for stopper in (LightningsOwn("val/loss", delta, patience), ours(min_delta=delta, patience=patience)):
-                steps.append(fit(Scripted(*FIGURES), stopper).global_step)
-            assert steps[0] == steps[1], (patience, delta)
+                trainer = fit(Scripted(*FIGURES), stopper)
+                assert trainer.early_stopping_callback is stopper
+                figures = stopper.best_score.item(), stopper.wait_count, stopper.stopped_epoch
+                told.append((trainer.global_step, stopper.stopping_reason, *figures))
+            assert told[0] == told[1], (patience, delta)
+
+
+@pytest.mark.parametrize(
+    ("options", "figures"),
+    [
+        ({"stopping_threshold": 4.5}, FIGURES),
+        ({"divergence_threshold": 3.9}, FIGURES),
+        ({}, (5.0, NAN)),
+        ({"patience": 9}, FIGURES),
+    ],
+    ids=["stopping", "divergence", "not finite", "not stopped"],
+)
+def test_the_kind_of_reason_is_lightnings_and_outlasts_a_checkpoint(options, figures, tmp_path):
+    theirs, stopper = LightningsOwn(**{"monitor": "val/loss", "patience": 2, **options}), ours(**options)
+    fit(Scripted(*figures), theirs, max_epochs=2)
+    fit(Scripted(*figures), stopper, ModelCheckpoint(tmp_path, "end"), max_epochs=2, enable_checkpointing=True)
+    assert stopper.stopping_reason == theirs.stopping_reason
+    state = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"][stopper.state_key]
+    again = ours(**options)
+    again.load_state_dict(state)
+    for name in ("stopping_reason", "stopping_reason_message", "stopped_epoch", "best_score", "wait_count"):
+        assert getattr(again, name) == getattr(stopper, name), name
+
+
+class Sometimes(Scripted):
+    """Logs its figure after every second epoch alone."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/other", 1.0)
+        if int(self.steps) % 6 == 0:
+            super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
+def test_a_metric_that_some_validations_log():
+    figures = (NAN, 3.0, NAN, 4.0, NAN, 5.0, NAN, 1.0)
+    module, stopper = Sometimes(*figures), ours(strict=False)
+    assert fit(module, stopper, num_sanity_val_steps=1).global_step == 18
+    assert (stopper.state_dict()["checks"], stopper.wait_count, module.at()) == (3, 2, 6)
+    with pytest.raises(ValueError, match="monitors 'val/loss', which is not logged"):
+        fit(Sometimes(*figures), ours())
+    with pytest.warns(UserWarning, match=r"never looked at val/los: .* Logged: val/loss, val/other"):
+        fit(Sometimes(*figures), ours(monitor="val/los", strict=False))
+
+
+def test_a_run_goes_on_from_what_lightnings_callback_had_counted(tmp_path):
+    def until(stopper, **options):
+        module = Scripted(*FIGURES)
+        return fit(module, stopper, **options), module
+
+    keeper = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(Scripted(*FIGURES), LightningsOwn("val/loss", patience=4), keeper, enable_checkpointing=True, max_epochs=3)
+    stopper = ours()
+    trainer, _ = until(stopper, ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert (trainer.global_step, stopper.best, stopper.wait_count) == (12, {"val/loss": 3.0}, 2)
+    for both in (ours(patience=3, unit="epochs"), ours(patience=8, unit="steps")):  # whose clocks begin anew
+        assert until(both, ckpt_path=tmp_path / "epoch=2.ckpt")[0].global_step == 18
+    state = LightningsOwn("val/loss").state_dict()
+    with pytest.raises(ValueError, match="of one metric, and this one monitors 2: val/loss, val/other"):
+        ours(monitor=["val/loss", "val/other"]).load_state_dict(state)
 
 
 def test_both_work_side_by_side():
