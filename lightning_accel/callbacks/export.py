@@ -200,7 +200,7 @@ class Export(L.Callback):
         raw: "_Raw | None",
     ) -> Report:
         assert self.exported is not None
-        files: dict[str, Run] = {label: load_compressed(self.exported.path)}
+        files: dict[str, Run] = {label: load_compressed(self.exported.path, allow_machine_code=True)}
         if self.compare and self.exported.format == "pt2":
             files[f"{label}, compiled"] = load_compressed(self.exported.path, compiled=True)
         if raw is not None:

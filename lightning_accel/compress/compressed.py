@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
+from lightning_accel.compress.program_archive import METADATA, load_program
 from lightning_accel.compress.structure import named_tensors, plain_values, rebuild
 
-METADATA = "lightning_accel.json"  # where a file keeps what it tells of itself
 FORMAT_VERSION = 1
 _OF_TORCHAO = b"quantized_decomposed", b"torchao"
 
@@ -98,18 +98,23 @@ class Compressed:
         return tensors
 
 
-def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> Compressed:
+def load_compressed(
+    path: str | os.PathLike[str], *, compiled: bool = False, allow_machine_code: bool = False
+) -> Compressed:
     """Read a file that :func:`lightning_accel.compress.export` or the callback ``Export`` wrote.
 
-    Nothing in it is unpickled. A file of AOTInductor holds machine code, which runs: load those of people you trust.
+    Nothing in it is unpickled, evaluated or imported: a program of ``torch.export`` is checked before torch reads it.
 
     Args:
         path: ``.pt2`` or ``.onnx``.
         compiled: compile a program of ``torch.export`` when it is first called, as quantized ones need to be fast.
+        allow_machine_code: load a file of AOTInductor (``format="aoti"``), a library of machine code, which runs:
+            allow it for files of people whom you trust.
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is another kind of file, a newer version's, or compiled for another CPU.
+        ValueError: if it is another kind of file, damaged, a newer version's, compiled for another CPU, or machine
+            code that is not allowed; and if it holds what :func:`lightning_accel.compress.export` does not write.
         ModuleNotFoundError: if the package that runs it is missing.
     """
     path = Path(path)
@@ -126,23 +131,29 @@ def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> 
         ]
         graph = b"".join(archive.read(name) for name in names if name.endswith("models/model.json"))
     if is_compiled:
+        if not allow_machine_code:
+            raise ValueError(
+                f"{path} holds machine code, which can do whatever you can. If you trust whoever made it, load it with "
+                "allow_machine_code=True; files of the formats 'pt2' and 'onnx' hold none"
+            )
         return _load_aoti(path, platforms)
     if not is_program:
         raise ValueError(f"{path} is no program of torch.export, AOTInductor or ONNX; a checkpoint is not exported yet")
+    if not any(name.endswith(f"/extra/{METADATA}") for name in names):
+        _read_metadata("", path)
     if any(operators in graph for operators in _OF_TORCHAO):
         _import_torchao(path)
     return _load_program(path, compiled)
 
 
 def _load_program(path: Path, compiled: bool) -> Compressed:
-    extra = {METADATA: ""}
-    with path.open("rb") as file, warnings.catch_warnings():  # by its name, load would want a suffix
+    with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="The given buffer is not writable", category=UserWarning
         )  # torch's own
-        program = torch.export.load(file, extra_files=extra)
+        program, text = load_program(path)
     module: Any = program.module(check_guards=False)
-    about = _read_metadata(extra[METADATA], path)
+    about = _read_metadata(text, path)
     if compiled:
         module = torch.compile(module, options={"freezing": True})
     return Compressed(path, about, lambda tensors: module(*tensors.values()))

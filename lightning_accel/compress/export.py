@@ -317,7 +317,7 @@ def _verify(
     tolerances: Callable[[Inputs, dict[str, Tensor]], dict[str, float]],
     path: Path,
 ) -> float:
-    loaded = load_compressed(written)
+    loaded = load_compressed(written, allow_machine_code=True)  # which was written just now
     largest = 0.0
     for call in calls:
         expected = outputs_of(live, call)

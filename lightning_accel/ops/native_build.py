@@ -72,13 +72,13 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
         raise BuildError("native ops are built on Linux and macOS")
     file = f"{name}-{target}-{_fingerprint(folder, target)}.so"
     for cache in _caches():
-        if _is_trusted(cache) and (cache / file).exists():
+        if (cache / file).exists() and not _distrust(cache / file):
             return cache / file
     asked = time.time()
     cache = _writable_cache()
     library, failure = cache / file, cache / f"{file}.failed"
     with _lock(cache / f"{file}.lock", time_limit_s):
-        if library.exists():
+        if library.exists() and not _distrust(library):
             return library
         if failure.exists() and failure.stat().st_mtime >= asked:
             raise BuildError(failure.read_text())
@@ -120,15 +120,24 @@ def _temporary_cache() -> Path:
     return Path(tempfile.gettempdir()) / f"lightning_accel-{os.getuid()}"
 
 
-def _is_trusted(cache: Path) -> bool:
-    """Whether it is there, and nobody else can have put a library into a folder whose name all can guess."""
-    is_guessed = cache.name == f"lightning_accel-{os.getuid()}"
-    try:
-        status = cache.lstat() if is_guessed else cache.stat()
-    except OSError:
-        return False
-    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return stat.S_ISDIR(status.st_mode) and (is_own or not is_guessed)
+def _distrust(path: Path) -> str:
+    """Say why somebody else than this user and root may have written ``path``, a library or a folder of them; or ""."""
+    if path.is_symlink() and (reason := _distrust(path.parent)):
+        return reason
+    path = path.resolve()
+    for each in (path, *path.parents[:-1]):
+        try:
+            status = each.stat()
+        except OSError as error:
+            return f"{each}: {error.strerror}"
+        if status.st_uid not in (0, os.getuid()):
+            return f"{each} belongs to the user {status.st_uid}"
+        is_others = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid  # a group of one's own has one's number
+        )
+        if is_others and not (status.st_mode & stat.S_ISVTX and each != path):  # sticky, as /tmp: entries are safe
+            return f"others can write to {each}"
+    return ""
 
 
 def _writable_cache() -> Path:
@@ -137,11 +146,14 @@ def _writable_cache() -> Path:
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=cache):
-                if _is_trusted(cache):
-                    return cache
-            reasons.append(f"{cache}: others can write to it")
+                reason = _distrust(cache)
         except OSError as error:
-            reasons.append(f"{cache}: {error.strerror}")
+            reason = f"{cache}: {error.strerror}"
+        if not reason:
+            return cache
+        if not reasons and os.path.exists(cache):
+            _LOG.warning("native ops are not kept in %s: %s", cache, reason)
+        reasons.append(reason)
     raise BuildError(f"no folder to build in ({'; '.join(reasons)}); set LIGHTNING_ACCEL_CACHE to one")
 
 
@@ -182,6 +194,7 @@ def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: fl
         }
         command = [sys.executable, "-c", _BUILD, json.dumps(settings)]
         _run(command, _environment(target, compiler, Path(made)), time_limit_s)
+        (Path(made) / f"{name}.so").chmod(0o755)  # whatever the umask, others must not be able to change it
         os.replace(Path(made) / f"{name}.so", library)  # at once, so that nobody loads half a file
 
 

@@ -237,18 +237,63 @@ def test_a_cache_that_cannot_be_written_is_left_for_the_temporary_folder(cache, 
         native_build._writable_cache()
 
 
-def test_a_temporary_folder_that_others_can_write_to_is_not_trusted(cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")
-    planted = tmp_path / f"lightning_accel-{os.getuid()}"
-    planted.mkdir()
-    planted.chmod(0o777)
-    with pytest.raises(BuildError, match="others can write to it"):
-        native_build._writable_cache()
-    planted.rmdir()
-    (tmp_path / "theirs").mkdir(mode=0o700)
-    planted.symlink_to(tmp_path / "theirs")
-    with pytest.raises(BuildError, match="others can write to it"):
-        native_build._writable_cache()
+@pytest.mark.parametrize("chosen_by", ["LIGHTNING_ACCEL_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"])
+def test_a_library_that_others_can_have_planted_is_not_loaded(cache, tmp_path, monkeypatch, caplog, chosen_by):
+    """Whoever may write the library, its folder or a folder above can put code into the process."""
+    shared, folder = tmp_path / "shared", sources(tmp_path / "src", "native_planted")
+    inner = {"XDG_CACHE_HOME": "lightning_accel", "HOME": ".cache/lightning_accel"}.get(chosen_by, "")
+    if chosen_by == "TMPDIR":
+        monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")
+        inner = f"lightning_accel-{os.getuid()}"
+        monkeypatch.setattr(native_build.tempfile, "tempdir", str(shared))
+    else:
+        monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
+        monkeypatch.setenv(chosen_by, str(shared))
+    if chosen_by == "HOME":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    target = cpu_target()
+    library = shared / inner / f"native_planted-{target}-{native_build._fingerprint(folder, target)}.so"
+    library.parent.mkdir(parents=True, mode=0o700)
+    library.write_text("planted")
+    monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].write_text("own"))
+
+    def read() -> str:
+        found = native_build.library_path("native_planted", folder, target, 5)
+        content = found.read_text()
+        if found != library:
+            found.unlink()  # of the folder for temporary files
+        library.write_text("planted")
+        return content
+
+    library.chmod(0o644)
+    assert read() == "planted"  # nobody but this user can have put it there
+    library.chmod(0o666)
+    assert read() == "own"
+    library.chmod(0o644)
+    for writable in {library.parent, shared}:
+        mode = writable.stat().st_mode
+        writable.chmod(0o777)
+        if chosen_by == "TMPDIR":
+            with pytest.raises(BuildError, match=f"others can write to {writable}"):
+                read()
+        else:
+            assert read() == "own"
+            assert f"others can write to {writable}" in caplog.text
+        writable.chmod(mode)
+        caplog.clear()
+    if os.getuid() == 0:  # who alone may give files away
+        os.chown(library, 65533, -1)
+        assert read() == "own"
+
+
+def test_a_folder_that_a_link_of_others_leads_to_is_not_trusted(cache, tmp_path, monkeypatch):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir(mode=0o700)
+    shared.mkdir()
+    (shared / "link").symlink_to(own)
+    assert native_build._distrust(shared / "link") == ""
+    shared.chmod(0o1777)  # as /tmp
+    assert native_build._distrust(shared / "link") == f"others can write to {shared}"
 
 
 def test_a_library_that_does_not_load_is_done_without(cache, tmp_path, monkeypatch):
