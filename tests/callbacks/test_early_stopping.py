@@ -158,6 +158,7 @@ def test_a_metric_that_some_validations_log():
         fit(Sometimes(*figures), ours(monitor="val/los", strict=False))
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # of callbacks that are here no more
 def test_a_run_goes_on_from_what_lightnings_callback_had_counted(tmp_path):
     def until(stopper, **options):
         module = Scripted(*FIGURES)
