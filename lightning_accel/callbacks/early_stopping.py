@@ -385,7 +385,8 @@ class EarlyStopping(_Unlisted):
         key = LightningsEarlyStopping.state_key.fget(self)  # type: ignore[attr-defined]  # a property
         if self.state_key in callbacks or key not in callbacks or key in {one.state_key for one in _callbacks(trainer)}:
             return
-        self._load_lightnings(callbacks[key], checkpoint["global_step"], checkpoint["epoch"])
+        epochs = checkpoint["epoch"] + 1  # the one that is running counts as done
+        self._load_lightnings(callbacks[key], checkpoint["global_step"], epochs)
 
     def _load_lightnings(self, state: Mapping[str, Any], steps: int = 0, epochs: int = 0) -> None:
         if len(self.goals) > 1:

@@ -169,8 +169,8 @@ def test_a_run_goes_on_from_what_lightnings_callback_had_counted(tmp_path):
     stopper = ours()
     trainer, _ = until(stopper, ckpt_path=tmp_path / "epoch=2.ckpt")
     assert (trainer.global_step, stopper.best, stopper.wait_count) == (12, {"val/loss": 3.0}, 2)
-    for both in (ours(patience=3, unit="epochs"), ours(patience=8, unit="steps")):  # whose clocks begin anew
-        assert until(both, ckpt_path=tmp_path / "epoch=2.ckpt")[0].global_step == 18
+    for both in (ours(patience=2, unit="epochs"), ours(patience=6, unit="steps")):  # whose clocks begin anew
+        assert until(both, ckpt_path=tmp_path / "epoch=2.ckpt")[0].global_step == 15
     state = LightningsOwn("val/loss").state_dict()
     with pytest.raises(ValueError, match="of one metric, and this one monitors 2: val/loss, val/other"):
         ours(monitor=["val/loss", "val/other"]).load_state_dict(state)
