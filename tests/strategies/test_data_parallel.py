@@ -1,5 +1,6 @@
 import copy
 import logging
+from functools import partial
 
 import lightning as L
 import pytest
@@ -15,6 +16,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 from lightning_accel.callbacks import WeightedAccumulation
 from lightning_accel.models import MoEClassifier, MoELanguageModel
 from lightning_accel.strategies import DataParallelStrategy
+from tests.tolerance import ADAM_EPS, CLOSE
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -71,7 +73,7 @@ class Plain(L.LightningModule):
         return self(batch["x"])
 
     def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=0.01, eps=ADAM_EPS)
 
 
 def rows(sizes=(5, 4, 7, 1)):
@@ -97,7 +99,7 @@ def model_validates(model):
     return type(model).validation_step is not L.LightningModule.validation_step
 
 
-def assert_same(actual, expected, rtol=1e-5, atol=1e-6):
+def assert_same(actual, expected, rtol=1e-5, atol=1e-5):
     torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=rtol, atol=atol)
     a, b = actual.trainer.callback_metrics, expected.trainer.callback_metrics
     assert a.keys() == b.keys()
@@ -153,7 +155,7 @@ def test_checkpoint_goes_on_with_either_number_of_devices(tmp_path):
     half.trainer.save_checkpoint(tmp_path / "half.ckpt")
     for devices in (1, 2):
         resumed = fit(Plain(), devices, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
-        exact = {"rtol": 0, "atol": 0} if devices == 2 else {"rtol": 1e-5, "atol": 1e-6}
+        exact = {"rtol": 0, "atol": 0} if devices == 2 else CLOSE
         torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), **exact)
 
 
@@ -223,17 +225,21 @@ def test_weights_of_losses_are_heeded():
         callback = WeightedAccumulation()
         options = {"accumulate_grad_batches": 2, "callbacks": [callback], "limit_val_batches": 0}
         models.append(fit(Weighted(), devices, data, **options))
-    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), **CLOSE)
+
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=ADAM_EPS)
 
 
 def classifier():
     torch.manual_seed(5)
-    return MoEClassifier(num_features=6, num_classes=3, dim=8, num_experts=4, expert_dim=8)
+    return MoEClassifier(num_features=6, num_classes=3, dim=8, num_experts=4, expert_dim=8, optimizer=ADAMW)
 
 
 def language_model():
     torch.manual_seed(5)
-    return MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, num_experts=4, expert_dim=8, z_weight=0.1)
+    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_dim": 8}
+    return MoELanguageModel(vocab_size=11, **sizes, z_weight=0.1, optimizer=ADAMW)
 
 
 def classified():
@@ -247,11 +253,11 @@ def test_our_models_equal_one_device(make, data):
     options = {"max_epochs": 3, "log_every_n_steps": 1}
     models = [fit(make(), devices, data, **options) for devices in (2, 1)]
     states = [{k: v for k, v in model.state_dict().items() if k != "tokens_seen"} for model in models]
-    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*states, **CLOSE)
     metrics = [dict(model.trainer.callback_metrics) for model in models]
     for logged in metrics:
         logged.pop("train/tokens", None)
-    torch.testing.assert_close(*metrics, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*metrics, **CLOSE)
 
 
 class Failing(Plain):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.strategies import AccelDDPStrategy
 from tests.ranks import run_ranks
+from tests.tolerance import ADAM_EPS, CLOSE
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
@@ -33,7 +34,7 @@ class Heads(L.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=ADAM_EPS, weight_decay=0.1)
 
 
 class Stages(Heads):
@@ -62,7 +63,7 @@ class Toggling(Heads):
         self.automatic_optimization = False
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.trunk.parameters(), lr=0.01), torch.optim.Adam(self.heads.parameters(), lr=0.01)]
+        return [torch.optim.Adam(part.parameters(), lr=0.01, eps=ADAM_EPS) for part in (self.trunk, self.heads)]
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
@@ -100,7 +101,7 @@ def check_equals_one_process(rank, module, options, arguments):
     expected = fit(module(), "auto", 1, batches(), **options).state_dict()
     strategy = AccelDDPStrategy(**arguments) if arguments else "accel_ddp"
     actual = fit(module(), strategy, 2, [[pair[rank]] for pair in batches()], **options)
-    torch.testing.assert_close(actual.state_dict(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.state_dict(), expected, **CLOSE)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in actual.parameters())
 
 
@@ -141,4 +142,4 @@ def check_fit_again(rank):
     model = fit(Heads(), "accel_ddp", 2, data)
     again = fit(copy.deepcopy(model), "accel_ddp", 2, data)
     expected = fit(fit(Heads(), "auto", 1, batches()), "auto", 1, batches())
-    torch.testing.assert_close(again.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(again.state_dict(), expected.state_dict(), **CLOSE)

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_accel.strategies import FSDP1Strategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import fit
+from tests.tolerance import CLOSE
 
 
 def gathered(run):
@@ -26,7 +27,7 @@ def test_training_and_resuming_on_cpus_equal_one_process(name, tmp_path):
     for actual in run_ranks(check_fit_and_resume, name, tmp_path / "parts.ckpt"):
         assert actual.keys() == expected.keys()
         for key in expected:
-            torch.testing.assert_close(actual[key], expected[key].detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual[key], expected[key].detach(), **CLOSE)
 
 
 def check_refused(rank, options):

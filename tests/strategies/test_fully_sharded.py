@@ -20,8 +20,9 @@ from lightning_accel import AmpPrecision
 from lightning_accel.strategies import FullyShardedStrategy, SyncBatchNormPlugin
 from tests.ranks import run_ranks
 from tests.strategies.trained import SGD, Plain, Rows, fit, make, trainer, whole_weights
+from tests.tolerance import CLOSE
 
-close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+close = partial(torch.testing.assert_close, **CLOSE)
 
 
 def check_fit(rank, name, strategy, options, world_size, rows=4):

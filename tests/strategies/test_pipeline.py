@@ -1,4 +1,5 @@
 import time
+from functools import partial
 from itertools import pairwise
 
 import lightning as L
@@ -12,6 +13,9 @@ from torchmetrics.aggregation import SumMetric
 from lightning_accel.models import MoEClassifier, MoELanguageModel
 from lightning_accel.strategies import PipelineStrategy, pipeline_engine
 from tests.ranks import run_ranks
+from tests.tolerance import ADAM_EPS
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=ADAM_EPS)
 
 
 class Plain(L.LightningModule):
@@ -49,7 +53,7 @@ class Plain(L.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return ADAMW(self.parameters())
 
 
 def loader(num_rows=56, batch_size=8):
@@ -112,7 +116,8 @@ def test_plain_module_equals_one_process(tmp_path, schedule, clip):
     torch.testing.assert_close(pipeline["optimizer_states"], whole["optimizer_states"], rtol=0, atol=1e-5)
 
 
-SMALL = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_dim": 8, "balance_weight": 0.5}
+SIZES = {"dim": 8, "num_experts": 4, "expert_dim": 8}
+SMALL = {**SIZES, "num_layers": 2, "num_heads": 2, "balance_weight": 0.5, "optimizer": ADAMW}
 
 
 def language_model(**options):
@@ -160,7 +165,7 @@ def check_classifier(rank, folder, strategy, options):
 
 def classifier():
     torch.manual_seed(3)
-    return MoEClassifier(6, 3, dim=8, num_experts=4, expert_dim=8, balance_weight=0.5)
+    return MoEClassifier(6, 3, **SIZES, balance_weight=0.5, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize("split", [(1, 4), (2, 3), (3, 2)], ids=str)

@@ -16,7 +16,7 @@ from lightning_accel.strategies.pipeline_chain import Chain, find_layers, stage_
 from lightning_accel.strategies.pipeline_message import pack, parcels, unpack
 from lightning_accel.strategies.pipeline_stage import StageRun, split_batch
 from tests.ranks import run_ranks
-from tests.strategies.test_pipeline import Plain, load, loader, make_trainer, tokens, trained
+from tests.strategies.test_pipeline import ADAMW, Plain, load, loader, make_trainer, tokens, trained
 
 
 class Declared(Plain):
@@ -201,7 +201,7 @@ def test_a_rank_holds_its_own_layers(tmp_path):
 def language_model(**options):
     torch.manual_seed(3)
     sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_dim": 8}
-    return MoELanguageModel(vocab_size=11, **sizes, **options)
+    return MoELanguageModel(vocab_size=11, **sizes, optimizer=ADAMW, **options)
 
 
 def check_generation_is_refused(rank, folder):

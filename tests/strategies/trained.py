@@ -16,10 +16,9 @@ from torch_geometric.data import Batch, Data
 
 from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel, Stage
 from lightning_accel.data.sequence_batch import IGNORED
+from tests.tolerance import ADAM_EPS
 
-# AdamW makes a step of lr * m / (sqrt(v) + eps): with the usual 1e-8, one of lr from a gradient that is 0 but for
-# rounding, in a direction that each kernel rounds otherwise. So large an eps makes it at most lr / eps roundings.
-ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS)
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.5)
 
 
