@@ -85,7 +85,7 @@ def torchrun(folder: Path, *arguments: object, launcher: tuple = ("--standalone"
         return subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
 
 
-def finish(process: subprocess.Popen, folder: Path, timeout_s: float = 120) -> int:
+def finish(process: subprocess.Popen, folder: Path, timeout_s: float = 600) -> int:
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ def finish(process: subprocess.Popen, folder: Path, timeout_s: float = 120) -> i
 
 def wait_for_step(folder: Path, step: int, rank: int = 1) -> int:
     """The process id of ``rank`` once it has come to ``step``."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         path = folder / f"rank-{rank}.txt"
         words = path.read_text().split() if path.exists() else []
@@ -171,7 +171,7 @@ NETWORK = """
 ip link set lo up
 unshare --net sleep 300 & other=$!
 trap "kill $other" EXIT
-sleep 0.5
+until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
 ip link add one type veth peer name two
 ip link set two netns $other
 ip addr add 10.77.0.1/24 dev one && ip link set one up
@@ -192,7 +192,7 @@ def test_two_hosts(folder, whole):
         pytest.skip(f"no network namespaces here: {missing.stderr.strip()}")
     script = NETWORK.format(python=sys.executable)
     done = subprocess.run(
-        [*made, "bash", "-c", script], cwd=folder, env=environment(), timeout=150, capture_output=True, text=True,
+        [*made, "bash", "-c", script], cwd=folder, env=environment(), timeout=600, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     logs = [path.read_text()[-2000:] for path in (folder / "first.txt", folder / "second.txt") if path.exists()]

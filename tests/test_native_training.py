@@ -35,7 +35,7 @@ def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 

@@ -90,7 +90,7 @@ def start(server, folder: Path, name: str) -> list:
     processes = [server.Process(target=run, args=(rank, folder, name, resume)) for rank in range(world_size)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (folder / "started").exists():
         assert time.monotonic() < deadline, (folder / "stderr-0.txt").read_text()
         failed = [rank for rank, process in enumerate(processes) if process.exitcode]
@@ -111,7 +111,7 @@ def kill(processes: list, draw: random.Random) -> bool:
 
 def finish(processes: list, folder: Path) -> None:
     for process in processes:
-        process.join(120)
+        process.join(600)
         assert process.exitcode == 0, (folder / "stderr-0.txt").read_text()
 
 

@@ -5,14 +5,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accel.models import MoELanguageModel
 from tests.ranks import run_ranks
-from tests.strategies.test_pipeline import load, tokens, trained
+from tests.strategies.test_pipeline import ADAMW, load, tokens, trained
 
 SIZES = {"dim": 8, "num_layers": 2, "num_experts": 4, "expert_dim": 8, "moe_every": 2, "balance_weight": 0.5}
 
 
 def model(num_heads=4):
     torch.manual_seed(3)
-    return MoELanguageModel(vocab_size=11, num_heads=num_heads, **SIZES)
+    return MoELanguageModel(vocab_size=11, num_heads=num_heads, optimizer=ADAMW, **SIZES)
 
 
 def check_trained(rank, folder):

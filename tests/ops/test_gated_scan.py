@@ -175,7 +175,8 @@ class TestKernel:
             out = gated_scan(cell, gates)
             exact = gated_scan_reference(cell, gates.double())
         defined = exact.isfinite()  # infinity less infinity is not
-        torch.testing.assert_close(out[defined].double(), exact[defined], rtol=1e-6, atol=1e-37)
+        # numbers close to the smallest have few bits, or none
+        torch.testing.assert_close(out[defined].double(), exact[defined], rtol=1e-6, atol=100 * torch.finfo().tiny)
 
     @cells
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)

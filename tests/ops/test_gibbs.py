@@ -17,6 +17,7 @@ from lightning_accel.ops.gibbs import (
     sample_truncated_normal,
     truncated_normal_mean,
 )
+from tests.tolerance import rounding
 
 PLACES = [-50.0, -30.1, -29.9, -12.0, -6.01, -5.01, -4.99, -1.3, 0.0, 0.7, 5.0, 10.0, 50.0]
 N = 20_000
@@ -98,7 +99,11 @@ def tail_cdf(location: float):
     return lambda h: -np.expm1(log_ndtr(location - np.asarray(h)) - log_ndtr(location))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.float64, 1e-12)])
+# At -4.99 the mean is what two terms of 5 leave, 0.19, and their exponential of -12.5 is off by 13 roundings.
+CANCELLED = rounding(torch.float32, 2 * 13 * round(5 / 0.19))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, CANCELLED), (torch.float64, 1e-12)])
 def test_truncated_normal_mean_and_integral_match_quadrature(dtype, tolerance):
     places = torch.tensor(PLACES, dtype=dtype)
     mean, log_integral = truncated_normal_mean(places), log_truncated_normal_integral(places)
@@ -114,7 +119,7 @@ def test_gradients_of_the_truncated_normal_are_its_moments(dtype, tolerance):
     mean = truncated_normal_mean(places)
     (by_integral,) = torch.autograd.grad(log_truncated_normal_integral(places).sum(), places)
     (by_mean,) = torch.autograd.grad(mean.sum(), places)
-    torch.testing.assert_close(by_integral, mean.detach(), rtol=2e-5 if dtype == torch.float32 else 1e-10, atol=0)
+    torch.testing.assert_close(by_integral, mean.detach(), rtol=CANCELLED if dtype == torch.float32 else 1e-10, atol=0)
     assert by_mean.isfinite().all()
     for index in range(len(PLACES)):
         place = float(places.detach()[index])

@@ -93,8 +93,8 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
-def wait_until(condition, seconds=120) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -222,10 +222,10 @@ def test_reasons(output, reason):
 @pytest.mark.slow
 def test_a_compiler_that_hangs_is_ended(cache, tmp_path, monkeypatch, compiler):
     monkeypatch.setenv("CXX", program(tmp_path / "hangs", HANGS.format(pid=tmp_path / "pid")))
-    library = NativeLibrary("native_hangs", sources(tmp_path / "src", "native_hangs"), time_limit_s=15)
-    assert "the compiler took more than 15 s" in reason_of(library)
+    library = NativeLibrary("native_hangs", sources(tmp_path / "src", "native_hangs"), time_limit_s=60)
+    assert "the compiler took more than 60 s" in reason_of(library)
     running = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
-    wait_until(lambda: not running.exists() or b"sleep" not in running.read_bytes(), seconds=5)
+    wait_until(lambda: not running.exists() or b"sleep" not in running.read_bytes())
     assert not list(cache.glob("build-*"))
 
 
@@ -451,7 +451,7 @@ def test_processes_that_build_at_once_share_one_build(cache, tmp_path, compiler)
     assert not list(cache.glob("*.so"))
     count.unlink()
     started = [start(), start()]
-    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert [process.wait(timeout=600) for process in started] == [0, 0]
     assert count.read_text().count("x") == 2  # compiled and linked once
 
 

@@ -80,7 +80,7 @@ def test_workers_find_them_after_threads_ran_in_the_parent():
     torch.set_num_threads(3)
     try:
         find_triples(graph_with_hubs(), 3000)
-        loader = DataLoader(Found(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
+        loader = DataLoader(Found(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=600)
         assert all(int(number) > 0 for number in loader)
     finally:
         torch.set_num_threads(1)

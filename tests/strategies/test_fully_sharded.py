@@ -474,7 +474,7 @@ def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
         "torch.save(module.state_dict(), 'weights.pt')\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, script], check=True, cwd=tmp_path, env=environment, timeout=60)
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path, env=environment, timeout=600)
     close(torch.load(tmp_path / "weights.pt"), whole_weights(fit("plain", 8)))
 
 
