@@ -25,11 +25,12 @@ class ExactResume(L.Callback):
 
     A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), and of the
     :class:`~lightning_accel.nn.ContrastiveDivergence` that are attributes of the module, so dropout and sampling go on
-    bit for bit. A resumed epoch begins with the first batch that was not trained on; earlier ones are left out
-    without being loaded. For that the order of batches becomes a function of the seed and the epoch, and validation
-    leaves the generators as it found them. Processes that train on different rows draw different numbers, for dropout
-    say, where Lightning has all of them draw the same once a seed is set. With this callback a run draws other numbers
-    than without it, and the same ones whether or not it was stopped.
+    bit for bit, on a processor of the same kind with as many threads: other kernels round otherwise. A resumed epoch
+    begins with the first batch that was not trained on; earlier ones are left out without being loaded. For that the
+    order of batches becomes a function of the seed and the epoch, and validation leaves the generators as it found
+    them. Processes that train on different rows draw different numbers, for dropout say, where Lightning has all of
+    them draw the same once a seed is set. With this callback a run draws other numbers than without it, and the same
+    ones whether or not it was stopped.
 
     Loaders with a ``state_dict`` of their own (this package's data modules) keep their position themselves. An
     iterable dataset without one starts anew, which a warning says. Random numbers that a dataset draws in worker

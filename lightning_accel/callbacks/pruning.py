@@ -43,8 +43,9 @@ class Pruning(L.Callback):
 
     Steps are optimizer steps: batches that are accumulated count once, and so do those in which several optimizers
     step. Under DDP all processes have the masks of the first one; under FSDP2 and in a pipeline each has those of its
-    part, the same as one process would have. A run that is killed and resumed goes on with equal bits, on another
-    number of processes or strategy, too. ``ModelCheckpoint`` takes no model for the best before the target is reached.
+    part, the same as one process would have, but for scores so close that gradients summed in another order tell them
+    apart otherwise. A run that is killed and resumed as it was ends with equal bits; on another number of processes or
+    strategy it goes on with its masks. ``ModelCheckpoint`` takes no model for the best before the target is reached.
     Parts of a module may have a callback each, which leaves out the others with ``exclude``. Logged:
     ``pruning/sparsity``, and of a second callback ``pruning_2/sparsity``. At the end a table of the layers is printed.
 

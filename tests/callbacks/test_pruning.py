@@ -21,8 +21,9 @@ from lightning_accel import AmpPrecision, MoEClassifier
 from lightning_accel.callbacks import ExactResume, Pruning
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from tests.strategies.trained import Plain, make
+from tests.tolerance import ADAM_EPS, CLOSE
 
-ADAMW = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -583,7 +584,7 @@ def test_a_compiled_module_has_the_masks_of_the_module(criterion):
         assert share_of_zeros(one) == pytest.approx(0.8, abs=0.01)
     assert list(masks[0]) == ["net.0.weight", "net.3.weight", "net.5.weight"]
     assert all(kept.equal(masks[1][name]) for name, kept in masks[0].items())
-    torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*module.parameters()], [*plain.parameters()], **CLOSE)
 
 
 def test_options_are_read_from_a_config():

@@ -69,7 +69,8 @@ def test_real_values_keep_their_units():
     normal = -(((rows - rows.mean(0))[:, :3] / rows.std(0)[:3]) ** 2 / 2 + np.log(rows.std(0)[:3] * (2 * np.pi) ** 0.5))
     assert one.score(rows) == pytest.approx(normal.sum(axis=1).mean(), abs=0.3)
     drawn = one.sample(2000, n_steps=20)
-    np.testing.assert_allclose(drawn.mean(axis=0), rows.mean(axis=0), atol=1)
+    # of chains that take other ways on other processors; means were seen 0.1 deviations off
+    np.testing.assert_array_less(abs(drawn.mean(axis=0) - rows.mean(axis=0)), 0.3 * rows.std(axis=0) + 1e-6)
     np.testing.assert_allclose(drawn.std(axis=0), rows.std(axis=0), rtol=0.2)
     for back in (one.gibbs(rows), one.inverse_transform(one.transform(rows)), drawn):
         assert back.shape[1] == 4
