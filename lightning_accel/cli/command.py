@@ -31,7 +31,7 @@ import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
-from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, require_output
+from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
 from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
 from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
 from lightning_accel.compress import ExportError
@@ -145,9 +145,12 @@ class AccelCLI(LightningCLI):
         if self.subcommand != "fit" and config.ckpt_path is None:
             rank_zero_info(f"{self.subcommand} runs the weights that the model starts with: no --ckpt_path is given")
         if self.checkpoint is not None:
-            if self.subcommand != "fit":  # whose callbacks do it themselves
-                rebuild_shapes(self.trainer, self.model, self.checkpoint.content)
-            self.checkpoint.require_fits(self.model)
+            model, content = self.model, self.checkpoint.content
+            if self.subcommand == "fit":
+                model = rebuilt_skeleton(self.trainer, model, content)
+            else:
+                rebuild_shapes(self.trainer, model, content)
+            self.checkpoint.require_fits(model)
             self.checkpoint = None  # the Trainer reads it again; these tensors need not stay in memory
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

@@ -1,11 +1,15 @@
 """``lightning-accel export``: a checkpoint as a file that runs without the classes of its model."""
 
+import contextlib
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
 
 from lightning_accel.callbacks import Export
 from lightning_accel.cli.errors import UsageError
@@ -84,10 +88,38 @@ def require_output(format: str, output: str | None) -> None:
 def rebuild_shapes(trainer: L.Trainer, model: L.LightningModule, checkpoint: dict[str, Any]) -> None:
     """Have callbacks that remove parts of a model, such as pruned channels, do so before weights are loaded.
 
-    Those have a method ``rebuild(model, state)``, which takes their state in the checkpoint.
+    Those have a method ``rebuild(model, state)``, which takes their state in the checkpoint. What it refuses, because
+    the checkpoint is of another model, is left to the comparison of shapes, whose message names all differences.
     """
+    for rebuild, state in _rebuilders(trainer, checkpoint):
+        with contextlib.suppress(KeyError, ValueError):
+            rebuild(model, state)
+
+
+def rebuilt_skeleton(trainer: L.Trainer, model: L.LightningModule, checkpoint: dict[str, Any]) -> L.LightningModule:
+    """Return ``model``, or a copy on the meta device that callbacks have rebuilt to the shapes of ``checkpoint``.
+
+    A resumed fit rebuilds the model itself later, once callbacks such as Distillation have seen it whole.
+    """
+    if not _rebuilders(trainer, checkpoint):
+        return model
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    memo: dict[int, Any] = {id(tensor): _without_data(tensor) for _, tensor in tensors}
+    skeleton = copy.deepcopy(model, memo)
+    rebuild_shapes(trainer, skeleton, checkpoint)
+    return skeleton
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _rebuilders(trainer: L.Trainer, checkpoint: dict[str, Any]) -> list[tuple[Callable[..., None], Any]]:
     states = checkpoint.get("callbacks", {})
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        rebuild = getattr(callback, "rebuild", None)
-        if callable(rebuild) and callback.state_key in states:
-            rebuild(model, states[callback.state_key])
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [
+        (callback.rebuild, states[callback.state_key])
+        for callback in callbacks
+        if callback.state_key in states and callable(getattr(callback, "rebuild", None))
+    ]
