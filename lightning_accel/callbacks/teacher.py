@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls
+from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 
 
 class Teacher:
@@ -111,7 +112,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
             f"no checkpoint {path} of a teacher; name a .ckpt file, or write teacher='initial' for the student itself "
             "as it is when training starts"
         )
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return read_checkpoint(path)
 
 
 def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Checkpoints that a command line names."""
 
 import pickle
-import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.cli.errors import UsageError, nearest
+from lightning_accel.strategies.checkpoint_reading import read_checkpoint, require_loadable
+from lightning_accel.strategies.sharded_metadata import METADATA, REST, refused_object
 
 _MOST_NAMED = 5  # tensors or settings that a message names
 
@@ -33,25 +36,17 @@ class Checkpoint:
         if path in ("auto", "best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:"):
             return None
         if file.is_dir():
-            if not any((file / name).exists() for name in ("meta.pt", ".metadata")):
+            if not any((file / name).exists() for name in (REST, METADATA)):
                 raise UsageError(f"{path} is a folder that holds no sharded checkpoint; name a .ckpt file")
+            with _told(path):
+                require_loadable(file, weights_only)
+                read_checkpoint(file / REST, weights_only, mmap=True)
             return None
         if not file.is_file():
             beside = [str(p) for p in file.parent.glob("*.ckpt")]
             raise UsageError(f"no checkpoint {path}{nearest(path, beside)}")
-        whole = zipfile.is_zipfile(file)
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=weights_only is not False, mmap=whole or None)
-        except pickle.UnpicklingError as error:
-            if not whole:
-                raise _broken(file) from error
-            reason = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()[0]
-            raise UsageError(
-                f"{path} holds objects other than tensors and plain values ({reason}). If you trust its author, add "
-                "--weights_only false, which lets the file run code"
-            ) from error
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise _broken(file) from error
+        with _told(path):
+            content = read_checkpoint(file, weights_only, mmap=True)
         if not isinstance(content, dict) or "state_dict" not in content:
             raise UsageError(
                 f"{path} is not a checkpoint of a Trainer: it holds no state_dict. A file of weights alone loads with "
@@ -148,11 +143,18 @@ def find_checkpoint(trainer: L.Trainer, which: str) -> str:
     )
 
 
-def _broken(file: Path) -> UsageError:
-    return UsageError(
-        f"{file} is not a whole checkpoint ({file.stat().st_size:,} bytes): it was cut short when it was written or "
-        "copied, or is another kind of file. Use another checkpoint of the run, or copy it again"
-    )
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Put what is wrong with a checkpoint in words of the command line."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{path} holds objects other than tensors and plain values ({refused_object(error)}). If you trust its "
+            "author, add --weights_only false, which lets the file run code"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _shape(value: Any) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
+from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 
 CHANNEL_PLAN = "channel_plan"  # under which a plan is in a checkpoint, however deep
 
@@ -29,10 +29,7 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     Raises:
         ValueError: if the checkpoint has no weights, or the module is not as it was when channels were removed.
     """
-    if isinstance(checkpoint, Mapping):
-        found = checkpoint
-    else:
-        found = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    found = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
     if "state_dict" not in found:
         raise ValueError(f"the checkpoint holds {', '.join(map(str, found))}; its weights must be in 'state_dict'")
     plan = find_plan(found)

@@ -1,5 +1,6 @@
 """FSDP1 on CPUs too, for modules and checkpoints that need the older of torch's two implementations."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_accel.strategies.batch_samplers import require_dealable_batches
+from lightning_accel.strategies.checkpoint_reading import require_loadable
 
 
 class FSDP1Strategy(FSDPStrategy):
@@ -40,6 +42,10 @@ class FSDP1Strategy(FSDPStrategy):
                     "take FullyShardedStrategy, which writes whole ones"
                 )
         super().setup(trainer)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        require_loadable(self.broadcast(checkpoint_path), weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self.root_device.type != "cpu":

@@ -29,11 +29,12 @@ from lightning_accel.strategies.atomic import (
 )
 from lightning_accel.strategies.batch_samplers import require_dealable_batches
 from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.checkpoint_reading import require_loadable
 from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.local_step import step_on_parts
+from lightning_accel.strategies.sharded_metadata import REST
 from lightning_accel.strategies.sharded_state import (
-    REST,
     is_folder_of_parts,
     load_optimizer_parts,
     load_parts,
@@ -366,6 +367,7 @@ class FullyShardedStrategy(DDPStrategy):
         found = checkpoint_path if "://" in str(checkpoint_path) else find_written(checkpoint_path)
         if not is_folder_of_parts(found):
             return super().load_checkpoint(checkpoint_path, weights_only)
+        require_loadable(found, weights_only)
         self._folder_to_load = Path(found)
         return load_rest(self._folder_to_load, weights_only) | {"state_dict": {}, "optimizer_states": []}
 

@@ -5,7 +5,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -20,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-REST = "meta.pt"  # what is neither weights nor optimizer states; the name that Lightning's own tools look for
+from lightning_accel.strategies.checkpoint_reading import read_checkpoint
+from lightning_accel.strategies.sharded_metadata import REST
 
 
 def make_whole(state: Any, keep: bool) -> Any:
@@ -111,4 +111,4 @@ def load_optimizer_parts(folder: Path, module: nn.Module, optimizers: list[Optim
 
 def load_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """What is neither weights nor optimizer states."""
-    return torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
+    return read_checkpoint(folder / REST, weights_only)

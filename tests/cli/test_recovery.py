@@ -1,11 +1,22 @@
 """fit --ckpt_path auto, in one process; restarts by torchrun are in tests/test_launch.py."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_accel.strategies.checkpoint_reading import find_damage
 from tests.cli.test_runs import OWN, QUIET
+from tests.strategies.test_checkpoint_reading import (
+    beside_the_parts,
+    damage,
+    in_a_plain_value,
+    in_the_table,
+    without_a_bit,
+    zeroed,
+)
 
 AUTO = ["fit", *QUIET, *OWN, "--ckpt_path=auto"]
 
@@ -17,7 +28,8 @@ def test_begins_goes_on_and_stays_in_one_folder(command, run_folder):
     assert "no checkpoint yet, a new run begins" in first.log
     checkpoints = run_folder / "lightning_logs/version_0/checkpoints"
     (checkpoints / "epoch=9-step=999.ckpt").write_bytes(b"PK half of one")
-    second = command(*AUTO, "--trainer.max_epochs=4")
+    with pytest.warns(UserWarning, match=r"epoch=9-step=999.ckpt is passed over"):
+        second = command(*AUTO, "--trainer.max_epochs=4")
     assert second.status == 0, second.err
     assert "auto: going on from lightning_logs/version_0/checkpoints/epoch=1-step=8.ckpt" in second.log.replace(
         f"{run_folder}/", ""
@@ -65,3 +77,47 @@ def test_a_run_whose_channels_are_removed_goes_on_as_if_never_stopped(command, r
     assert (other.status, "channels: [6, 9] in the checkpoint, [7, 9] in the model" in other.err) == (2, True)
     result = command(*fit, *PRUNED, file, "--trainer.max_epochs=5")
     assert result.status == 0, result.err
+
+
+@pytest.fixture
+def finished(command, own, run_folder):
+    """The checkpoints folder of a run of two epochs: a file of the first, a newer ``last.ckpt``."""
+    keeper = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {save_top_k: -1, save_last: true}}"
+    assert command(*AUTO, keeper, "--trainer.max_epochs=2").status == 0
+    folder = run_folder / "lightning_logs/version_0/checkpoints"
+    (folder / "epoch=1-step=8.ckpt").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("how", [zeroed, without_a_bit])
+def test_goes_on_from_the_newest_that_is_not_damaged(command, finished, how):
+    last = finished / "last.ckpt"
+    damage(last, how)
+    for arguments in (["fit", *QUIET, *OWN], ["test", *QUIET, *OWN]):
+        named = command(*arguments, f"--ckpt_path={last}")
+        assert named.status == 2
+        assert re.search(r"last.ckpt is (damaged|not a whole).*another checkpoint", named.err), named.err
+        assert "weights_only" not in named.err
+    with pytest.warns(UserWarning, match="last.ckpt is passed over, since it is damaged"):
+        result = command(*AUTO, "--trainer.max_epochs=3")
+    assert result.status == 0, result.err
+    assert re.search(r"auto: going on from \S*epoch=0-step=4.ckpt", result.log)
+    assert find_damage(finished / "epoch=2-step=12.ckpt") == ""
+
+
+def test_a_sharded_folder_runs_no_code(command, finished, run_folder):
+    marker, folder = run_folder / "MARKER", finished / "newest.ckpt"
+    named = f"--ckpt_path={folder}"
+    for hostile in (in_the_table, in_a_plain_value, beside_the_parts):
+        hostile(folder, torch.nn.Linear(3, 1), marker)
+        for arguments in (
+            ["fit", named],
+            ["test", named],
+            ["test", named, "--weights_only=true"],
+            ["fit", "--ckpt_path=auto"],
+            ["predict", "--ckpt_path=last"],
+        ):
+            result = command(arguments[0], *QUIET, *OWN, *arguments[1:])
+            assert (result.status, marker.exists()) == (2, False)
+            assert re.search(r"newest.ckpt holds objects other than tensors .*mkdir", result.err), result.err
+        shutil.rmtree(folder)
