@@ -23,6 +23,7 @@ from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, f
 from lightning_accel.compress.channel_groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
 from lightning_accel.compress.exclusion import excluded_parameters
+from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
 _DECAY = 0.9  # of what the criterion "taylor" remembers of earlier steps
@@ -255,7 +256,8 @@ class ChannelStructure:
 
     def _remember(self, pl_module: L.LightningModule) -> None:
         assert self.groups is not None
-        parameters = dict(pl_module.named_parameters(remove_duplicate=False))
+        with uncompiled(pl_module):
+            parameters = dict(pl_module.named_parameters(remove_duplicate=False))
         indices: dict[tuple[str, int], list[int]] = {}
         for layer, numbers in self.removed.items():
             for place, rows in self.groups[layer].slices.items():
@@ -279,7 +281,8 @@ class ChannelStructure:
 
 def _own(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
     """Of the module that makes the channels of a layer."""
-    return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
+    with uncompiled(pl_module):
+        return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
 
 
 def _require_possible(options: StructureOptions) -> None:
@@ -294,7 +297,8 @@ def _require_possible(options: StructureOptions) -> None:
 
 
 def _has_shapes_of(module: nn.Module, plan: ChannelPlan) -> bool:
-    tensors = module.state_dict()
+    with uncompiled(module) as plain:
+        tensors = plain.state_dict()
     return all(list(tensors[name].shape) == plan.shape_after(name) for name in plan.kept if name in tensors)
 
 

@@ -23,10 +23,14 @@ from lightning_accel.callbacks.weight_part import (
 )
 from lightning_accel.callbacks.weight_scores import WeightScores
 from lightning_accel.compress.masks import choose_groups, choose_weights, parse_structure
-from lightning_accel.compress.prunable import find_prunable
+from lightning_accel.compress.prunable import clean_name, find_prunable, is_stacked
 from lightning_accel.compress.selection import Part, choose_lowest, hash_uniform
 
 _HIGHEST = 1e38  # twice that is finite
+_COVERED = 0.75  # of what is in matrices; below that the target is not what a user takes it for
+_MEANT = (
+    "excluded", "a bias", "a vector", "a number", "an embedding", "a normalisation", "a gate", "frozen",
+)  # fmt: skip  # reasons of which nobody expects zeros
 
 
 class MaskStructure:
@@ -61,6 +65,7 @@ class MaskStructure:
         if not self.parts:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             raise ValueError(f"{type(pl_module).__name__} has no weight to prune: {reasons}")
+        self._tell_coverage(pl_module)
         self.pruned = {}
         for part in self._held():
             mask = before.get(part.name)
@@ -100,6 +105,24 @@ class MaskStructure:
             self._holders = [of[part.name] for part in kept]
         self.parts = kept
 
+    def _tell_coverage(self, pl_module: L.LightningModule) -> None:
+        """Warn where much of what multiplies is no part of the target, without being excluded or another kind."""
+        missed = {
+            name: parameter.numel()
+            for name, parameter in pl_module.named_parameters()
+            if not self.left_out.get(clean_name(name), "excluded").startswith(_MEANT)
+        }
+        own = sum(part.numel for part in self.parts)
+        share = own / (own + sum(missed.values()))
+        if share < _COVERED:
+            largest = sorted(missed, key=lambda name: -missed[name])[:3]
+            told = "; ".join(f"{clean_name(name)}: {self.left_out[clean_name(name)]}" for name in largest)
+            rank_zero_warn(
+                f"Pruning covers {share:.0%} of the values in the matrices of {type(pl_module).__name__}, so that "
+                f"{self.options.target * share:.0%} of them will be zero, not {self.options.target:.0%}. Left out are "
+                f"{len(missed)} parameters, the largest of them {told}. Name what is to stay dense in exclude"
+            )
+
     def _misfit(self, part: WeightPart) -> str | None:
         if self.pattern is not None:
             length, size = part.shape[part.input_dim], self.pattern[1]
@@ -126,7 +149,7 @@ class MaskStructure:
             chosen = choose_groups(scores, dims, self.pattern, share, self._reduce(), self._device)
         else:
             shapes = {part.name: part.shape for part in self.parts}
-            stacked = [part.name for part in self.parts if hasattr(part.module, "expert_parameters")]
+            stacked = [part.name for part in self.parts if is_stacked(part.module, part.weight)]
             scope: Any = self.options.scope
             chosen = choose_weights(scores, shapes, sparsity, scope, self._reduce(), self._device, stacked)
         for part in self._held():

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
+from lightning_accel.compress.prunable import clean_name
+from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 
 CHANNEL_PLAN = "channel_plan"  # under which a plan is in a checkpoint, however deep
@@ -35,7 +37,9 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     plan = find_plan(found)
     if plan is not None:
         apply_plan_(module, plan)
-    module.load_state_dict(found["state_dict"])
+    weights = found["state_dict"]
+    with uncompiled(module) as plain:  # whether or not the run was compiled, too
+        plain.load_state_dict({clean_name(name): value for name, value in weights.items()})
     return module
 
 

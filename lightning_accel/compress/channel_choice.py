@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # torch has no other name for all norms with running statistics
 
 from lightning_accel.compress.channel_groups import ChannelGroups, ChannelLayer
+from lightning_accel.compress.uncompiled import uncompiled
 
 ChannelCriterion = str | Callable[[str, Tensor], Tensor]
 CRITERIA = ("magnitude", "batchnorm", "taylor", "random")
@@ -27,6 +28,11 @@ def score_channels(
     Raises:
         ValueError: if the criterion is unknown, or ``taylor`` finds no gradient.
     """
+    with uncompiled(module) as plain:
+        return _scores(plain, groups, criterion, seed)
+
+
+def _scores(module: nn.Module, groups: ChannelGroups, criterion: ChannelCriterion, seed: int) -> dict[str, Tensor]:
     if criterion == "random":
         generator = torch.Generator().manual_seed(seed)
         return {one.name: torch.rand(len(one), generator=generator, dtype=torch.float64) for one in groups.layers}
@@ -58,10 +64,10 @@ def first_order_terms(module: nn.Module, groups: ChannelGroups) -> dict[str, Ten
     Raises:
         ValueError: if no parameter holds a gradient.
     """
+    with uncompiled(module) as plain:
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
     terms = {
-        name: one.detach().double() * one.grad.double()
-        for name, one in module.named_parameters(remove_duplicate=False)
-        if one.grad is not None
+        name: one.detach().double() * one.grad.double() for name, one in parameters.items() if one.grad is not None
     }
     if not terms:
         raise ValueError("criterion='taylor' needs gradients; call backward before channels are scored")

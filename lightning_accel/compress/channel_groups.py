@@ -17,6 +17,7 @@ from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan
 from lightning_accel.compress.channel_rules import rule_of
 from lightning_accel.compress.channel_trace import KERNEL, ChannelTrace
 from lightning_accel.compress.exclusion import excluded_parameters
+from lightning_accel.compress.uncompiled import uncompile_, uncompiled
 
 _STATES = ("state", "states")
 _CLOSE = 1e-3  # of the largest output; a channel that is mistaken for another changes far more
@@ -77,6 +78,10 @@ class ChannelGroups:
             KeyError: if there is no such layer.
             ValueError: if no channel of a layer would be left.
         """
+        with uncompiled(module) as plain:
+            return self._plan(plain, removed)
+
+    def _plan(self, module: nn.Module, removed: Mapping[str, Sequence[int]]) -> ChannelPlan:
         gone: dict[tuple[str, int], list[int]] = {}
         attributes: dict[tuple[str, str], int] = {}
         for name, numbers in removed.items():
@@ -156,7 +161,7 @@ def _copy(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             "before they are laid out, or in a whole copy"
         )
     try:
-        made = copy.deepcopy(module).cpu().float().eval()
+        made = uncompile_(copy.deepcopy(module)).cpu().float().eval()
     except Exception as error:
         raise TypeError(
             f"{type(module).__name__} cannot be copied ({error}); make copy.deepcopy work for it"
@@ -318,7 +323,8 @@ def _some_of(count: int, number: int) -> list[int]:
 @torch.no_grad()
 def zero_channels_(module: nn.Module, groups: ChannelGroups, removed: Mapping[str, Sequence[int]]) -> None:
     """Set what belongs to channels ``removed``, numbers by the name of their layer, to zero; buffers stay."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    with uncompiled(module) as plain:
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
     for name, numbers in removed.items():
         for (parameter, dim), rows in groups[name].slices.items():
             if parameter in parameters and len(numbers):

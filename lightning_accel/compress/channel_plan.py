@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase  # torch has no other name for 
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
+from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.nn.recurrent_layer import RecurrentLayer
 
@@ -115,6 +116,8 @@ def _sizes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapping[str, i
     weight = shapes.get("weight", [])
     if isinstance(owner, nn.Linear) and weight:
         return {"out_features": weight[0], "in_features": weight[1]}
+    if type(owner).__name__ == "Conv1D" and "nf" in vars(owner) and weight:  # a linear layer of transformers
+        return {"nx": weight[0], "nf": weight[1]} if "nx" in vars(owner) else {"nf": weight[1]}
     if isinstance(owner, _ConvNd) and weight:
         groups = known.get("groups", owner.groups)
         first, second = ("in_channels", "out_channels") if isinstance(owner, _ConvTransposeNd) else _CONVOLUTION
@@ -157,6 +160,11 @@ def apply_plan_(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optim
         KeyError: if the module has no parameter or buffer of a name in the plan.
         ValueError: if its shape is another, or an optimizer keeps what cannot be sliced, as LBFGS does.
     """
+    with uncompiled(module) as plain:
+        _apply_plan(plain, plan, optimizers)
+
+
+def _apply_plan(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optimizer]) -> None:
     old = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
     for name in plan.kept:
         if name not in old:

@@ -200,6 +200,10 @@ def _attention(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]
     query, key, value = (trace.of(given[name]) for name in ("query", "key", "value"))
     made = list(value)
     for dim in range(len(made) - 2):
+        if given["query"].shape[dim] != given["value"].shape[dim]:  # several heads of the query share one of the key
+            trace.pin_dims([query[dim], key[dim], value[dim]], f"{trace.where()} shares heads among queries")
+            made[dim] = None
+            continue
         tied = trace.unite(query[dim], key[dim], "heads of fixed number")
         made[dim] = trace.unite(tied, value[dim], "heads of fixed number")
     reason = f"{trace.where()} scales by its size"

@@ -81,10 +81,8 @@ class ChannelTrace(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         made = self._follow(name, func, given, out)
         if made is not None:
-            results = out if isinstance(out, (tuple, list)) else [out]
-            for result, dims in zip(results, made, strict=False):
+            for result, dims in zip(_as_list(out), made, strict=False):
                 if isinstance(result, Tensor) and dims is not None:
-                    assert len(dims) == result.ndim, name
                     self._dims[result] = dims
         return out
 
@@ -160,14 +158,32 @@ class ChannelTrace(TorchDispatchMode):
     def _follow(self, name: str, func: Any, given: Given, out: Any) -> list[Dims | None] | None:
         rule = self._rule_of(func)
         if rule is not None:
-            return rule(self, given, out)
-        if name not in _SAY_NOTHING:
+            try:
+                made = rule(self, given, out)
+                _require_fit(made, out)
+                return made
+            except Exception:  # a case that the rule was not written for: what it is about stays as it is
+                self.pin(given, f"{self.where()} runs {func._schema.name} in a way that is not followed")
+        elif name not in _SAY_NOTHING:
             self.pin(given, f"{self.where()} runs {func._schema.name}, through which channels are not followed")
         if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
             for one in tree_leaves(out):  # what it held before counts no longer
                 if isinstance(one, Tensor):
                     self._dims[one] = [None] * one.ndim
         return None
+
+
+def _as_list(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def _require_fit(made: list[Dims | None], out: Any) -> None:
+    """Refuse nodes that are not one for each index of each dimension."""
+    for result, dims in zip(_as_list(out), made, strict=False):
+        if isinstance(result, Tensor) and dims is not None:
+            for nodes, size in zip(dims, result.shape, strict=True):
+                if nodes is not None and len(nodes) != size:
+                    raise ValueError(f"{len(nodes)} nodes for {size} indices")
 
 
 class _Enter:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.prunable import Exclusion, find_prunable
+from lightning_accel.compress.prunable import Exclusion, find_prunable, is_stacked
 from lightning_accel.compress.selection import Part, Reduce, choose_lowest, hash_uniform
 
 Scope: TypeAlias = Literal["layer", "global", "erk"]
@@ -74,7 +74,8 @@ def prune_(
         pruned = choose_groups(scores, dims, pattern, 1.0)
     else:
         shapes = {one.name: one.weight.shape for one in found}
-        pruned = choose_weights(scores, shapes, target, scope)
+        stacked = [one.name for one in found if is_stacked(one.module, one.weight)]
+        pruned = choose_weights(scores, shapes, target, scope, is_stacked=stacked)
     kept = {}
     with torch.no_grad():
         for one in found:

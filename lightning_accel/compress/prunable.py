@@ -27,9 +27,9 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
     """The weights of layers that multiply, and why each other parameter is none.
 
     Weights are parameters of at least two dimensions whose name tells so: ``weight`` of linear layers and
-    convolutions, ``weight_ih_l0`` and such of recurrent ones, ``in_proj_weight`` of attention, stacked weights of
-    experts. Embeddings, normalisations, gates and routers, vectors, and what does not train are none. The last layer
-    is a layer like the others.
+    convolutions, ``weight_ih_l0`` and such of recurrent ones, ``in_proj_weight`` of attention; and the stacked weights
+    of experts, whatever their name. Embeddings, normalisations, gates and routers, vectors, and what does not train
+    are none. The last layer is a layer like the others.
 
     Args:
         module: whose parameters may be on the meta device.
@@ -116,14 +116,30 @@ def _unfit(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
         return "computed by a parametrization"
     if getattr(owner, "keep_float32", False) or type(owner).__name__.endswith(("Gate", "Router")):
         return "a gate, which says where rows go"
-    if "weight" not in own:
+    if "weight" not in own and not is_stacked(owner, parameter):
         return f"a parameter of {type(owner).__name__} that is not called a weight"
     return None if parameter.requires_grad else "frozen"
+
+
+def is_stacked(owner: nn.Module, parameter: Tensor) -> bool:
+    """Whether a parameter holds one matrix for each expert of ``owner``, as fused experts of transformers do.
+
+    >>> import torch
+    >>> layer = nn.Module()
+    >>> layer.num_experts = 3
+    >>> is_stacked(layer, torch.zeros(3, 5, 2)), is_stacked(layer, torch.zeros(3, 5))
+    (True, False)
+    """
+    return parameter.ndim == 3 and (
+        hasattr(owner, "expert_parameters") or getattr(owner, "num_experts", None) == parameter.shape[0]
+    )
 
 
 def _input_dim(owner: nn.Module, weight: Tensor) -> int:
     if isinstance(owner, _TRANSPOSED):
         return 0
+    if is_stacked(owner, weight) and getattr(owner, "is_transposed", False):  # experts that multiply from the right
+        return 1
     if type(owner).__name__ == "Conv1D":  # a linear layer of transformers
         return 0
     is_convolution = isinstance(owner, nn.modules.conv._ConvNd)

@@ -1,6 +1,34 @@
 """Modules as they were before ``torch.compile``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Give ``module`` without what was compiled inside, under the names of before, while this is open.
+
+    Parameters that are replaced meanwhile are so in what was compiled, which torch then compiles anew.
+
+    >>> import torch
+    >>> model = nn.Sequential(torch.compile(nn.Linear(3, 2)))
+    >>> with uncompiled(model) as plain:
+    ...     [name for name, _ in plain.named_parameters()]
+    ['0.weight', '0.bias']
+    >>> [name for name, _ in model.named_parameters()]
+    ['0._orig_mod.weight', '0._orig_mod.bias']
+    """
+    places = [(one, name, child) for one in module.modules() for name, child in one._modules.items()]
+    compiled = [place for place in places if hasattr(place[2], "_orig_mod")]
+    for one, name, child in compiled:
+        one._modules[name] = child._orig_mod  # type: ignore[union-attr]  # asked above
+    try:
+        yield getattr(module, "_orig_mod", module)
+    finally:
+        for one, name, child in compiled:
+            one._modules[name] = child
 
 
 def uncompile_(module: nn.Module) -> nn.Module:

@@ -109,6 +109,31 @@ class Around(L.Callback):
         return copy.deepcopy(pl_module.net).eval()(IMAGES.tensors[0])
 
 
+def test_compiled_submodules_lose_channels_too(tmp_path):
+    """With the weights that they have without, and through a checkpoint that brings them to a module of either kind."""
+    torch.manual_seed(2)
+    at_removal = SaveAt(tmp_path, ["epoch 1"])
+
+    def fitted(*callbacks, compiled=True, **options):
+        torch.manual_seed(2)
+        module = Own()
+        if compiled:
+            module.net = torch.compile(module.net, backend="eager")
+        fit(module, tmp_path, callbacks, **options)
+        return module
+
+    assert sizes(fitted(prune=pruning(criterion="taylor"), max_steps=6)) == [4, 6, 5, 3]
+    plain, module = fitted(compiled=False), fitted(at_removal)
+    assert sizes(module) == sizes(plain) == [4, 6, 5, 3]
+    torch.testing.assert_close(module.net._orig_mod.state_dict(), plain.net.state_dict())
+    assert sizes(fitted(resume=tmp_path / "epoch 1.ckpt")) == [4, 6, 5, 3]
+    whole = Own()
+    assert sizes(load_pruned(whole, tmp_path / "epoch 1.ckpt")) == [4, 6, 5, 3]
+    whole = Own()
+    whole.net = torch.compile(whole.net, backend="eager")
+    assert sizes(load_pruned(whole, tmp_path / "epoch 1.ckpt")) == [4, 6, 5, 3]
+
+
 def test_the_removal_changes_nothing_that_the_module_computes():
     callback = pruning()
     around = Around(callback)

@@ -432,10 +432,16 @@ def test_n_of_m_within_a_trainer():
     assert pruning.phase == "at 0.5"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
 def test_what_n_of_m_does_not_fit_is_named():
     module, data = make("classifier", num_rows=16)[0], make("classifier", num_rows=16)[1]
     pruning = Pruning(structure="2:4", end=0.5)
-    fit(module, pruning, data=data)
+    with pytest.warns(UserWarning, match=r"covers (\d+)% of the values in the matrices") as told:
+        fit(module, pruning, data=data)
+    own = sum(row["parameters"] for row in pruning.report_rows())
+    parameters = {name: one.numel() for name, one in module.named_parameters()}
+    missed = sum(parameters[name] for name, reason in pruning.left_out.items() if "no multiple" in reason)
+    assert f"covers {own / (own + missed):.0%} of" in "".join(str(one.message) for one in told)
     reasons = [reason for reason in pruning.left_out.values() if "no multiple" in reason]
     assert reasons
     assert all(reason.endswith("inputs, no multiple of 4, for 2:4") for reason in reasons)

@@ -113,13 +113,16 @@ class Pools(Reads):
 class Attention(nn.Module):
     """As written by hand: projections of queries, keys and values for heads that are told apart by reshape."""
 
-    def __init__(self, dim=12, num_heads=3, packed=False):
+    def __init__(self, dim=12, num_heads=3, packed=False, num_shared=None):
         super().__init__()
+        self.shares = num_shared is not None
         self.num_heads = num_heads
         self.packed = packed
         self.qkv = nn.Linear(dim, 3 * dim) if packed else None
         self.query, self.key, self.value = (None,) * 3 if packed else (nn.Linear(dim, dim) for _ in range(3))
         self.head_dim = dim // num_heads
+        if num_shared is not None:  # heads of keys and values, each for several of the query
+            self.key, self.value = (nn.Linear(dim, num_shared * self.head_dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x):
@@ -128,6 +131,8 @@ class Attention(nn.Module):
             parts = self.qkv(x).reshape(rows, steps, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         else:
             layers = self.query, self.key, self.value
-            parts = [one(x).view(rows, steps, self.num_heads, -1).transpose(1, 2) for one in layers]
-        mixed = nn.functional.scaled_dot_product_attention(*parts)
+            heads = -1 if self.shares else self.num_heads
+            width = self.head_dim if self.shares else -1
+            parts = [one(x).view(rows, steps, heads, width).transpose(1, 2) for one in layers]
+        mixed = nn.functional.scaled_dot_product_attention(*parts, enable_gqa=self.shares)
         return self.out(mixed.transpose(1, 2).reshape(rows, steps, -1))

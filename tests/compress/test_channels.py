@@ -9,6 +9,7 @@ from torch import nn
 from lightning_accel.compress import (
     ChannelPlan,
     apply_plan_,
+    channel_rules,
     choose_channels,
     find_channel_groups,
     load_pruned,
@@ -23,11 +24,24 @@ from tests.compress.networks import Attention, Dense, Pools, Reads, ResNet18, Sq
 
 IMAGES = torch.randn(2, 3, 9, 8)
 STEPS = torch.randn(2, 5, 3)
+FLAT = torch.randn(2, 216)
 TOKENS = torch.randn(2, 5, 12)
 
 
 def classifier(**options):
     return Classifier(3, **{"channels": [8, 6, 12], "hidden_dims": [20]} | options)
+
+
+class Conv1D(nn.Module):
+    """As in transformers: a transposed linear layer, with its width in an attribute that forward reads."""
+
+    def __init__(self, nx, nf):
+        super().__init__()
+        self.nx, self.nf = nx, nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
 
 
 # module, input, channels of each layer in the order in which they are found
@@ -53,6 +67,12 @@ CASES = {
     },
     "encoder": (lambda: nn.TransformerEncoderLayer(12, 3, 16), TOKENS, [16]),
     "attention": (Attention, TOKENS, [3]),
+    "attention, heads shared": (
+        lambda: nn.Sequential(Attention(12, 4, num_shared=2), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)),
+        TOKENS,
+        [12, 16],
+    ),
+    "linear layers of transformers": (lambda: nn.Sequential(Conv1D(216, 9), nn.ReLU(), Conv1D(9, 4)), FLAT, [9]),
     "attention, packed": (lambda: Attention(12, 2, packed=True), TOKENS, [2]),
     "block": (lambda: TransformerBlock(12, 3, FeedForward(12, 16)), TOKENS, [3, 16]),
     "experts": (lambda: TransformerBlock(12, 3, MixtureOfExperts(12, 16, 4, gated=True)), TOKENS, [3, 16]),
@@ -177,6 +197,26 @@ def test_what_cannot_be_removed_is_named_and_the_rest_is_served():
     assert groups.left_out["out.0.weight"] == "the module's output"
     trusting = find_channel_groups(Stubborn(), (torch.randn(3, 4),), check=False)
     assert [layer.name for layer in trusting.layers] == ["fixed", "free"]
+
+
+def test_a_rule_that_fails_pins_what_it_is_about(monkeypatch):
+    def fails(trace, given, out):
+        raise IndexError("a case that was not thought of")
+
+    def gives_too_few(trace, given, out):
+        return [[*trace.of(given["self"])[:-1], trace.nodes.make(1)]]
+
+    for rule in (fails, gives_too_few):
+        monkeypatch.setitem(channel_rules.RULES, "cumsum", rule)
+        module = nn.Sequential(nn.Linear(4, 7), Sums(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 2))
+        groups = find_channel_groups(module, (torch.randn(3, 4),))
+        assert [layer.name for layer in groups.layers] == ["2"]
+        assert groups.left_out["0.weight"] == "1 runs aten::cumsum in a way that is not followed"
+
+
+class Sums(nn.Module):
+    def forward(self, x):
+        return x.cumsum(0)
 
 
 def test_outputs_of_excluded_layers_stay():

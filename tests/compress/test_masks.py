@@ -106,6 +106,31 @@ def test_recurrent_attention_and_expert_weights_are_found():
     assert left_out["mixture.experts.up_bias"] == left_out["lstm.bias_hh_l0"] == "a bias"
 
 
+class Fused(nn.Module):
+    """Experts as transformers has them: 3-D parameters that are not called weights."""
+
+    def __init__(self, is_transposed=False):
+        super().__init__()
+        self.num_experts, self.is_transposed = 3, is_transposed
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 10, 4))
+        self.down_proj = nn.Parameter(torch.randn(3, 4, 5))
+        self.down_proj_bias = nn.Parameter(torch.randn(3, 4))
+        self.table = nn.Parameter(torch.randn(2, 4))
+
+
+def test_fused_experts_are_weights():
+    module = nn.Sequential(nn.Linear(4, 6), Fused(), Fused(is_transposed=True))
+    found, left_out = find_prunable(module)
+    dims = {one.name: one.input_dim for one in found}
+    assert dims == {"0.weight": 1, "1.gate_up_proj": 2, "1.down_proj": 2, "2.gate_up_proj": 1, "2.down_proj": 1}
+    assert left_out["1.down_proj_bias"] == "a bias"
+    assert left_out["1.table"] == "a parameter of Fused that is not called a weight"
+    kept = prune_(module, 0.5, scope="erk")
+    shapes = {one.name: one.weight.shape for one in found}
+    counts = counts_by_erk(shapes, 0.5, [name for name in shapes if name != "0.weight"])
+    assert [int((~kept[name]).sum()) for name in shapes] == counts
+
+
 def test_a_weight_shared_with_an_embedding_is_left_out():
     module = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7, bias=False), nn.Linear(3, 3))
     module[1].weight = module[0].weight
