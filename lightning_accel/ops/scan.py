@@ -13,6 +13,8 @@ from lightning_accel.ops.transforms import in_transform
 
 # What starting a small operation costs, as the number of elements whose arithmetic takes as long; measured on CPU.
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
+# By how much gates above 1 may multiply a state within a chunk: no product of others is lost before it grows again.
+_MOST_GROWTH = 2.0**10
 
 
 def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
@@ -20,7 +22,7 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
 
     A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
     stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
-    cut into chunks of time that run side by side. On CUDA a Triton kernel does it, where triton is installed. Within
+    cut into chunks of time that run side by side, unless gates above 1 could overflow there alone. On CUDA a Triton kernel does it, where triton is installed. Within
     transforms of torch.func it goes step by step, through autograd; not where torch.compile traces them.
 
     Args:
@@ -218,28 +220,38 @@ def _recur_without_starts(out: Tensor, gate: Tensor, value: Tensor, state: Tenso
     if reverse:
         first, rest = rest, first
     if chunked:
-        _recur_in_chunks([x[:, first].unflatten(1, (-1, length)) for x in (out, gate, value)], state, reverse)
+        chunks = [x[:, first].unflatten(1, (-1, length)) for x in (out, gate, value)]
+        begins = _begins_of_chunks(chunks, state, reverse)
+        if begins is None:
+            _loop([x.unbind(1) for x in (out, gate, value)], state, None, reverse)
+            return
+        _loop([x.unbind(2) for x in chunks], begins, None, reverse)
         state = out[:, cut if reverse else cut - 1]
     _loop([x[:, rest].unbind(1) for x in (out, gate, value)], state, None, reverse)
 
 
-def _recur_in_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: bool) -> None:
-    """The recurrence over ``chunks`` of out, gate and value, (B, C, L, H) each, in L + C + L steps for C * L.
+def _begins_of_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: bool) -> Tensor | None:
+    """States with which chunks begin, (B, C, H), of ``chunks`` of out, gate and value, (B, C, L, H) each.
 
-    Where each chunk ends if it begins with zeros; from that and the product of its gates, where each begins; then all
-    chunks at once from there, in the very operations of the plain recurrence.
+    Where each chunk ends if it begins with zeros; from that and the product of its gates, where each begins. All chunks
+    at once go on from there in the very operations of the plain recurrence: L + C + L steps for C * L.
+
+    None where a product could leave the range of the dtype, or lose its precision, although the states do not: one that
+    overflows makes NaN of a state of 0, one that underflows before it grows again forgets the state.
     """
     _, gate, value = chunks
-    outs, gates, values = (x.unbind(2) for x in chunks)
+    within_1 = float(gate.amax()) <= 1 and float(gate.amin()) >= -1  # in a third less time than aminmax
+    if not within_1 and not bool((gate.abs().clamp_(min=1).prod(2) <= _MOST_GROWTH).all()):
+        return None
     ends = torch.empty_like(value[:, :, 0], memory_format=torch.contiguous_format)  # (B, C, H)
-    _loop([[ends] * len(outs), gates, values], None, None, reverse)
+    _loop([[ends] * gate.shape[2], gate.unbind(2), value.unbind(2)], None, None, reverse)
     begins = torch.empty_like(ends)
     first = begins[:, -1 if reverse else 0]
     first.copy_(torch.zeros_like(first) if state is None else state)
     before, after = (slice(1, None), slice(-1)) if reverse else (slice(-1), slice(1, None))
     carries = begins[:, after], gate.prod(2)[:, before], ends[:, before]
     _loop([x.unbind(1) for x in carries], first, None, reverse)
-    _loop([outs, gates, values], begins, None, reverse)
+    return begins if bool(begins.isfinite().all()) else None
 
 
 def _loop(

@@ -1,7 +1,8 @@
 """The recurrence of :func:`lightning_accel.ops.linear_scan` on a GPU. Shapes: B rows, T steps, H channels.
 
 A program takes a row and a block of channels, and goes over time in tiles; within a tile an associative scan over
-pairs (product of gates, state from zero) runs in parallel. Accumulates in float32, or float64.
+pairs (product of gates, state from zero) runs in parallel; step by step where gates above 1 could overflow in a product
+alone. Accumulates in float32, or float64.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 _TILE_STEPS = 64
 _TILE_CHANNELS = 32
+_MOST_LOG2_GROWTH = tl.constexpr(10.0)  # by which gates above 1 may multiply a state within a tile
 
 
 def scan_forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
@@ -68,10 +70,27 @@ def _join(gate_1, value_1, start_1, gate_2, value_2, start_2):
 @triton.jit
 def _scan_tile(gate, value, start, carry, TILE_STEPS: tl.constexpr):
     """States of a tile that begins with the state ``carry``, and the last of them."""
-    gate, value, start = tl.associative_scan((gate, value, start), 0, _join)
-    h = tl.where(start != 0, value, gate * carry[None, :] + value)
+    products, sums, started = tl.associative_scan((gate, value, start), 0, _join)
+    h = tl.where(started != 0, sums, products * carry[None, :] + sums)
+    growth = tl.sum(tl.log2(tl.maximum(tl.abs(gate), 1.0)), 0)
+    lost = tl.sum((h - h != 0.0).to(tl.int32), 0) + (growth > _MOST_LOG2_GROWTH).to(tl.int32)
+    if tl.sum(lost, 0) > 0:  # overflow, or NaN of it, that the recurrence itself may not have
+        h = _step_through(gate, value, start, carry, TILE_STEPS)
     last = tl.arange(0, TILE_STEPS)[:, None] == TILE_STEPS - 1
     return h, tl.sum(tl.where(last, h, 0.0), 0)
+
+
+@triton.jit
+def _step_through(gate, value, start, carry, TILE_STEPS: tl.constexpr):
+    """The states of a tile, one after the other."""
+    h = tl.zeros_like(value)
+    for t in range(TILE_STEPS):
+        now = tl.arange(0, TILE_STEPS)[:, None] == t
+        gate_t, value_t = tl.sum(tl.where(now, gate, 0.0), 0), tl.sum(tl.where(now, value, 0.0), 0)
+        begins = tl.sum(tl.where(now, start, 0), 0) != 0
+        carry = tl.where(begins, value_t, gate_t * carry + value_t)
+        h = tl.where(now, carry[None, :], h)
+    return h
 
 
 @triton.jit

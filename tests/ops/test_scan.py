@@ -8,7 +8,7 @@ from torch import func
 from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import linear_scan
-from lightning_accel.ops.scan import linear_scan_reference
+from lightning_accel.ops.scan import _chunk_length, linear_scan_reference
 
 SHAPES = [(5, 7, 3), (1, 1, 2), (1, 211, 3), (2, 1000, 2), (3, 64, 1), (1, 2, 4)]
 
@@ -148,6 +148,60 @@ def test_what_is_not_finite_stays_in_its_sequence(shape, bad):
     assert spoilt[2][0, 4:7, 0].isnan().all()
 
 
+def growing(case):
+    """Gate, value, state and starts whose states stay finite, though gates multiply to far more than float32 holds."""
+    num_steps = 300
+    gate, value, state, starts = torch.full((1, num_steps, 2), 0.5), torch.zeros(1, num_steps, 2), None, None
+    if case == "zeros":
+        gate[..., 1] = 1e9
+        value[..., 0] = 1.0
+    elif case == "fixed point":
+        gate[..., 1], value[..., 1], state = 4.0, 3.0, torch.tensor([[1.0, -1.0]])
+    elif case == "small, then huge":
+        gate[0, :, 1] = torch.tensor([1e-30, 1e-30, 1e30, 1e30]).repeat(num_steps // 4)
+        state = torch.tensor([[1.0, 1e30]])
+    elif case == "huge, then small":
+        gate[0, :, 1] = torch.tensor([1e30, 1e30, 1e-30, 1e-30]).repeat(num_steps // 4)
+        state = torch.tensor([[1.0, 1e-30]])
+    elif case == "zero gates":
+        gate[0, :, 1] = torch.tensor([1e30, 1e30, 0.0]).repeat(num_steps // 3)
+        value[..., 1] = 1e-30
+    else:
+        gate[..., 1] = -1e9
+        place = torch.arange(num_steps)[None] % 15
+        value[0, :, 1], starts = torch.where(place == 14, 1.0, 0.0), place == 0
+    return gate, value, state, starts
+
+
+CASES = ["zeros", "fixed point", "small, then huge", "huge, then small", "zero gates", "starts"]
+
+
+def twice(scan, gate, value, state, starts):
+    """States, the gradients of an early one, and the gradient by the gates of one of those."""
+    learned = [x.requires_grad_() for x in (gate, value, state) if x is not None]
+    out = scan(gate, value, state, starts)
+    first = torch.autograd.grad(out[:, 3].float().sum(), learned, create_graph=True)
+    return out, *first, *torch.autograd.grad(first[1][:, :3].float().sum(), gate)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_whose_product_overflows(case, dtype):
+    """Wherever the plain recurrence over float32 is finite, chunks are, too."""
+    assert _chunk_length(300, 2, "cpu") < 300
+    *given, starts = growing(case)
+    given = [None if x is None else x.to(dtype) for x in given]
+    actual = twice(linear_scan, *given, starts)
+    wide = [None if x is None else x.detach().float() for x in given]
+    expected = twice(linear_scan_reference, *wide, starts)
+    rounding = 300 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps  # of each step, and of the results
+    assert actual[0].isfinite().all()
+    for one, other in zip(actual, expected, strict=True):
+        finite = other.isfinite()
+        torch.testing.assert_close(one[finite], other[finite].to(dtype), rtol=rounding, atol=0)
+        assert finite.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_accumulated_in_float32(dtype):
     arguments = inputs((2, 300, 3), dtype)
@@ -280,6 +334,22 @@ def test_triton_kernel_keeps_what_is_not_finite_in_its_sequence():
     d_gate, d_value, _ = scan_triton.scan_backward(torch.ones_like(out), gate, out, state, starts)
     assert d_gate[:, 90:].isfinite().all()
     assert d_value.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1, and triton")
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # of numpy, which interprets
+@pytest.mark.parametrize("case", CASES)
+def test_triton_kernel_with_gates_whose_product_overflows(case):
+    scan_triton = pytest.importorskip("lightning_accel.ops.scan_triton")
+    gate, value, state, starts = growing(case)
+    probe = torch.zeros_like(value)
+    probe[:, 3] = 1
+    out = scan_triton.scan_forward(gate, value, state, starts)
+    gradients = scan_triton.scan_backward(probe, gate, out, state, starts)
+    arguments = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in (gate, value, state)]
+    expected = results(linear_scan, [*arguments, starts], probe)
+    torch.testing.assert_close((out, *gradients[: len(expected) - 1]), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.gpu
