@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_accel.compress.batchnorm import run_batch
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan_of_kept
 from lightning_accel.nn import MixtureOfExperts
+from lightning_accel.ops.evaluation import evaluating
 
 
 def plan_of_experts(mixture: MixtureOfExperts, keep: Sequence[int]) -> ChannelPlan:
@@ -97,17 +98,14 @@ def measure_expert_load(
     """
     mixtures = {name: part for name, part in module.named_modules() if isinstance(part, MixtureOfExperts)}
     counts: dict[str, Tensor] = {}
-    modes = {part: part.training for part in module.modules()}
     handles = [part.register_forward_hook(_Count(counts, name)) for name, part in mixtures.items()]
-    module.eval()
     try:
-        for batch in batches:
-            run_batch(module, batch) if call is None else call(module, batch)
+        with evaluating(module):
+            for batch in batches:
+                run_batch(module, batch) if call is None else call(module, batch)
     finally:
         for handle in handles:
             handle.remove()
-        for part, mode in modes.items():
-            part.training = mode
     if not counts:
         raise ValueError(
             f"{type(module).__name__} has {len(mixtures)} mixtures of experts, of which none ran on these batches"

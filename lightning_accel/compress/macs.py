@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_accel.ops.evaluation import evaluating
+
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU, nn.GELU)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 _POOLS = (
@@ -47,14 +49,12 @@ def count_macs(
     >>> count_macs(nn.Linear(3, 2), (torch.ones(5, 3),)).total
     30
     """
-    modes = {one: one.training for one in module.modules()}
     extra: dict[nn.Module, int] = {}
     counter = FlopCounterMode(display=False, custom_mapping=_PRODUCTS)
     with ExitStack() as stack:
-        stack.callback(_set_modes, modes)
-        module.eval()
+        stack.enter_context(evaluating(module))
         if elementwise:
-            for one in modes:
+            for one in module.modules():
                 handle = one.register_forward_hook(_Elements(extra))
                 stack.callback(handle.remove)
         stack.enter_context(_plain_kernels())
@@ -105,11 +105,6 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration", category=UserWarning)  # of a build without it
         yield
-
-
-def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
-    for one, training in modes.items():
-        one.training = training
 
 
 class _Elements:

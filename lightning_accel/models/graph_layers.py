@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.nn.relational import RO3Conv
+from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.triples import Triples
 
 NormName = Literal["batch", "layer", "none"]
@@ -35,15 +36,22 @@ class GraphBlock(nn.Module):
         self.norm: nn.Module = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "none": _Identity}[norm](dim)
         self.dropout = nn.Dropout(dropout)
         self.residual = residual
+        self._takes_batch = "batch" in _names_of(conv)
 
     def forward(
-        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        triples: Triples | None = None,
+        batch: Tensor | None = None,
     ) -> Tensor:
-        """Map nodes ``x`` (N, D) to (N, D)."""
-        if isinstance(self.conv, RO3Conv):
-            features = self.conv(x, edge_index, edge_attr, triples=triples)
-        else:
-            features = self.conv(x, edge_index) if edge_attr is None else self.conv(x, edge_index, edge_attr)
+        """Map nodes ``x`` (N, D) of the graphs ``batch`` (N,), one graph by default, to (N, D)."""
+        optional: dict[str, Any] = {"triples": triples} if isinstance(self.conv, RO3Conv) else {}
+        if self._takes_batch:
+            optional["batch"] = edge_index.new_zeros(len(x)) if batch is None else batch
+        attributes = () if edge_attr is None else (edge_attr,)
+        features = self.conv(x, edge_index, *attributes, **optional)
         features = self.dropout(self.norm(features).relu())
         return x + features if self.residual else features
 
@@ -63,12 +71,13 @@ class GraphLayers(nn.Module):
         edge_index: Tensor,
         edge_attr: Tensor | None = None,
         triples: Triples | None = None,
+        batch: Tensor | None = None,
     ) -> Tensor:
         if self.edge_encoder is not None:
             edge_attr = self.edge_encoder(edge_attr)
         x = self.encoder(x)
         for block in self.blocks:
-            x = block(x, edge_index, edge_attr, triples)
+            x = block(x, edge_index, edge_attr, triples, batch)
         return x
 
 
@@ -147,40 +156,61 @@ def require_width(conv: nn.Module, dim: int, edges: EdgeKind) -> None:
     """Refuse a convolution that does not map nodes (N, ``dim``) to (N, ``dim``), or leaves out what edges carry.
 
     Raises:
-        ValueError: with what it does.
+        ValueError: with what it does; also if a graph's nodes get something else beside another graph than alone.
     """
-    name = type(conv).__name__
-    if edges != EdgeKind() and not _takes_edges(conv):
+    name, names = type(conv).__name__, _names_of(conv)
+    if edges != EdgeKind() and names[2:3] not in (["edge_attr"], ["edge_type"]):
         raise ValueError(
             f"edges have {'types' if edges.dim is None else f'{edges.dim} features'}, which {name} does not take; "
             "choose conv=RO3Conv, GINEConv, GATv2Conv or another with edge_attr, or leave edge_attr out of the data"
         )
-    edge_index, attributes = torch.tensor([[0, 1], [1, 0]]), edges.example(2)
-    arguments = (edge_index,) if attributes is None else (edge_index, attributes)
-    was_training = conv.training
-    conv.eval()
+    if names[1:2] == ["batch"]:
+        raise ValueError(f"{name} takes x and batch, and no edge_index; choose a convolution over edges")
     try:
-        with torch.no_grad():
-            out = conv(torch.zeros(2, dim), *arguments)
+        with torch.no_grad(), evaluating(conv):
+            out = _try(conv, dim, edges, _PAIR, [0, 0])
+            mixes = isinstance(out, Tensor) and out.shape == (2, dim) and not out.is_meta and _mixes(conv, dim, edges)
     except Exception as error:
         raise ValueError(
-            f"{name} could not be called as conv(x, edge_index{', edge_attr' * (len(arguments) - 1)}): {error}. Set "
+            f"{name} could not be called as conv(x, edge_index{', edge_attr' * (edges != EdgeKind())}): {error}. Set "
             "what it needs in conv_options"
         ) from error
-    finally:
-        conv.train(was_training)
     shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
     if shape != (2, dim):
         raise ValueError(
             f"{name} gave {shape} for two nodes of width {dim}; layers keep the width dim={dim}. Set conv_options so "
             "that it does, such as {heads: 4, concat: false}"
         )
+    if mixes:
+        raise ValueError(
+            f"{name} gives the nodes of a graph something else beside another graph of the batch than alone. A "
+            "convolution that looks beyond edges needs a parameter batch in its forward, the graph of each node"
+            + (", and to heed it: set conv_options so that it does" if "batch" in names else "")
+        )
 
 
-def _takes_edges(conv: nn.Module) -> bool:
-    names = [
-        name
-        for name, parameter in signature(conv.forward).parameters.items()
-        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(names) > 2 and names[2] in ("edge_attr", "edge_type")
+_PAIR = [[0, 1], [1, 0]]
+_STAR = [[0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 0, 0]]
+
+
+def _try(conv: nn.Module, dim: int, edges: EdgeKind, ends: list[list[int]], graphs: list[int]) -> Any:
+    """What ``conv`` makes of unequal nodes, one for each of ``graphs``, and edges ``ends``."""
+    edge_index, batch = torch.tensor(ends), torch.tensor(graphs)
+    attributes = edges.example(edge_index.shape[1])
+    x = torch.arange(len(graphs))[:, None] + torch.arange(dim) / dim
+    given: dict[str, Any] = {"batch": batch} if "batch" in _names_of(conv) else {}
+    return conv(x, edge_index, *(() if attributes is None else (attributes,)), **given)
+
+
+def _mixes(conv: nn.Module, dim: int, edges: EdgeKind) -> bool:
+    """Whether nodes of a pair get something else beside a star than alone; not of what draws random numbers."""
+    alone, again = (_try(conv, dim, edges, _PAIR, [0, 0]) for _ in range(2))
+    both = [pair + [2 + node for node in star] for pair, star in zip(_PAIR, _STAR, strict=True)]
+    beside = _try(conv, dim, edges, both, [0, 0, 1, 1, 1, 1])[:2]
+    return torch.equal(alone, again) and not torch.allclose(alone, beside, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def _names_of(conv: nn.Module) -> list[str]:
+    """The parameters of ``conv.forward`` by which it may be called without knowing more than their names."""
+    kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, parameter in signature(conv.forward).parameters.items() if parameter.kind in kinds]

@@ -34,6 +34,7 @@ from lightning_accel.nn import (
     summarise_load,
 )
 from lightning_accel.nn.gating import GateFactory
+from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies.clipping import clip_grad_norm_
 
 
@@ -353,15 +354,13 @@ class MoELanguageModel(L.LightningModule):
         """
         if tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"need prompts (B, T) of at least one token; got {tuple(tokens.shape)}")
-        was_training = self.training
-        self.eval()
         caches = [KeyValueCache(tokens.shape[1] + max_new_tokens) for _ in self.blocks]
         new = tokens
-        for _ in range(max_new_tokens):
-            logits = self(new, caches).logits[:, -1].float()
-            new = _draw(logits, temperature, sample_from, generator)
-            tokens = torch.cat([tokens, new], dim=1)
-        self.train(was_training)
+        with evaluating(self):
+            for _ in range(max_new_tokens):
+                logits = self(new, caches).logits[:, -1].float()
+                new = _draw(logits, temperature, sample_from, generator)
+                tokens = torch.cat([tokens, new], dim=1)
         return tokens
 
 
@@ -372,7 +371,8 @@ def _draw(logits: Tensor, temperature: float, sample_from: int, generator: torch
     if 0 < sample_from < logits.shape[1]:
         least = logits.topk(sample_from).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+    below = logits - logits.max(dim=-1, keepdim=True).values  # so that small temperatures make no infinity
+    return torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
 
 
 def _require_at_least(least: int, **numbers: float) -> None:

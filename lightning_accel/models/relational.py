@@ -302,7 +302,7 @@ class RelationalGNN(L.LightningModule):
             draws = self._draws_of_this_process()
             return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
         triples = self._triples(x, edge_index, triangle_index)
-        nodes = self.layers(x, edge_index, edge_attr, triples)
+        nodes = self.layers(x, edge_index, edge_attr, triples, batch)
         if self.readout is not None:
             nodes = self.readout(nodes, edge_index, batch, size, triples)
         return self._in_own_unit(self.head(nodes))

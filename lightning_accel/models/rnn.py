@@ -27,6 +27,7 @@ from lightning_accel.models.sequence_targets import target_of, within
 from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
+from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 
 TargetKind: TypeAlias = Literal["classification", "regression", "labelling", "forecasting"]
@@ -322,12 +323,8 @@ class SequenceModel(L.LightningModule):
         shape = (3, 5) if self.vocab_size is not None else (3, 5, self.num_features)
         dtype = torch.int64 if self.vocab_size is not None else self.dtype
         x = torch.zeros(shape, dtype=dtype, device=self.device)  # type: ignore[arg-type]
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             return export_step(self, x[:, 0], path) if streaming else export_whole(self, x, path)
-        finally:
-            self.train(was_training)
 
     def on_fit_start(self) -> None:
         """Take the mean and the spread of values from the datamodule, if it knows them."""

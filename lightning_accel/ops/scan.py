@@ -22,8 +22,9 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
 
     A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
     stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
-    cut into chunks of time that run side by side, unless gates above 1 could overflow there alone. On CUDA a Triton kernel does it, where triton is installed. Within
-    transforms of torch.func it goes step by step, through autograd; not where torch.compile traces them.
+    cut into chunks of time that run side by side, unless gates above 1 could overflow there alone. On CUDA a Triton
+    kernel does it, where triton is installed. Within transforms of torch.func it goes step by step, through autograd;
+    not where torch.compile traces them.
 
     Args:
         gate: (B, T, H), any floating dtype; tensors that are time-major in memory stay so.

@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_accel.ops.evaluation import evaluating
+
 
 class Chain:
     """Layers in the order in which ``forward`` calls them; stage ``s`` owns a contiguous slice of them.
@@ -86,7 +88,7 @@ def num_parameters(module: nn.Module) -> int:
 @torch.no_grad()
 def measured_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
     """Seconds that each of ``layers`` takes in a forward pass of the module's ``example_input_array``, on the CPU."""
-    example, seconds, was_training = module.example_input_array, [0.0] * len(layers), module.training
+    example, seconds = module.example_input_array, [0.0] * len(layers)
     hooks = []
     for number, layer in enumerate(layers):
 
@@ -97,16 +99,15 @@ def measured_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> l
             seconds[number] += perf_counter()
 
         hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
-    module.eval()
     try:
-        for _ in range(2):  # the first warms up
-            seconds[:] = [0.0] * len(layers)
-            if isinstance(example, Mapping):
-                module(**example)
-            else:
-                module(*example if isinstance(example, tuple) else (example,))
+        with evaluating(module):
+            for _ in range(2):  # the first warms up
+                seconds[:] = [0.0] * len(layers)
+                if isinstance(example, Mapping):
+                    module(**example)
+                else:
+                    module(*example if isinstance(example, tuple) else (example,))
     finally:
-        module.train(was_training)
         for hook in hooks:
             hook.remove()
     return seconds

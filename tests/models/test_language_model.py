@@ -117,6 +117,32 @@ def test_cached_generation_equals_running_the_whole_text_each_time(temperature):
     assert model.training
 
 
+def test_generation_leaves_modes_as_they_were():
+    model = small().train()
+    model.blocks[0].eval()  # frozen, say
+    modes = [part.training for part in model.modules()]
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    for hook, raised in ((lambda *_: None, None), (fail, KeyboardInterrupt)):
+        handle = model.blocks[1].register_forward_hook(hook)
+        if raised is None:
+            model.generate(torch.ones(1, 2, dtype=torch.int64), 2)
+        else:
+            with pytest.raises(raised):
+                model.generate(torch.ones(1, 2, dtype=torch.int64), 2)
+        handle.remove()
+        assert [part.training for part in model.modules()] == modes
+
+
+def test_a_temperature_close_to_0_takes_the_likeliest_token():
+    model = small().eval()
+    torch.nn.init.normal_(model.head.weight)
+    tokens = torch.randint(11, (2, 3))
+    assert model.generate(tokens, 4, temperature=1e-38).equal(model.generate(tokens, 4, temperature=0))
+
+
 def test_every_figure_is_logged_and_bits_are_of_bytes(data, tmp_path):
     model = MoELanguageModel(**SMALL)
     trainer = quiet_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=2)

@@ -107,6 +107,56 @@ def test_convolutions_of_edges(edges, conv, options, marks):
     assert not torch.allclose(model(x, both, first), model(x, both, second), atol=1e-4)
 
 
+PLAIN = [
+    "RO3Conv",
+    "AGNNConv",
+    "ARMAConv",
+    "AntiSymmetricConv",
+    "ClusterGCNConv",
+    "EGConv",
+    "EdgeConv",
+    "FeaStConv",
+    "GATConv",
+    "GATv2Conv",
+    "GCNConv",
+    "GENConv",
+    "GINConv",
+    "GeneralConv",
+    "GraphConv",
+    "LEConv",
+    "LGConv",
+    "MFConv",
+    "ResGatedGraphConv",
+    "SAGEConv",
+    "SGConv",
+    "SimpleConv",
+    "SuperGATConv",
+    "TAGConv",
+    "TransformerConv",
+]
+CONVS = [(name, {}) for name in PLAIN] + [
+    ("ChebConv", {"K": 3}),
+    ("GPSConv", {"channels": 8, "conv": None, "heads": 2}),
+    *(("GPSConv", {"channels": 8, "conv": None, "norm": norm}) for norm in ("GraphNorm", "InstanceNorm", "PairNorm")),
+]
+
+
+@pytest.mark.parametrize("marks", [0, 1])
+def test_graphs_of_a_batch_get_what_they_get_alone(marks):
+    graphs = [graph(HEXAGON, nodes=7), graph(TRIANGLES), graph(torch.tensor([[0, 1, 0, 2], [1, 0, 2, 0]]), nodes=3)]
+    for one in graphs:
+        one.x = torch.randn(one.num_nodes, 2, dtype=torch.float64)
+    batch = Batch.from_data_list(graphs)
+    for conv, options in CONVS:
+        model = RelationalGNN(
+            2, 3, **GRAPHS, dim=8, num_layers=2, conv=conv, conv_options=options, norm="none", marks=marks
+        )
+        model = model.double().eval()
+        together = model(batch.x, batch.edge_index, None, batch.batch, 3)
+        alone = torch.cat([model(one.x, one.edge_index) for one in graphs])
+        torch.testing.assert_close(together, alone, msg=lambda text, conv=conv: f"{conv}: {text}")
+
+
 def test_values_are_told_in_their_own_unit():
     graphs = triangles_and_hexagons()
     for one in graphs:
@@ -290,6 +340,9 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
         ({"conv": "GATConv", "conv_options": {"heads": 3}}, r"gave \(2, 192\).*concat: false"),
         ({"conv": "GCNConv", "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
         ({"conv": "PNAConv"}, "PNAConv cannot be built of.*aggregators"),
+        ({"conv": "ChebConv", "conv_options": {"K": 2, "normalization": None}}, "ChebConv gives the nodes .* heed it"),
+        ({"conv": "tests.models.test_relational.Mixing"}, "something else beside another .* needs a parameter batch"),
+        ({"conv": "GraphNorm"}, "GraphNorm takes x and batch, and no edge_index"),
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
         ({"level": "node", "readout": "max"}, "no effect on level='node'"),
     ],
@@ -443,3 +496,8 @@ class Own(nn.Module):
 
     def forward(self, x, edge_index):
         return self.linear(x)
+
+
+class Mixing(Own):
+    def forward(self, x, edge_index):
+        return self.linear(x - x.mean(0))
