@@ -1,17 +1,20 @@
 """A batch taken apart for several devices, and their results put together. Shapes: B rows."""
 
+import copy
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, PurePath, np.generic, torch.device, torch.dtype)
 
 
 class Part(NamedTuple):
@@ -21,12 +24,17 @@ class Part(NamedTuple):
     rows: int
 
 
-def split_batch(batch: Any, num_parts: int) -> list[Part]:
+def split_batch(batch: Any, num_parts: int, instead: str = "train with ddp") -> list[Part]:
     """Take ``batch`` apart into ``num_parts`` of about as many rows, in order; fewer where it has fewer rows.
 
-    Rows are counted along the first dimension of its tensors, which must agree, or as the graphs of a batch of
-    PyTorch Geometric. It may be nested in lists, tuples, named tuples, mappings and dataclasses. Lists of B things that
-    are no tensors, such as texts, are split; tensors without dimensions, numbers and texts go to every part.
+    Rows are counted along the first dimension of its tensors and arrays, which must agree, or as the graphs of a batch
+    of PyTorch Geometric. It may be nested in lists, tuples, named tuples, mappings and dataclasses. Lists of B things
+    that are no tensors, such as texts, are split; tensors without dimensions, numbers and texts go to every part.
+
+    Args:
+        batch: of B rows.
+        num_parts: at most B are made.
+        instead: of splitting, for messages.
 
     Raises:
         TypeError: if it holds what cannot be split.
@@ -35,74 +43,111 @@ def split_batch(batch: Any, num_parts: int) -> list[Part]:
     >>> [part.batch for part in split_batch({"x": torch.arange(3), "names": ["a", "b", "c"]}, 2)]
     [{'x': tensor([0, 1]), 'names': ['a', 'b']}, {'x': tensor([2]), 'names': ['c']}]
     """
-    counts = _row_counts(batch)
-    if not counts and isinstance(batch, list):
-        counts = [len(batch)]
-    if not counts:
-        raise ValueError(f"found no tensor whose rows could be split over devices in a batch of {_name(batch)}")
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"cannot split a batch over devices whose tensors have unequal first dimensions, {sorted(set(counts))}; "
-            "make them agree, or train with ddp"
-        )
-    rows = counts[0]
+    rows = num_rows(batch, instead)
     num_parts = max(1, min(num_parts, rows))
     bounds = [rows // num_parts * i + min(i, rows % num_parts) for i in range(num_parts + 1)]
     return [Part(_take(batch, first, last, rows), last - first) for first, last in pairwise(bounds)]
 
 
-def _row_counts(batch: Any) -> list[int]:
-    if isinstance(batch, Tensor):
-        return [len(batch)] if batch.ndim else []
-    if is_graphs(batch):
-        return [batch.num_graphs]
-    return [count for item in _items(batch) for count in _row_counts(item)]
-
-
-def _items(batch: Any) -> list[Any]:
-    if isinstance(batch, PackedSequence):
-        raise TypeError(
-            "cannot split a PackedSequence over devices; give padded sequences and their lengths, and pack them in the "
-            "module, or train with ddp"
+def num_rows(batch: Any, instead: str) -> int:
+    """Count the rows that :func:`split_batch` would split."""
+    counts = {count for leaf in leaves(batch) if (count := _count(leaf)) is not None}
+    if isinstance(batch, list) and not counts:
+        counts = {len(batch)}
+    for one in _opaque(batch, max(counts, default=-1)):
+        advice = "give tensors, or lists, tuples, mappings or dataclasses of them, or batches of PyTorch Geometric"
+        if isinstance(one, PackedSequence):
+            advice = "give padded sequences and their lengths, and pack them in the module"
+        raise TypeError(f"cannot split a {_name(one)} of a batch; {advice}, or {instead}")
+    if not counts:
+        raise ValueError(
+            f"found no tensor whose rows could be split in a {_name(batch)} as a batch; add one, or {instead}"
         )
+    if len(counts) > 1:
+        raise ValueError(
+            f"cannot split a batch whose tensors have unequal first dimensions, {sorted(counts)}; make them agree, or "
+            f"{instead}"
+        )
+    return counts.pop()
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Go through what ``batch`` holds, in order, in any nesting of containers that :func:`split_batch` knows."""
+    items = _items(batch)
+    if items is None:
+        yield batch
+    else:
+        for item in items:
+            yield from leaves(item)
+
+
+def _items(batch: Any) -> list[Any] | None:
+    """What a container holds; None for what is none."""
+    if isinstance(batch, PackedSequence) or is_graphs(batch):
+        return None
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, (list, tuple)):
         return list(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    if isinstance(batch, _PLAIN):
-        return []
-    raise TypeError(
-        f"cannot split a {_name(batch)} over devices; give tensors, or lists, tuples, mappings or dataclasses of them, "
-        "or batches of PyTorch Geometric, or train with ddp"
-    )
+    return None
+
+
+def _count(leaf: Any) -> int | None:
+    """Rows of what is no container; None where it has none."""
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        return len(leaf) if leaf.ndim else None
+    return int(leaf.num_graphs) if is_graphs(leaf) else None
+
+
+def _has_rows(batch: Any) -> bool:
+    return any(_count(leaf) is not None for leaf in leaves(batch))
+
+
+def _opaque(batch: Any, rows: int) -> Iterator[Any]:
+    """Go through what nobody knows how to split, but for the items of lists that are."""
+    items = _items(batch)
+    if items is None:
+        if not isinstance(batch, (Tensor, np.ndarray, *_PLAIN)) and not is_graphs(batch):
+            yield batch
+    elif not _is_list_of_rows(batch, rows):
+        for item in items:
+            yield from _opaque(item, rows)
+
+
+def _is_list_of_rows(batch: Any, rows: int) -> bool:
+    return isinstance(batch, (list, tuple)) and len(batch) == rows and not _has_rows(batch)
 
 
 def _take(batch: Any, first: int, last: int, rows: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[first:last] if batch.ndim else batch
-    if is_graphs(batch):
-        return take_graphs(batch, first, last)
-    if isinstance(batch, _PLAIN):
-        return batch
-    if isinstance(batch, (list, tuple)) and len(batch) == rows and not _row_counts(batch):
+    items = _items(batch)
+    if items is None:
+        if is_graphs(batch):
+            return take_graphs(batch, first, last)
+        return batch if _count(batch) is None else batch[first:last]
+    if _is_list_of_rows(batch, rows):
         return batch[first:last]
-    return _rebuild(batch, [_take(item, first, last, rows) for item in _items(batch)])
+    return _rebuild(batch, [_take(item, first, last, rows) for item in items])
 
 
 def _rebuild(like: Any, items: Sequence[Any]) -> Any:
+    """Make a container of the kind of ``like`` that holds ``items``."""
     kind: Any = type(like)
+    if isinstance(like, MutableMapping):
+        rebuilt: Any = copy.copy(like)  # its constructor may ask for something else, such as a factory of defaults
+        for key, item in zip(like, items, strict=True):
+            rebuilt[key] = item
+        return rebuilt
     if isinstance(like, Mapping):
-        return kind(zip(like, items, strict=True))
+        return kind(dict(zip(like, items, strict=True)))
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return kind(*items)
     if isinstance(like, (list, tuple)):
         return kind(items)
-    names = [field.name for field in dataclasses.fields(like)]
-    rebuilt = object.__new__(kind)  # its constructor may ask for other arguments than its fields
-    for name, item in {**vars(like), **dict(zip(names, items, strict=True))}.items():
-        object.__setattr__(rebuilt, name, item)
+    rebuilt = copy.copy(like)
+    for field, item in zip(dataclasses.fields(like), items, strict=True):
+        object.__setattr__(rebuilt, field.name, item)  # a frozen one, too
     return rebuilt
 
 
@@ -114,8 +159,8 @@ def is_graphs(batch: Any) -> bool:
 
 def holds_graphs(batch: Any) -> bool:
     """Whether anything in ``batch`` is a graph, or several, of PyTorch Geometric."""
-    geometric: Any = sys.modules.get("torch_geometric.data")
-    return geometric is not None and any(isinstance(leaf, geometric.Data) for leaf in tree_leaves(batch))
+    geometric: Any = sys.modules.get("torch_geometric.data.data")
+    return geometric is not None and any(isinstance(leaf, geometric.BaseData) for leaf in leaves(batch))
 
 
 def take_graphs(batch: Any, first: int, last: int) -> Any:
@@ -144,7 +189,7 @@ def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], device: torch.dev
     if isinstance(first, list):
         return [item for output in outputs for item in output]
     if isinstance(first, (Mapping, tuple)) or (dataclasses.is_dataclass(first) and not isinstance(first, type)):
-        items = zip(*(_items(output) for output in outputs), strict=True)
+        items = zip(*(_items(output) or [] for output in outputs), strict=True)
         return _rebuild(first, [merge_outputs(item, rows, device) for item in items])
     return first
 

@@ -1,10 +1,13 @@
 """Samplers of batches that Lightning would take apart wrongly."""
 
 import inspect
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -37,11 +40,14 @@ def deal_as_wanted(loader: Any, num_replicas: int, rank: int) -> Any:
     """Have the sampler of ``loader``, if it deals rows itself, deal them as a strategy wants, or refuse it.
 
     Where several processes work on the same rows, a sampler that asks torch.distributed gives each of them others. One
-    with a method ``deal_to(num_replicas, rank)`` is told.
+    with a method ``deal_to(num_replicas, rank)`` is told. Workers that ``seed_everything(workers=True)`` has Lightning
+    seed by process are seeded alike where the rows are the same.
 
     Raises:
         ValueError: if it was made for another number of processes.
     """
+    if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(loader, "worker_init_fn", 0) is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return loader

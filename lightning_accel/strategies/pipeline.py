@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_accel.strategies.batch_parts import num_rows, split_batch
 from lightning_accel.strategies.batch_samplers import deal_as_wanted
 from lightning_accel.strategies.pipeline_chain import (
     Chain,
@@ -38,7 +39,6 @@ from lightning_accel.strategies.pipeline_gradients import (
     sum_shared_,
 )
 from lightning_accel.strategies.pipeline_logging import StepLog
-from lightning_accel.strategies.pipeline_stage import batch_size, split_batch
 from lightning_accel.strategies.sharding import broadcast_state
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
@@ -63,9 +63,16 @@ class PipelineStrategy(DDPStrategy):
     metrics are those of the last stage. ``validate``, ``test`` and ``predict`` take each batch whole, and all
     processes get the results. Checkpoints are those of one process, both ways.
 
-    Differs from one process: dropout draws other numbers, BatchNorm sees micro-batches (joined over pipelines by
-    :class:`lightning_accel.strategies.SyncBatchNormPlugin`), and attributes that a step
-    counts up count micro-batches, those of the last stage in the checkpoint.
+    Random numbers that a step draws, such as noise, masks, mixing rates or time steps, are the same on all stages of a
+    pipeline and others in each micro-batch: from the global generators of torch, NumPy and Python, and from generators
+    that are attributes of the module or of a submodule outside the layers. A layer draws numbers of its own, whichever
+    stage it is on. Both follow from the state of the global generators where training begins, which the first stage
+    gives to the others; not from the seeds of the module's own generators. GPUs draw alike if they are of one kind.
+
+    Differs from one process: a micro-batch draws other numbers than its rows would in the whole batch, BatchNorm sees
+    micro-batches (joined over pipelines by :class:`lightning_accel.strategies.SyncBatchNormPlugin`), and attributes
+    that a step counts up count micro-batches, those of the last stage in the checkpoint; earlier stages do not see what
+    a step does after their layers.
 
     Args:
         num_micro_batches: that each batch is split into along the first dimension of its tensors; the next smaller
@@ -78,6 +85,7 @@ class PipelineStrategy(DDPStrategy):
         data_parallel_size: pipelines that train on different batches; gradients are averaged once a step.
         process_group_backend: by default that of the device.
         timeout: of collectives.
+        start_method: of processes that Lightning starts: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:
         ValueError: if a number does not fit the others.
@@ -94,8 +102,9 @@ class PipelineStrategy(DDPStrategy):
         data_parallel_size: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         if schedule not in ("gpipe", "1f1b", "interleaved"):
             raise ValueError(f"schedule must be gpipe, 1f1b or interleaved; got {schedule!r}")
         self.stages_per_rank = (2 if schedule == "interleaved" else 1) if stages_per_rank is None else stages_per_rank
@@ -120,6 +129,7 @@ class PipelineStrategy(DDPStrategy):
         self._shared: list[nn.Parameter] = []
         self._owned: list[nn.Parameter] = []
         self._accumulating = False
+        self._has_failed = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -195,6 +205,7 @@ class PipelineStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._has_failed = False
         self._refuse(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._pipeline is None or self._pipeline.module is not self.lightning_module:
@@ -207,6 +218,7 @@ class PipelineStrategy(DDPStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self.pipeline.random.align()  # loaders and hooks, which run on all stages, draw alike from here on
 
     def _refuse(self, module: pl.LightningModule) -> None:
         """What would go wrong later."""
@@ -259,6 +271,10 @@ class PipelineStrategy(DDPStrategy):
         costs = measured_costs(module, layers) if self.is_global_zero else []
         return self.broadcast(costs)  # two measurements differ, and all must split alike
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._has_failed = True  # others may be gone, or wait elsewhere: from here on none is waited for
+
     def teardown(self) -> None:
         assert self.lightning_module is not None
         assert self.accelerator is not None
@@ -268,11 +284,18 @@ class PipelineStrategy(DDPStrategy):
         self._metric_groups = []
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         revert_sync_batchnorm_(self.lightning_module)
+        if self._start_method != "popen" and not self._has_failed:
+            self._hand_back(self.lightning_module)
         move_(self.lightning_module, torch.device("cpu"))
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _hand_back(self, module: pl.LightningModule) -> None:
+        """Let the process that started this one, which is about to end, get whole weights."""
+        whole = self._whole().of_module()
+        module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
     # ---- steps
 
@@ -416,14 +439,10 @@ class PipelineStrategy(DDPStrategy):
         assert self.num_micro_batches is not None
         if self.num_micro_batches == 1:
             return [batch]
-        rows = batch_size(batch)
-        if rows is None:
-            raise TypeError(
-                f"cannot split a batch of type {type(batch).__name__} into micro-batches: all its tensors must have as "
-                "many rows. Collate it so, or set num_micro_batches=1 with schedule='gpipe'"
-            )
+        instead = "set num_micro_batches=1 with schedule='gpipe'"
+        rows = num_rows(batch, instead)
         num = max(one for one in range(1, self.num_micro_batches + 1) if rows % one == 0)
-        return split_batch(batch, num, rows // num)
+        return [part.batch for part in split_batch(batch, num, instead)]
 
     # ---- checkpoints
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.utils._pytree import tree_leaves
 
-from lightning_accel.strategies.batch_parts import holds_graphs
+from lightning_accel.strategies.batch_parts import holds_graphs, leaves
 from lightning_accel.strategies.pipeline_chain import Chain
 from lightning_accel.strategies.pipeline_message import parcels
+from lightning_accel.strategies.pipeline_random import StepRandom
 from lightning_accel.strategies.pipeline_stage import Header, Message, Place, StageRun
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
@@ -92,11 +92,16 @@ class Pipeline:
         self.stages = list(range(ranks.rank, chain.num_stages, ranks.size))
         self.last = chain.num_stages - 1
         self.on_last = self.last in self.stages
+        self.random = StepRandom(module, chain, ranks, ranks.device)
         self._needed: dict[str, set[Place]] = {}
         self._plans: dict[str, _Plan | None] = {}
 
     def run(self, job: Job) -> None:
         """Run all micro-batches, and backward, adding to the gradients, if the job says so."""
+        with self.random.batch(self.stages):
+            self._run(job)
+
+    def _run(self, job: Job) -> None:
         # PipelineStage takes messages of one shape; in lockstep, which graphs of unequal sizes need, each has its own
         key = "" if job.loss_scale is None or holds_graphs(job.micro_batches[0]) else _signature(job)
         plan = self._plans.get(key)
@@ -118,7 +123,8 @@ class Pipeline:
 
     def compute(self, job: Job, number: int, stage: int, message: Message | None) -> tuple[Any, StageRun]:
         """The message to the next stage, or what the step returned, of one micro-batch on one stage."""
-        run = StageRun(self.chain, stage, self._needed.get(job.name), message)
+        self.random.begin(number)
+        run = StageRun(self.chain, stage, self._needed.get(job.name), message, self.ranks.device)
         with job.context():
             result = run.run(lambda: job.step(job.micro_batches[number]))
         if stage == self.last:
@@ -296,7 +302,5 @@ class _StageModule(nn.Module):
 def _signature(job: Job) -> str:
     """Equal for batches that are of one shape."""
     batch = job.micro_batches[0]
-    shapes = [
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(batch)
-    ]
+    shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
     return repr((job.name, len(job.micro_batches), shapes))

@@ -61,13 +61,13 @@ def sum_shared_(shared: list[nn.Parameter], ranks: Ranks) -> None:
 
 def spread_overflow_(parameters: list[nn.Parameter], device: torch.device, group: Any) -> None:
     """Let all stages skip a step whose gradients overflowed on one; each scaler sees its own alone."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = [one.grad for one in parameters if one.grad is not None and one.numel()]
     total = torch.zeros((), device=device)
     if grads:
         total = (torch.stack(torch._foreach_norm(grads, float("inf"))).float() * 0).sum()  # 0, or nan
     dist.all_reduce(total, group=group)
     for grad in grads[:1]:
-        grad.view(-1)[:1] += total.to(grad.dtype)
+        grad[(0,) * grad.ndim] += total.to(grad.dtype)  # no view of it: it may lie in memory in another order
 
 
 def clip_by_norm_(parameters: list[nn.Parameter], max_norm: float, counted: set[nn.Parameter], group: Any) -> Tensor:

@@ -19,6 +19,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    on_host: bool = False  # where the others are not, as lengths are that pack_padded_sequence takes
 
 
 class Parcel(NamedTuple):
@@ -28,16 +29,18 @@ class Parcel(NamedTuple):
     dtype: torch.dtype
 
 
-def pack(tensors: Sequence[Tensor]) -> tuple[list[Part], list[Tensor]]:
-    """Join ``tensors`` into at least one flat floating tensor."""
-    parts = [Part(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors]
+def pack(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Part], list[Tensor]]:
+    """Join ``tensors`` into at least one flat floating tensor on ``device``."""
+    parts = [
+        Part(tuple(one.shape), one.dtype, one.requires_grad, on_host=device.type != "cpu" and one.device.type == "cpu")
+        for one in tensors
+    ]
     flat = [
-        torch.cat([one.reshape(-1) for one, part in zip(tensors, parts, strict=True) if part in group])
+        torch.cat([one.reshape(-1).to(device) for one, part in zip(tensors, parts, strict=True) if part in group])
         for group in _groups(parts)
     ]
-    rest = [one.detach() for one, part in zip(tensors, parts, strict=True) if not part.differentiable]
+    rest = [one.detach().to(device) for one, part in zip(tensors, parts, strict=True) if not part.differentiable]
     if rest or not flat:
-        device = tensors[0].device if tensors else torch.device("cpu")
         flat.append(_to_bytes(rest) if rest else torch.zeros(1, device=device))
     return parts, flat
 
@@ -72,10 +75,11 @@ class _Unpack(torch.autograd.Function):
             if part.differentiable:
                 start, offsets[part.dtype] = offsets[part.dtype], offsets[part.dtype] + _numel(part)
                 # copied: a layer may change its input in place, and autograd refuses that for views of one tensor
-                made.append(source[part.dtype][start : offsets[part.dtype]].clone().view(part.shape))
+                values = source[part.dtype][start : offsets[part.dtype]].clone()
             else:
                 start, at = at, at + _num_bytes(part)
-                made.append(as_bytes[start:at].clone().view(part.dtype).view(part.shape))
+                values = as_bytes[start:at].clone().view(part.dtype)
+            made.append((values.cpu() if part.on_host else values).view(part.shape))
         return flat[0].new_zeros(()), *made
 
     @staticmethod
@@ -88,8 +92,9 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        home = ctx.like[0][2]
         made = [
-            torch.cat([grad.reshape(-1) for grad, part in zip(grads, ctx.parts, strict=True) if part in group])
+            torch.cat([grad.reshape(-1).to(home) for grad, part in zip(grads, ctx.parts, strict=True) if part in group])
             for group in _groups(ctx.parts)
         ]
         made += [torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in ctx.like[len(made) :]]

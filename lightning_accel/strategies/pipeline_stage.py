@@ -1,6 +1,6 @@
 """One micro-batch on one stage: the module's own step, with stand-ins for the layers of other stages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_accel.strategies.batch_parts import is_graphs, take_graphs
 from lightning_accel.strategies.pipeline_chain import Chain
 from lightning_accel.strategies.pipeline_message import Part, pack, tie, unpack
+from lightning_accel.strategies.pipeline_random import DrawsNoted
 
 Place = tuple[int, int]  # number of the call of a layer, number of the tensor in its outputs
 
@@ -82,14 +82,17 @@ class Echo(Tensor):
             return func(*_plain(args), **_plain(kwargs))
         if _changes_another(func, args, kwargs):
             return func(*use(args), **use(kwargs))
-        if not any(echo.plain.is_meta for echo in echoes):
-            result = func(*_plain(args), **_plain(kwargs))
-        else:
-            try:
-                with torch.no_grad():
-                    result = func(*_on_meta(args), **_on_meta(kwargs))
-            except (NotImplementedError, RuntimeError):
-                result = func(*use(args), **use(kwargs))  # says why it cannot
+        with DrawsNoted() as noted:
+            if not any(echo.plain.is_meta for echo in echoes):
+                result = func(*_plain(args), **_plain(kwargs))
+            else:
+                try:
+                    with torch.no_grad():
+                        result = func(*_on_meta(args), **_on_meta(kwargs))
+                except (NotImplementedError, RuntimeError):
+                    result = func(*use(args), **use(kwargs))  # says why it cannot
+        if noted.drawn:
+            use(echoes)  # the generators go on as they do where it has its value, not as on the meta device
         leaves, spec = tree_flatten(result)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             use(echoes)
@@ -162,11 +165,20 @@ class StageRun:
         stage: number of this stage.
         needed: tensors that later stages need although they have gone into a layer, or None to find out: all travel.
         received: from the stage before.
+        device: on which messages travel.
     """
 
-    def __init__(self, chain: Chain, stage: int, needed: set[Place] | None, received: Message | None) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        stage: int,
+        needed: set[Place] | None,
+        received: Message | None,
+        device: torch.device,
+    ) -> None:
         self.chain = chain
         self.stage = stage
+        self.device = device
         self.needed_later = needed
         self.needed_here: set[Place] = set()
         self.calls: list[Call] = []
@@ -248,17 +260,18 @@ class StageRun:
 
     def _unpack(self, message: Message) -> None:
         self._anchor, tensors = unpack(message.header.parts, message.flat)
-        home = message.flat[0].device
         coming = iter(tensors)
         for number, (layer, spec, slots) in enumerate(message.header.calls):
             leaves: list[Any] = []
             for at, slot in enumerate(slots):
-                make = partial(Echo.make, home=home, sources=frozenset([(number, at)]), needed=self.needed_here)
+                make = partial(Echo.make, sources=frozenset([(number, at)]), needed=self.needed_here)
                 if isinstance(slot, Absent):
-                    leaves.append(make(torch.empty(slot.shape, dtype=slot.dtype, device="meta")))
+                    stand_in = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+                    leaves.append(make(stand_in, home=self.device))
                 elif isinstance(slot, Slot):
                     tensor = next(coming)
-                    leaves.append(make(tensor) if slot.consumed and self.needed_later is None else tensor)
+                    echoes = slot.consumed and self.needed_later is None
+                    leaves.append(make(tensor, home=tensor.device) if echoes else tensor)
                 else:
                     leaves.append(slot)
                 if isinstance(slot, Slot) and slot.consumed:
@@ -281,7 +294,7 @@ class StageRun:
                     tensors.append(plain)
                 slots.append(slot)
             calls.append((call.layer, call.spec, slots))
-        parts, flat = pack(tensors)
+        parts, flat = pack(tensors, self.device)
         flat[0] = self.tie(flat[0])
         return Message(Header(calls, parts), flat)
 
@@ -293,35 +306,3 @@ class StageRun:
         if absent or (consumed and self.needed_later is not None and place not in self.needed_later):
             return Absent(tuple(leaf.shape), leaf.dtype)
         return Slot(consumed)
-
-
-def batch_size(batch: Any) -> int | None:
-    """Rows of the tensors in ``batch``, or its graphs; None if they differ, or there are none."""
-    if is_graphs(batch):
-        return int(batch.num_graphs)
-    sizes = {len(leaf) if leaf.ndim else -1 for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
-    return next(iter(sizes)) if len(sizes) == 1 and min(sizes) > 0 else None
-
-
-def split_batch(batch: Any, num: int, rows: int) -> list[Any]:
-    """``num`` micro-batches of ``rows`` rows each: of tensors, and of lists with an item a row, in any nesting.
-
-    Batches of PyTorch Geometric are split by graphs.
-    """
-    if is_graphs(batch):
-        return [take_graphs(batch, number * rows, (number + 1) * rows) for number in range(num)]
-
-    def part(value: Any, number: int) -> Any:
-        at = slice(number * rows, (number + 1) * rows)
-        if isinstance(value, Tensor):
-            return value[at]
-        if isinstance(value, dict):
-            return type(value)(**{key: part(item, number) for key, item in value.items()})
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) and len(value) == num * rows:
-                return value[at]
-            items = [part(item, number) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
-        return value
-
-    return [part(batch, number) for number in range(num)]

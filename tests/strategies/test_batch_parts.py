@@ -1,16 +1,18 @@
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch, Data, HeteroData
 
-from lightning_accel.strategies.batch_parts import merge_outputs, split_batch
-from lightning_accel.strategies.pipeline_stage import batch_size
-from lightning_accel.strategies.pipeline_stage import split_batch as micro_batches
+from lightning_accel.strategies.batch_parts import holds_graphs, merge_outputs, split_batch
 
 X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 CPU = torch.device("cpu")
@@ -44,6 +46,45 @@ def test_parts_keep_types_and_order():
         torch.testing.assert_close(pair.y, Y[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    kind: str = "k"
+
+
+class Kind(Enum):
+    A = 1
+
+
+def test_containers_that_cannot_be_made_from_their_items_alone():
+    counts = defaultdict(list, {"x": X, 7: (Y, Frozen(X))})
+    constant = MappingProxyType({"y": Y, "kind": Kind.A, "where": Path("a"), "dtype": torch.float64})
+    batch = [counts, constant, np.arange(5), [object() for _ in range(5)]]
+    parts = split_batch(batch, 2)
+    assert [part.rows for part in parts] == [3, 2]
+    for part, rows in zip(parts, (slice(0, 3), slice(3, 5)), strict=True):
+        counted, fixed, numbers, things = part.batch
+        assert (type(counted), counted.default_factory, list(counted)) == (defaultdict, list, ["x", 7])
+        torch.testing.assert_close((counted["x"], counted[7][0], counted[7][1].x), (X[rows], Y[rows], X[rows]))
+        assert {**fixed, "y": 0} == {"y": 0, "kind": Kind.A, "where": Path("a"), "dtype": torch.float64}
+        assert fixed["y"].equal(Y[rows])
+        assert numbers.tolist() == Y[rows].tolist()
+        assert things == batch[3][rows]
+    assert X.shape == counts["x"].shape  # what was given is as it was
+
+
+def test_batches_and_outputs_of_transformers():
+    library = pytest.importorskip("transformers")
+    encoding = library.BatchEncoding({"input_ids": X}, n_sequences=1)
+    output = library.modeling_outputs.CausalLMOutput(loss=torch.tensor(1.0), logits=X)
+    first, second = split_batch((encoding, output), 2)
+    encoded, given = second.batch
+    assert (type(encoded), encoded.n_sequences, type(given), given.loss) == (type(encoding), 1, type(output), 1)
+    torch.testing.assert_close((encoded.input_ids, given.logits, given[1]), (X[3:],) * 3)
+    merged = merge_outputs([first.batch[1], given], [3, 2], CPU)
+    torch.testing.assert_close((merged.logits, merged[1]), (X, X))
+
+
 @pytest.mark.parametrize(("rows", "expected"), [(1, [1]), (2, [1, 1]), (4, [2, 1, 1]), (0, [0])])
 def test_fewer_rows_than_devices(rows, expected):
     assert [part.rows for part in split_batch(X[:rows], 3)] == expected
@@ -62,12 +103,21 @@ def test_graphs_are_split_whole():
     torch.testing.assert_close(second.edge_index, edges)
 
 
+def test_graphs_are_found_wherever_they_are():
+    graph = Data(x=torch.randn(2, 3))
+    assert split_batch([graph] * 3, 2)[1].batch == [graph]
+    mixed = HeteroData(a={"x": torch.randn(2, 3)})
+    for one in (graph, mixed, Batch.from_data_list([graph, graph]), Batch.from_data_list([mixed, mixed])):
+        assert holds_graphs({"k": (1, Record(one, 2.0))})
+    assert not holds_graphs({"k": (1, Record(X, 2.0))})
+
+
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        ((X, object()), TypeError, "cannot split a object over devices"),
-        ((X, Data(x=X)), TypeError, r"cannot split a torch_geometric\.data\.data\.Data over devices"),
-        (pack_sequence([X]), TypeError, "cannot split a PackedSequence.*lengths"),
+        ((X, object()), TypeError, "cannot split a object of a batch; .*train with ddp"),
+        ((X, Data(x=X)), TypeError, r"cannot split a torch_geometric\.data\.data\.Data of a batch"),
+        (pack_sequence([X]), TypeError, r"cannot split a torch\.nn\.utils\.rnn\.PackedSequence.*lengths"),
         ((X, X[:3]), ValueError, r"unequal first dimensions, \[3, 5\]"),
         ({"k": 3}, ValueError, "found no tensor whose rows could be split.*dict"),
     ],
@@ -89,13 +139,3 @@ def test_merged_outputs_are_those_of_the_whole_batch():
     weighted = [{"loss": torch.tensor(1.0), "weight": 30}, {"loss": torch.tensor(2.0), "weight": torch.tensor(10.0)}]
     merged = merge_outputs(weighted, [1, 1], CPU)
     assert merged == {"loss": 1.25, "weight": 40}
-
-
-def test_micro_batches_of_graphs_are_whole_graphs():
-    edges = torch.tensor([[0, 1], [1, 0]])
-    graphs = Batch.from_data_list([Data(x=torch.randn(n, 3), edge_index=edges) for n in (2, 3, 4, 5)])
-    assert batch_size(graphs) == 4
-    first, second = micro_batches(graphs, 2, 2)
-    assert first.num_graphs == second.num_graphs == 2
-    torch.testing.assert_close(torch.cat([first.x, second.x]), graphs.x)
-    torch.testing.assert_close(second.edge_index, torch.tensor([[0, 1, 4, 5], [1, 0, 5, 4]]))

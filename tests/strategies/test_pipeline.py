@@ -1,6 +1,10 @@
+import os
+import subprocess
+import sys
 import time
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -11,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.aggregation import SumMetric
 
 from lightning_accel.models import MoEClassifier, MoELanguageModel
-from lightning_accel.strategies import PipelineStrategy, pipeline_engine
+from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy, pipeline_engine
 from tests.ranks import run_ranks
 from tests.tolerance import ADAM_EPS
 
@@ -68,7 +72,7 @@ def make_trainer(folder, strategy="auto", **options):
         **{
             "accelerator": "cpu",
             "strategy": strategy,
-            "devices": "auto" if not several else torch.distributed.get_world_size(),
+            "devices": "auto" if not several else options.get("devices") or torch.distributed.get_world_size(),
             "max_epochs": 1,
             "logger": False,
             "enable_progress_bar": False,
@@ -309,3 +313,31 @@ def check_costs(rank, folder):
 
 def test_stages_take_equal_times_where_the_module_has_an_example(tmp_path):
     assert run_ranks(check_costs, tmp_path) == [[4, 2]] * 2  # by parameters it would be [1, 5]
+
+
+@pytest.mark.slow
+def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "import torch\n"
+        "from lightning_accel.strategies import PipelineStrategy\n"
+        "from tests.strategies.test_pipeline import Plain, loader, make_trainer\n"
+        "torch.manual_seed(3)\n"
+        "module = Plain()\n"
+        "trainer = make_trainer('.', PipelineStrategy(start_method='fork'), devices=2)\n"
+        "trainer.fit(module, loader(), loader())\n"
+        "torch.save((module.state_dict(), float(trainer.callback_metrics['val/loss'])), 'end.pt')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path, env=environment, timeout=200)
+    one = trained(tmp_path)
+    weights, loss = torch.load(tmp_path / "end.pt")
+    torch.testing.assert_close(weights, load(tmp_path, "one")["state_dict"], rtol=0, atol=1e-5)
+    assert loss == pytest.approx(one["logged"]["val/loss"], abs=1e-5)
+
+
+def test_processes_may_be_started_in_every_way():
+    for strategy in (AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy):
+        for way in ("popen", "spawn", "fork", "forkserver"):
+            assert strategy(start_method=way)._start_method == way

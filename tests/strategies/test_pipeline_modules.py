@@ -1,20 +1,24 @@
 """Modules that a pipeline finds hard, and those that it refuses."""
 
 import re
+from collections import defaultdict
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
 from lightning_accel.models import MoELanguageModel
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.strategies import PipelineStrategy
 from lightning_accel.strategies.pipeline_chain import Chain, find_layers, stage_sizes
+from lightning_accel.strategies.pipeline_gradients import spread_overflow_
 from lightning_accel.strategies.pipeline_message import pack, parcels, unpack
-from lightning_accel.strategies.pipeline_stage import StageRun, split_batch
+from lightning_accel.strategies.pipeline_stage import StageRun
 from tests.ranks import run_ranks
 from tests.strategies.test_pipeline import ADAMW, Plain, load, loader, make_trainer, tokens, trained
 
@@ -183,6 +187,23 @@ def test_overflow_on_one_stage_skips_the_step_on_all(tmp_path):
     assert first == second == 2**15
 
 
+def check_overflow_of_other_layouts(rank):
+    conv = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+    conv(torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)).sum().backward()
+    nothing, expected = nn.Parameter(torch.empty(0, 2)), conv.weight.grad.clone()
+    nothing.grad = torch.empty(0, 2)
+    spread_overflow_([nothing, conv.weight], torch.device("cpu"), None)
+    torch.testing.assert_close(conv.weight.grad, expected, rtol=0, atol=0)
+    if rank == 1:
+        conv.weight.grad[2, 1, 0, 1] = float("inf")
+    spread_overflow_([nothing, conv.weight], torch.device("cpu"), None)
+    return int((~conv.weight.grad.isfinite()).sum())
+
+
+def test_overflow_spreads_to_gradients_in_any_layout():
+    assert run_ranks(check_overflow_of_other_layouts) == [1, 2]
+
+
 def check_memory(rank, folder):
     module = make("plain")
     trained(folder, PipelineStrategy(), module)
@@ -234,7 +255,7 @@ def three_stages(needed):
     layers, x = [nn.Linear(4, 4) for _ in range(3)], torch.randn(5, 4)
     chain, message = Chain(layers, [1, 1, 1]), None
     for stage in range(3):
-        run = StageRun(chain, stage, needed, message)
+        run = StageRun(chain, stage, needed, message, torch.device("cpu"))
         message = run.run(lambda: consumed_twice(x, layers))
     return message, run.needed_here, consumed_twice(x, layers)
 
@@ -247,6 +268,29 @@ def test_what_is_needed_late_is_found_in_the_first_run_and_travels():
     torch.testing.assert_close(result, expected)
 
 
+def drawn_like(x, layers):
+    first = layers[0](x)
+    last = layers[2](layers[1](first))
+    torch.rand_like(first)
+    return last + torch.rand(5, 4)
+
+
+def test_draws_in_the_shape_of_what_is_elsewhere_advance_the_generators():
+    layers, x = [nn.Linear(4, 4) for _ in range(3)], torch.randn(5, 4)
+    chain, needed = Chain(layers, [1, 1, 1]), None
+    torch.manual_seed(1)
+    expected = drawn_like(x, layers)
+    for _ in range(2):  # the second time, what nobody needs does not travel
+        message = None
+        for stage in range(3):
+            torch.manual_seed(1)
+            run = StageRun(chain, stage, needed, message, torch.device("cpu"))
+            message = run.run(lambda: drawn_like(x, layers))
+        torch.testing.assert_close(message, expected)
+        needed = run.needed_here if needed is None else needed
+    assert needed == {(0, 0)}
+
+
 def test_what_did_not_travel_is_not_made_up():
     with pytest.raises(RuntimeError, match="needs an output of an earlier layer that it did not need"):
         three_stages(set())
@@ -257,7 +301,7 @@ def test_messages_arrive_as_they_left():
     y = torch.randn(4, requires_grad=True)
     others = [torch.tensor(2**62 + 1), torch.tensor([True, False, True]), torch.randn(3).bfloat16(), torch.empty(0)]
     sent = [others[0], x, others[1], y, *others[2:]]
-    parts, flat = pack(sent)
+    parts, flat = pack(sent, torch.device("cpu"))
     assert [(len(one), one.dtype) for one in flat] == [tuple(one) for one in parcels(parts)]
     received = [one.detach().requires_grad_() for one in flat]
     _, (a, got_x, b, got_y, *rest) = unpack(parts, received)
@@ -266,6 +310,26 @@ def test_messages_arrive_as_they_left():
     torch.testing.assert_close(received[0].grad, torch.full((6,), 2.0, dtype=torch.float64))
     assert not received[1].grad.any()
     assert not received[2].grad.any()
+
+
+def test_a_message_of_no_tensors_is_on_the_device_of_the_stage():
+    parts, (flat,) = pack([], torch.device("meta"))
+    assert (parts, flat.device.type, [(len(flat), flat.dtype)]) == ([], "meta", [tuple(parcels([])[0])])
+
+
+@pytest.mark.gpu
+def test_messages_keep_what_is_on_the_cpu_there():
+    """Such as lengths, which ``pack_padded_sequence`` takes on the CPU alone."""
+    device = torch.device("cuda")
+    sent = [torch.randn(3, device=device, requires_grad=True), torch.tensor([2, 3]), torch.randn(2, requires_grad=True)]
+    parts, flat = pack(sent, device)
+    assert {one.device.type for one in flat} == {"cuda"}
+    received = [one.detach().requires_grad_() for one in flat]
+    _, tensors = unpack(parts, received)
+    assert [one.device for one in tensors] == [one.device for one in sent]
+    torch.testing.assert_close(tensors, sent, rtol=0, atol=0)
+    (tensors[0].sum() + tensors[2].sum().to(device) * 2).backward()
+    assert received[0].grad.tolist() == [1, 1, 1, 2, 2]
 
 
 def test_stages_are_balanced():
@@ -277,13 +341,38 @@ def test_stages_are_balanced():
     assert max(int(part.sum()) for part in parts) == best
 
 
-def test_batches_are_split_in_any_nesting():
-    batch = {"x": torch.arange(6), "more": [torch.arange(12).view(6, 2), list("abcdef"), ("k", 3)], "flag": True}
-    first, second, third = split_batch(batch, 3, 2)
-    assert second["x"].tolist() == [2, 3]
-    assert second["more"][0].tolist() == [[4, 5], [6, 7]]
-    assert third["more"][1:] == [["e", "f"], ("k", 3)]
-    assert first["flag"] is True
+@dataclass
+class Padded:
+    x: Tensor  # (B, T, 6), of another T in each batch
+    source: str = "a file"
+
+
+class Nested(Plain):
+    def training_step(self, batch, batch_idx):
+        record, named = batch
+        return super().training_step((record.x, named[0]), batch_idx)
+
+    def forward(self, x):
+        return super().forward(x).mean(dim=1)
+
+
+def nested_batches():
+    draw = torch.Generator().manual_seed(7)
+    pairs = [(torch.randn(8, t, 6, generator=draw), torch.randint(3, (8,), generator=draw)) for t in (2, 5, 2, 3, 5)]
+    return DataLoader([(Padded(x), defaultdict(list, {0: target})) for x, target in pairs], batch_size=None)
+
+
+def check_nested(rank, folder):
+    torch.manual_seed(3)
+    return trained(folder, PipelineStrategy(), Nested(), nested_batches(), limit_val_batches=0)
+
+
+def test_batches_may_be_nested_and_of_other_lengths(tmp_path):
+    torch.manual_seed(3)
+    one = trained(tmp_path, module=Nested(), data=nested_batches(), limit_val_batches=0)
+    assert len(one["seen"]) == 5
+    for result in run_ranks(check_nested, tmp_path):
+        torch.testing.assert_close(result["seen"], one["seen"], rtol=0, atol=1e-5)
 
 
 def check_hooks(rank, folder):

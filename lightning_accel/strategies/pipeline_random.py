@@ -1,0 +1,144 @@
+"""Random numbers in a pipeline: what a step draws is equal on all of its stages, what a layer draws is its own."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_accel.strategies.pipeline_chain import Chain
+
+
+class _Generator(NamedTuple):
+    """One source of random numbers."""
+
+    state: Callable[[], Any]
+    go_on_from: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+
+class StepRandom:
+    """Gives each micro-batch and each layer random numbers of their own, by one number drawn for the whole batch.
+
+    The stages of a pipeline run the same step, each up to its own layers, so that their generators advance unequally.
+    So every micro-batch begins from a seed, the same on all stages, and layers leave the generators as they found them.
+    A layer's own seed is drawn from the step's numbers where it is called: activation checkpointing, which restores
+    those, has it draw the same again, and it does not matter on which stage the layer lies.
+
+    Seeded are the global generators of torch, CUDA, NumPy and Python, and those that are attributes of ``module`` or
+    of a submodule outside the layers.
+
+    Args:
+        module: whose steps run.
+        chain: its layers.
+        ranks: the processes of the pipeline, whose first one decides.
+        device: of this process.
+    """
+
+    def __init__(self, module: nn.Module, chain: Chain, ranks: Any, device: torch.device) -> None:
+        self.module = module
+        self.chain = chain
+        self.ranks = ranks
+        self.device = device
+        self._seed = 0
+        self._generators: list[_Generator] = []
+
+    def align(self) -> None:
+        """Let the global generators of all stages go on from those of the first."""
+        everywhere = _global_generators(self.device)
+        states: list[Any] = [[one.state() for one in everywhere]]
+        dist.broadcast_object_list(states, src=self.ranks.world_rank(0), group=self.ranks.objects)
+        for one, state in zip(everywhere, states[0], strict=True):
+            one.go_on_from(state)
+
+    @contextmanager
+    def batch(self, stages: list[int]) -> Iterator[None]:
+        """Have the layers of ``stages`` draw apart, and afterwards go on where the generators were, one number on."""
+        drawn = torch.randint(2**63 - 1, (1,), generator=torch.default_generator, device="cpu")
+        dist.broadcast(drawn, src=self.ranks.world_rank(0), group=self.ranks.objects)
+        self._seed = _mixed(int(drawn), self.ranks.world_rank(0))  # pipelines that are replicas draw others
+        self._generators = _global_generators(self.device) + self._own_generators()
+        owned = [
+            (number, layer) for number, layer in enumerate(self.chain.layers) if self.chain.stage_of[number] in stages
+        ]
+        before = [layer._compiled_call_impl for _, layer in owned]
+        for (number, layer), own in zip(owned, before, strict=True):
+            layer._compiled_call_impl = partial(self._call_apart, number, own or layer._call_impl)
+        try:
+            with self._kept():
+                yield
+        finally:
+            for (_, layer), own in zip(owned, before, strict=True):
+                layer._compiled_call_impl = own
+
+    def begin(self, number: int) -> None:
+        """Seed the generators for a micro-batch."""
+        self._seed_all(_mixed(self._seed, number))
+
+    def _call_apart(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._kept():
+            drawn = torch.randint(2**63 - 1, (), generator=torch.default_generator, device="cpu")
+            self._seed_all(_mixed(int(drawn), number))
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        before = [one.state() for one in self._generators]
+        try:
+            yield
+        finally:
+            for one, state in zip(self._generators, before, strict=True):
+                one.go_on_from(state)
+
+    def _seed_all(self, seed: int) -> None:
+        for one in self._generators:
+            one.seed(seed)
+
+    def _own_generators(self) -> list[_Generator]:
+        inside = {id(inner) for layer in self.chain.layers for inner in layer.modules()}
+        outside = [inner for inner in self.module.modules() if id(inner) not in inside]
+        found = [_described(value) for inner in outside for value in vars(inner).values()]
+        return [one for one in found if one is not None]
+
+
+class DrawsNoted(TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _mixed(*parts: int) -> int:
+    """A seed in [0, 2**63) that differs for different ``parts``, none of them negative."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]) >> 1
+
+
+def _global_generators(device: torch.device) -> list[_Generator]:
+    sources: list[Any] = [torch.default_generator, np.random, random]
+    if device.type == "cuda":
+        sources.append(torch.cuda.default_generators[device.index])
+    return [_described(source) for source in sources]  # type: ignore[misc]
+
+
+def _described(source: Any) -> _Generator | None:
+    """How to save, restore and seed ``source``; None if it is no generator."""
+    if isinstance(source, torch.Generator):
+        return _Generator(source.get_state, source.set_state, source.manual_seed)
+    if isinstance(source, np.random.RandomState) or source is np.random:
+        return _Generator(source.get_state, source.set_state, lambda seed: source.seed(seed % 2**32))
+    if isinstance(source, random.Random) or source is random:
+        return _Generator(source.getstate, source.setstate, source.seed)
+    if isinstance(source, np.random.Generator):
+        bits: Any = source.bit_generator
+        go_on_from = partial(setattr, bits, "state")
+        return _Generator(lambda: bits.state, go_on_from, lambda seed: go_on_from(type(bits)(seed).state))
+    return None
