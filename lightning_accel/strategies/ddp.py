@@ -11,6 +11,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -140,8 +141,17 @@ class AccelDDPStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._powersgd is not None and "optimizer_states" in checkpoint:
-            checkpoint[_KEY] = self._powersgd.state_dict()
+            checkpoint[_KEY] = self._powersgd.state_dict(alone=self._has_failed)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._has_failed:  # else this process may be alone, as in a checkpoint that it saves of an exception
+            super().barrier(*args, **kwargs)
+
+    @property
+    def _has_failed(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._usage is not None and self._usage.is_outdated():

@@ -89,14 +89,17 @@ class PowerSGD:
             self.bases[name] = torch.randn(matrix.shape[1], self.rank, generator=generator)
         return torch.linalg.qr(self.bases[name].to(matrix)).Q
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; to be called on all processes.
+    def state_dict(self, alone: bool = False) -> dict[str, Any]:
+        """What a resumed run needs.
 
         The method is linear: of the errors of all processes their mean alone matters to what comes out, so that one
         copy serves, for any number of processes.
+
+        Args:
+            alone: whether other processes may not call this, so that the errors of this one have to do.
         """
         errors = {name: error.clone() for name, error in sorted(self.errors.items())}
-        for error in errors.values():
+        for error in errors.values() if not alone else ():
             _average(error)
         return {"step": self.step, "errors": errors, "bases": dict(self.bases)}
 

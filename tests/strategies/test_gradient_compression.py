@@ -3,6 +3,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
@@ -143,6 +144,30 @@ def check_resume(rank, folder):
 
 def test_powersgd_resumes(tmp_path):
     run_ranks(check_resume, tmp_path)
+
+
+class Fails(Regression):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ValueError("this batch is bad")
+        return super().training_step(batch, batch_idx)
+
+
+def check_saved_alone(rank, folder):
+    strategy = AccelDDPStrategy(compression="powersgd", powersgd_rank=1, powersgd_start_step=1)
+    model, keeper = Fails(), OnExceptionCheckpoint(folder, "alone")
+    with pytest.raises(ValueError, match="this batch is bad"):
+        fit(rank, strategy, model=model, enable_checkpointing=rank == 0, callbacks=[keeper] if rank == 0 else [])
+    if rank == 1:  # has left the fit, and waits for nobody
+        return
+    saved = torch.load(folder / "alone.ckpt", weights_only=True)
+    torch.testing.assert_close(saved["accel_ddp_powersgd"]["errors"], strategy._powersgd.errors, rtol=0, atol=0)
+    assert saved["accel_ddp_powersgd"]["step"] == saved["global_step"] == 3
+    torch.testing.assert_close(saved["state_dict"], model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_process_that_fails_saves_without_the_others(tmp_path):
+    run_ranks(check_saved_alone, tmp_path, timeout_s=30)
 
 
 def check_scaler_is_refused(rank):
