@@ -5,6 +5,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_accel.callbacks.deployment import (
@@ -18,9 +19,10 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
-from lightning_accel.compress.calls import Run, first_rows
+from lightning_accel.compress.calls import Run, num_rows, smallest_call
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.macs import count_macs
+from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.report import Report, count_parameters, describe_layers
 
 _AT_FIRST = "before training"
@@ -77,20 +79,25 @@ class CompressionReport(L.Callback):
         start = self._copy.at_start().get_submodule(found.name)
         has_shrunk = count_parameters(start.parameters())[0] != count_parameters(found.module.parameters())[0]
         others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
-        rows = measure_forms(found.module, found.inputs[0], others, plain=plain, seconds=self.seconds)
+        progress = Progress(rank_zero_info, "compression report")
+        rows = measure_forms(
+            found.module, found.inputs[0], others, plain=plain, seconds=self.seconds, progress=progress
+        )
         self.report = Report("compression")
         if has_shrunk:
             parameters, _ = count_parameters(start.parameters())
-            macs = count_macs(start, *first_rows(found.inputs[0], 1)).total
+            call = smallest_call(start, found.inputs[0])
+            macs = count_macs(start, *call).total // num_rows(call)
             of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=_file_bytes(start))
             self.report.add(of_start)
         for name, row in rows.items():
             if not row.note:
+                progress(f"validates {name}", if_slow=True)
                 run = None if plain[name] is found.module else plain[name]
                 row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
             self.report.add(row._replace(file_bytes=_file_bytes(plain[name])))
         self.report.layers = describe_layers(
-            found.module, *first_rows(found.inputs[0], 1), left_out_of(trainer, found.name)
+            found.module, *smallest_call(found.module, found.inputs[0]), left_out_of(trainer, found.name)
         )
         self.report.print()
         self.report.save(folder)

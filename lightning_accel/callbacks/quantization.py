@@ -1,6 +1,5 @@
 """Quantization of what is deployed: measured at the end of a fit, and, if asked for, trained for."""
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -26,13 +25,22 @@ from lightning_accel.callbacks.deployment import (
 )
 from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.logged import require_logged
-from lightning_accel.compress.calls import Inputs, num_rows
+from lightning_accel.compress.calls import Inputs, first_line, num_rows
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
+from lightning_accel.compress.latency import speedup
+from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.quant_layers import find_layers
-from lightning_accel.compress.quantized import Backend, Limit, Quantized, quantize, require_form
+from lightning_accel.compress.quantized import (
+    Backend,
+    Limit,
+    NothingPickedError,
+    Quantized,
+    quantize,
+    require_form,
+)
+from lightning_accel.compress.report import Report, describe_speedup
 from lightning_accel.strategies import PipelineStrategy
 
-log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
 
 
@@ -42,7 +50,8 @@ class Quantization(L.Callback):
     At the end of a fit the first process makes the forms of the model that it can run (see
     :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
     on the module's own batch, and picks the fastest. The trained module stays as it is. What was picked is ``result``;
-    a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes the file.
+    a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes the file. If
+    no form can be picked, the reasons are in the report and in a warning, and the module is kept in float.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
     ``start`` on, with the grid that the static form has afterwards. No parameter is replaced, so that optimizers,
@@ -60,8 +69,9 @@ class Quantization(L.Callback):
             is not; a form for which that does not help is not picked.
         module: name of the submodule that is deployed; by default what ``validation_step`` calls.
         batch_sizes: rows at which forms are measured; by default 1, and those of a training batch. The last decides.
+            Where the rows of a call cannot be taken apart, as the nodes of graphs, the whole call is measured.
         start: of ``qat``: share of the run if a float in [0, 1), else an epoch.
-        seconds: that each form is measured for.
+        seconds: that each form is measured for, at each batch size; those too close to call take up to thrice that.
         device: on which it is to run: ``cpu``, or ``cuda``, where there are ``dynamic`` and ``weight_only`` int8, and
             float8, of linear layers, the rest in bfloat16.
 
@@ -70,10 +80,9 @@ class Quantization(L.Callback):
             can be quantized, or there is no validation data for ``monitor``.
         TypeError: before training, if the module has no ``validation_step``.
         ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
-        RuntimeError: at the end, if no form can be made, or none is within ``max_drop``.
 
     Attributes:
-        result: in the first process, what was picked, after a fit.
+        result: in the first process, what was picked, after a fit; None if nothing could be.
     """
 
     def __init__(
@@ -187,7 +196,7 @@ class Quantization(L.Callback):
                 layer.load(self._loaded[name])
         self._loaded = {}
         left = "; ".join(f"{name}: {why}" for name, why in layers.left_float.items())
-        log.info("%d layers train for int8%s", len(chosen), f"; left in float: {left}" if left else "")
+        rank_zero_info(f"{len(chosen)} layers train for int8" + (f"; left in float: {left}" if left else ""))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before training where the Trainer tries validation first, as it does unless told otherwise."""
@@ -246,10 +255,15 @@ class Quantization(L.Callback):
     def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
-        result = self.convert(copied.to(self.device), *loaders, datamodule)
-        assert result.report is not None
-        result.report.print()
-        result.report.save(folder)
+        try:
+            report = self.convert(copied.to(self.device), *loaders, datamodule).report
+        except Exception as error:  # the run is over, and what it trained is worth more than a form of it
+            report = getattr(error, "report", None)
+            reason = str(error) if isinstance(error, NothingPickedError) else first_line(error)
+            rank_zero_warn(f"Quantization failed, and the model is kept in float: {reason}")
+        if isinstance(report, Report):
+            report.print()
+            report.save(folder)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._in_batch = None  # other processes may not have come this far
@@ -269,13 +283,16 @@ class Quantization(L.Callback):
             train_loader: that ranges are found on.
             val_loader: that forms are judged by, if there is one.
             datamodule: whose hooks move and change batches.
+
+        Raises:
+            NothingPickedError: if no form can be made, or none is within ``max_drop``; it has the report.
         """
         detach(module)
         with isolate_rng():
             deployed = self._find(module, train_loader, datamodule)
             self.result = self._quantize(module, deployed, val_loader, datamodule)
         self.result.deployed = deployed.name
-        log.info("%s", _tell(self.result, self.mode))
+        rank_zero_info(_tell(self.result, self.mode))
         return self.result
 
     def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
@@ -323,6 +340,7 @@ class Quantization(L.Callback):
             seconds=self.seconds,
             ranges=ranges,
             file_format=self._file_format,
+            progress=Progress(rank_zero_info, "quantization"),
         )
 
 
@@ -353,14 +371,35 @@ def _until(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
 
 
 def _tell(result: Quantized, mode: str) -> str:
-    text = f"Quantization picked {result.name}"
-    if result.name.startswith(("fp32", "bf16")):
-        text += ": nothing quantized is faster here"
+    text = f"Quantization picked {result.name}" + _tell_speed(result)
+    if result.ties:
+        text += f"; as fast, as far as could be measured: {', '.join(result.ties)}, whose files are not smaller"
+    if result.faster_float == "fp32 eager":
+        text += "; the model as it is, fp32 eager, is faster here"
     elif result.faster_float:
         text += f"; {result.faster_float} is faster here, and mode={mode!r} leaves it out"
+    elif result.name.startswith(("fp32", "bf16")):
+        text += "; nothing quantized is faster here"
     if result.left_float:
         text += "; in float: " + "; ".join(f"{name} ({why})" for name, why in result.left_float.items())
     return text
+
+
+def _tell_speed(result: Quantized) -> str:
+    """Return what it gains, at each batch, over the model as it is and over floats of the same runtime."""
+    rows = {row.name: row for row in result.report.rows} if result.report is not None else {}
+    if result.name not in rows:
+        return ""
+    own, parts = rows[result.name], []
+    for other in filter(None, ("fp32 eager", own.float_row)):
+        found = [
+            f"{describe_speedup(speedup(latency, rows[other].latencies[batch]))} at batch {batch}"
+            for batch, latency in own.latencies.items()
+            if other in rows and batch in rows[other].latencies
+        ]
+        if found:
+            parts.append(f"{' and '.join(found)} as fast as {other}")
+    return f": {'; '.join(parts)}" if parts else ""
 
 
 def _require_one_of(name: str, value: str, kind: Any) -> None:

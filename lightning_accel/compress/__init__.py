@@ -9,11 +9,12 @@ from lightning_accel.compress.compressed import Compressed, load_compressed
 from lightning_accel.compress.experts import busiest_experts, measure_expert_load, plan_of_experts, remove_experts_
 from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable
 from lightning_accel.compress.forms import measure_forms, plain_forms
-from lightning_accel.compress.latency import Latency, measure_latency
+from lightning_accel.compress.latency import Latency, Speedup, measure_latency, speedup
 from lightning_accel.compress.macs import Macs, count_macs
 from lightning_accel.compress.masks import prune_
+from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.prunable import find_prunable
-from lightning_accel.compress.quantized import Quantized, quantize
+from lightning_accel.compress.quantized import NothingPickedError, Quantized, quantize
 from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
 from lightning_accel.compress.schedule import sparsity_at
 
@@ -27,10 +28,13 @@ __all__ = [
     "Latency",
     "Layer",
     "Macs",
+    "NothingPickedError",
     "Probabilities",
+    "Progress",
     "Quantized",
     "Report",
     "Row",
+    "Speedup",
     "apply_plan_",
     "busiest_experts",
     "choose_channels",
@@ -54,4 +58,5 @@ __all__ = [
     "require_exportable",
     "score_channels",
     "sparsity_at",
+    "speedup",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 Run = Callable[..., Any]
@@ -25,11 +26,13 @@ def num_rows(inputs: Inputs) -> int:
 def first_rows(inputs: Inputs, count: int) -> Inputs:
     """``inputs`` with ``count`` rows in each tensor that has a row for each of the batch; repeated if there are fewer.
 
+    Whole where integers have rows of their own, as the edges of graphs: they may point at rows that would be gone.
+
     >>> first_rows(((torch.arange(3),), {}), 4)
     ((tensor([0, 1, 2, 0]),), {})
     """
     whole = num_rows(inputs)
-    if count == whole:
+    if count == whole or any(_has_own_rows(value, whole) for value in tree_flatten(inputs)[0]):
         return inputs
     taken = torch.arange(count) % whole
     return tree_map_only(
@@ -39,6 +42,23 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
     )
 
 
+def smallest_call(module: nn.Module, inputs: Inputs) -> Inputs:
+    """Return ``inputs`` with one row, or whole where ``module`` cannot run on one, as with the nodes of graphs."""
+    args, kwargs = one = first_rows(inputs, 1)
+    try:
+        with torch.no_grad():
+            module(*args, **kwargs)
+    except Exception:
+        return inputs
+    return one
+
+
 def first_line(error: BaseException | None) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def _has_own_rows(value: Any, whole: int) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    return value.dim() > 0 and len(value) not in (1, whole)

@@ -1,7 +1,9 @@
 """One form of a module that runs in its place, and what makes such forms run fast on this machine."""
 
+import inspect
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,13 +111,42 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) ->
     given: list[Any] = [shapes_to_export(inputs), shapes_to_export(inputs, named=False), None]
     for shapes in given:
         try:
-            with quietly(), torch.no_grad():
+            with quietly(), torch.no_grad(), _with_names(module, inputs[0]):
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
                 program.example_inputs = None  # rows of the user's, which a file would carry along
                 return program
         except Exception as error:
             failure = failure or error
     raise CannotConvertError(f"torch.export cannot trace it: {first_line(failure)}") from failure
+
+
+@contextmanager
+def _with_names(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Name the arguments that ``forward`` takes as ``*args`` or ``**kwargs``, whose sizes torch cannot free."""
+    args, kwargs = inputs
+    own = module.forward
+    starred = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if not starred & {one.kind for one in inspect.signature(own).parameters.values()}:
+        yield
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    positional = [
+        inspect.Parameter(f"argument{place}", inspect.Parameter.POSITIONAL_ONLY) for place in range(len(args))
+    ]
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
+    forward.__signature__ = inspect.Signature([*positional, *named])  # type: ignore[attr-defined]
+    had = "forward" in module.__dict__
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if had:
+            module.__dict__["forward"] = own
+        else:
+            del module.__dict__["forward"]
 
 
 def size_of(program: ExportedProgram, inputs: Inputs) -> int:

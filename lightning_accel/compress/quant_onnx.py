@@ -4,6 +4,8 @@ import copy
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,20 @@ _STATIC = [  # what stands between products and is as good in int8, so that it n
 _WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
 
 
+class _FloatFiles(NamedTuple):
+    flat: Flat
+    written: Path
+    ready: Path  # as ONNX Runtime optimizes it
+
+
+class _Shared(NamedTuple):
+    folder: Path
+    made: dict[Any, _FloatFiles]
+
+
+_SHARED: ContextVar[_Shared | None] = ContextVar("float files that forms share", default=None)
+
+
 class _Plan(NamedTuple):
     skipped: list[str]  # nodes that stay in float
     inputs: dict[str, str]  # the layer that each tensor goes into, unchanged but for its shape
@@ -54,6 +70,26 @@ class OnnxCall:
         tensors = tensors_of((args, kwargs))
         feed = {name: tensors[place].detach().numpy() for name, place in zip(self.names, self.kept, strict=True)}
         return self.flat.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
+
+
+@contextmanager
+def sharing_export() -> Iterator[None]:
+    """Write a module as ONNX once for all forms that are made of it while this is open; it must not change then."""
+    with tempfile.TemporaryDirectory() as folder:
+        token = _SHARED.set(_Shared(Path(folder), {}))
+        try:
+            yield
+        finally:
+            _SHARED.reset(token)
+
+
+def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Floats, as ONNX Runtime optimizes them: what its int8 is to be compared with."""
+    require_onnxruntime()
+    with tempfile.TemporaryDirectory() as folder, quietly():
+        made = _float_files(module, inputs, Path(folder))
+        content = made.ready.read_bytes()
+    return Form("fp32 ONNX Runtime", OnnxCall(content, made.flat), onnx=content, file_bytes=len(content))
 
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -119,14 +155,13 @@ def _form(
 ) -> Form:
     require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, quietly():
-        paths = [Path(folder, name) for name in ("float.onnx", "ready.onnx", "int8.onnx")]
-        flat = write_float(module, inputs, paths[0])
-        _fuse(paths[0], paths[1])
-        nodes = list(_products(paths[0], paths[1]))
+        flat, written, ready = _float_files(module, inputs, Path(folder))
+        int8 = Path(folder, "int8.onnx")
+        nodes = list(_products(written, ready))
         # Gemm becomes MatMul and Add before a dynamic form is made
         left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
-        convert(paths[1], paths[2], _Plan(left, _tensors_into(paths[1], nodes)))
-        content = paths[2].read_bytes()
+        convert(ready, int8, _Plan(left, _tensors_into(ready, nodes)))
+        content = int8.read_bytes()
 
     def reason(key: str, one: nn.Module) -> str:
         return layers.left_float[key] if key in layers.skipped else left_float(key, one)
@@ -135,6 +170,23 @@ def _form(
     form = Form(name, OnnxCall(content, flat), onnx=content, file_bytes=len(content))
     form.left_float = {key: why for key, why in reasons.items() if why}
     return form
+
+
+def _float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
+    """Write ``module`` to ``folder``, or take what was written while :func:`sharing_export` is open."""
+    shared = _SHARED.get()
+    key = module, *map(id, inputs)
+    if shared is not None:
+        if key in shared.made:
+            return shared.made[key]
+        folder = shared.folder / str(len(shared.made))
+        folder.mkdir(exist_ok=True)  # an earlier try to write it may have failed
+    written, ready = folder / "float.onnx", folder / "ready.onnx"
+    made = _FloatFiles(write_float(module, inputs, written), written, ready)
+    _fuse(written, ready)
+    if shared is not None:
+        shared.made[key] = made
+    return made
 
 
 def _fuse(source: Path, target: Path) -> None:

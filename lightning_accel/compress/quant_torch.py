@@ -42,7 +42,7 @@ def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
             graph(*args, **kwargs)
     if ranges is not None:
         _set_ranges(graph, ranges)
-    return _convert("int8 PT2E static", graph, inputs, layers.left_float)
+    return _convert("int8 PT2E static", graph, inputs, layers, "")
 
 
 def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -51,8 +51,7 @@ def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
     args, kwargs = inputs[0]
     with torch.no_grad():
         graph(*args, **kwargs)  # the ranges of weights are found in a call, too
-    left = {key: "this form has linear layers alone" for key, one in layers.quantized.items() if not _is_linear(one)}
-    return _convert("int8 PT2E dynamic", graph, inputs, {**layers.left_float, **left})
+    return _convert("int8 PT2E dynamic", graph, inputs, layers, "this form has linear layers alone")
 
 
 def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -118,12 +117,19 @@ def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynami
         chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
         if not chosen:
             raise CannotConvertError("no layer that it can quantize")
-        for strict in (False, True):  # before torch 2.13 graphs that are not strict say too little of their layers
-            graph = export(copy.deepcopy(module), inputs, strict).module()
-            prepared = prepare_pt2e(graph, _quantizer(chosen, dynamic))
+        # Before torch 2.13 graphs that are not strict say too little of their layers, and of a layer without weights
+        # that is called twice (the ReLU of a residual block) they make one part with two results, which is refused
+        failure: Exception = CannotConvertError("no layer of its graph was found to be one that can be quantized")
+        for strict in (False, True):
+            try:
+                graph = export(copy.deepcopy(module), inputs, strict).module()
+                prepared = prepare_pt2e(graph, _quantizer(chosen, dynamic))
+            except Exception as error:
+                failure = error
+                continue
             if any(True for _ in _input_observers(prepared)):
                 return prepared
-        raise CannotConvertError("no layer of its graph was found to be one that can be quantized")
+        raise failure
 
 
 def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
@@ -157,13 +163,20 @@ def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
     return quantizer
 
 
-def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], left_float: dict[str, str]) -> Form:
+def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], layers: Layers, others: str) -> Form:
+    """Make integers of what is observed; ``others`` is the reason why layers that are not linear stay in float."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
+    observed = {layer for layer, _ in _input_observers(prepared)}
+    left = {
+        key: "torchao found no pattern that it quantizes" if _is_linear(one) or not others else others
+        for key, one in layers.quantized.items()
+        if key not in observed
+    }
     with quietly():
         graph = convert_pt2e(prepared)
     _forget_unused(graph)
-    return _form(name, graph, inputs, left_float)
+    return _form(name, graph, inputs, {**layers.left_float, **left})
 
 
 def _forget_unused(graph: torch.fx.GraphModule) -> None:

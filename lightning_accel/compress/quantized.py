@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import nn
 
-from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows
+from lightning_accel.compress.calls import Inputs, Run, first_line, smallest_call
 from lightning_accel.compress.forms import measure_forms
+from lightning_accel.compress.latency import Latency, speedup, ties
+from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.quant_form import CannotConvertError, Form
 from lightning_accel.compress.quant_inputs import noise_share
 from lightning_accel.compress.quant_layers import Skip, find_layers
-from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
+from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
 from lightning_accel.compress.quant_sensitivity import rank_layers
 from lightning_accel.compress.quant_torch import (
     Ranges,
@@ -26,7 +28,7 @@ from lightning_accel.compress.quant_torch import (
     torchao_float8,
     torchao_weight_only,
 )
-from lightning_accel.compress.report import Report, Row, describe_layers
+from lightning_accel.compress.report import Layer, Report, Row, describe_layers
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
 Backend: TypeAlias = Literal["auto", "pt2e", "onnxruntime", "torchao", "inductor"]
@@ -38,6 +40,7 @@ class _Maker(NamedTuple):
     make: Callable[..., Form]
     devices: tuple[str, ...] = ("cpu",)
     files: tuple[str, ...] = ("pt2", "aoti")
+    float_row: str = ""  # of what is quantized: what the same runtime computes in floats
 
 
 _ANY = ("cpu", "cuda")
@@ -46,15 +49,23 @@ _ANY = ("cpu", "cuda")
 _MAKERS = {
     "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "aoti", "onnx")),
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
+    "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
     # AOTInductor computes its convolutions wrongly where the rows of a batch are free
-    "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, files=("pt2",)),
-    "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic),
-    "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY),
-    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY),
-    "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",)),
-    "int8 ONNX Runtime static": _Maker("static", "onnxruntime", onnx_static, files=("onnx",)),
-    "int8 ONNX Runtime dynamic": _Maker("dynamic", "onnxruntime", onnx_dynamic, files=("onnx",)),
+    "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, files=("pt2",), float_row="fp32 compiled"),
+    "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic, float_row="fp32 compiled"),
+    "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
+    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled"),
+    "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",), float_row="fp32 compiled"),
+    "int8 ONNX Runtime static": _Maker(
+        "static", "onnxruntime", onnx_static, files=("onnx",), float_row="fp32 ONNX Runtime"
+    ),
+    "int8 ONNX Runtime dynamic": _Maker(
+        "dynamic", "onnxruntime", onnx_dynamic, files=("onnx",), float_row="fp32 ONNX Runtime"
+    ),
 }
+# From the simplest: weights alone ask for no integers between layers, and a range for no calibration
+_SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
+_LIKE_SIZE = 1.05  # files within it count as equally large
 _EAGER = "fp32 eager"
 
 
@@ -65,6 +76,8 @@ class Quantized(Form):
     Attributes:
         report: rows of all forms; one that has no latency says why in its note.
         refused: forms that were not made, or may not be picked, with the reason.
+        ties: forms that were as fast, as far as could be measured; of them the smallest file was picked, and of files
+            of like size the simplest.
         faster_float: a form that is not quantized and is faster, where ``mode`` or ``backend`` asked for another.
         deployed: name of the module in that which holds it.
         device: that it runs on.
@@ -72,9 +85,18 @@ class Quantized(Form):
 
     report: Report | None = None
     refused: Mapping[str, str] | None = None
+    ties: Sequence[str] = ()
     faster_float: str | None = None
     deployed: str = ""
     device: str = "cpu"
+
+
+class NothingPickedError(RuntimeError):
+    """No form could be picked; ``report`` has what was measured of all, and why each was refused."""
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class Limit(NamedTuple):
@@ -118,10 +140,14 @@ def quantize(
     ranges: Ranges | None = None,
     file_format: str | None = None,
     title: str = "quantization",
+    progress: Progress | None = None,
 ) -> Quantized:
     """Make the forms of ``module`` that this machine can run, measure them, and pick the fastest.
 
-    Compiled fp32 and bfloat16 are always measured, and win under ``mode="auto"`` where they are fastest.
+    Compiled fp32 and bfloat16 are always measured, and win under ``mode="auto"`` where they are fastest. Each int8 form
+    is held to the floats of its own runtime, too. Forms take turns, in each a block of calls in a row; one is faster
+    only if that holds in round after round (an interval of 98% excludes a tie). What is too close to call is measured
+    again, at most twice; of what still ties the smallest file is picked, and of files of like size the simplest form.
 
     Args:
         module: on a CPU or GPU, whose forms are made, in evaluation mode; not changed.
@@ -138,12 +164,14 @@ def quantize(
         ranges: of what goes into layers, where training found them.
         file_format: ``pt2``, ``aoti`` or ``onnx``, where the form that is picked has to be written as one.
         title: of the report.
+        progress: tells which form is being made, validated, measured.
 
     Raises:
         ValueError: if an option is none of its values, no form is of this mode and backend on this device, there are no
             inputs, or ``skip`` names no layer.
         ModuleNotFoundError: if a package of ``backend`` is missing.
-        RuntimeError: if no form of this mode and backend can be made, or none is within ``limit``, with the reasons.
+        NothingPickedError: if no form of this mode and backend can be made, or none is within ``limit``, with the
+            reasons; a RuntimeError.
 
     >>> quantize(nn.Linear(2, 3), [], mode="static")
     Traceback (most recent call last):
@@ -155,29 +183,38 @@ def quantize(
     if not inputs:
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
     layers = find_layers(module, skip)
+    progress = Progress(None) if progress is None else progress
     makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
     wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]
     made: dict[str, Form] = {}
     refused: dict[str, str] = {}
-    for name, maker in makers.items():
-        if name in wanted or maker.kind == "float":
+    with sharing_export():
+        names = [name for name in makers if name in wanted or _is_compared(name, wanted)]
+        for number, name in enumerate(names, start=1):
+            progress(f"form {number} of {len(names)}: {name}")
             try:
-                options = {"ranges": ranges} if maker.kind == "static" else {}
-                made[name] = maker.make(module, inputs, layers, **options)
+                options = {"ranges": ranges} if makers[name].kind == "static" else {}
+                made[name] = makers[name].make(module, inputs, layers, **options)
                 if limit is None or limit.max_drop is None:  # nothing else would find out
                     require_sane(made[name], module, inputs[0])
             except Exception as error:  # exporters and compilers raise what they like
                 made.pop(name, None)
-                refused[name] = str(error) if isinstance(error, CannotConvertError) else first_line(error)
-    figures = _figures(limit, module, made, refused)
-    for name in [name for name in made if name in wanted]:
-        if limit is not None and not limit.allows(figures[_EAGER], figures[name]):
-            better = _leave_sensitive(module, inputs, name, skip, limit, figures[_EAGER], ranges)
-            if better is None:
+                refused[name] = _reason(error)
+        figures = _figures(limit, module, made, refused, progress)
+        for name in list(made):
+            if limit is not None and not limit.allows(figures[_EAGER], figures[name]):
                 refused[name] = f"{limit.monitor} is {limit.drop(figures[_EAGER], figures[name]):.4g} worse"
-            else:
-                made[name], figures[name] = better
-    return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title)
+                if name in wanted and makers[name].kind == "static":
+                    progress(f"{name}: {refused[name]}; leaves layers in float")
+                    try:
+                        better = _leave_sensitive(module, inputs, name, skip, limit, figures[_EAGER], ranges)
+                    except Exception as error:
+                        refused[name] += f", and with layers in float it fails: {_reason(error)}"
+                        continue
+                    if better is not None:
+                        made[name], figures[name] = better
+                        del refused[name]
+    return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title, progress)
 
 
 def require_form(mode: str, backend: str, device_type: str, file_format: str | None = None) -> None:
@@ -224,16 +261,37 @@ def _is_wanted(maker: _Maker, mode: str, backend: str, file_format: str | None) 
     return fits and backend in ("auto", maker.backend) and (mode in ("auto", maker.kind) or backend == "inductor")
 
 
+def _is_compared(name: str, wanted: Sequence[str]) -> bool:
+    """Whether a form is made for what others gain over it: compiled floats, and those of a runtime that is wanted."""
+    maker = _MAKERS[name]
+    if maker.kind != "float":
+        return False
+    return maker.backend != "onnxruntime" or any(_MAKERS[other].float_row == name for other in wanted)
+
+
+def _float_row(name: str, device: torch.device) -> str:
+    """Return the name of the form that the runtime of form ``name`` computes in floats, or "" if it is one itself."""
+    found = _MAKERS[name].float_row if name in _MAKERS else ""
+    # On GPUs, what is not quantized in torchao's forms is in bfloat16
+    return "bf16 compiled" if found and device.type == "cuda" else found
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotConvertError) else first_line(error)
+
+
 def _figures(
-    limit: Limit | None, module: nn.Module, made: dict[str, Form], refused: dict[str, str]
+    limit: Limit | None, module: nn.Module, made: dict[str, Form], refused: dict[str, str], progress: Progress
 ) -> dict[str, Mapping[str, float]]:
     if limit is None:
         return {}
+    progress("validates fp32 eager")
     figures = {_EAGER: limit.evaluate(module)}
     if limit.monitor is not None and limit.monitor not in figures[_EAGER]:
         known = ", ".join(figures[_EAGER])
         raise ValueError(f"monitor={limit.monitor!r} is not logged in validation; what is: {known}")
     for name in list(made):
+        progress(f"validates {name}", if_slow=True)
         try:
             figures[name] = limit.evaluate(made[name].run)
         except Exception as error:
@@ -252,8 +310,6 @@ def _leave_sensitive(
     ranges: Ranges | None,
 ) -> tuple[Form, Mapping[str, float]] | None:
     """The form with as few layers left in float as its figure needs; None if it is not to be had."""
-    if _MAKERS[name].kind != "static":
-        return None
     ranked = rank_layers(module, inputs, find_layers(module, skip).quantized, ranges)
     for count in _doubling(len(ranked)):
         left = list(ranked)[:count]
@@ -281,42 +337,94 @@ def _pick(
     batch_sizes: Sequence[int] | None,
     seconds: float,
     title: str,
+    progress: Progress,
 ) -> Quantized:
-    runs = {name: form.run for name, form in made.items()}
-    rows = measure_forms(module, inputs[0], runs, plain={_EAGER: module}, batches=batch_sizes, seconds=seconds)
-    report = Report(title)
-    for name, row in rows.items():
-        size = made[name].file_bytes if name in made else None
-        report.add(row._replace(file_bytes=size, metrics=figures.get(name, {}), note=_note(name, row, made, refused)))
-    for name in refused.keys() - rows.keys():
-        report.add(Row(name, note=refused[name]))
-    times = {name: list(rows[name].latencies.values())[-1].p50_ms for name in made if rows[name].latencies}
-    candidates = {name: time for name, time in times.items() if name in wanted and name not in refused}
-    if not candidates:
-        reasons = "; ".join(f"{name}: {refused.get(name, 'cannot run')}" for name in wanted)
-        raise RuntimeError(f"no form can be picked. {reasons}")
-    chosen = min(candidates, key=lambda name: candidates[name])
+    candidates = [name for name in made if name in wanted and name not in refused]
+    rows = measure_forms(
+        module,
+        inputs[0],
+        {name: form.run for name, form in made.items()},
+        plain={_EAGER: module},
+        batches=batch_sizes,
+        seconds=seconds,
+        contenders=candidates,
+        progress=progress,
+    )
+    refused.update({name: row.note for name, row in rows.items() if row.status == "failed"})
+    latencies = {name: list(row.latencies.values())[-1] for name, row in rows.items() if row.latencies}
+    close = ties(latencies, [name for name in candidates if name in latencies and name not in refused])
+    chosen = min(close, key=lambda name: _preference(name, close, made), default=None)
+    report = Report(title, _device_of(module))
+    for name in [*rows, *(name for name in refused if name not in rows)]:
+        row = rows.get(name, Row(name, status="failed"))
+        note = refused.get(name) or _note(made.get(name))
+        if name in refused and row.status != "failed":
+            row = row._replace(status="refused")
+        elif name in close:
+            row = row._replace(status="picked" if name == chosen else "tie")
+        report.add(
+            row._replace(
+                file_bytes=made[name].file_bytes if name in made else None,
+                metrics=figures.get(name, {}),
+                note=note,
+                float_row=_float_row(name, report.device),
+            )
+        )
+    if chosen is None:
+        reasons = "; ".join(f"{name}: {refused[name]}" for name in wanted)
+        raise NothingPickedError(f"no form can be picked. {reasons}", report)
     form = made[chosen]
-    faster = [name for name in times if _MAKERS[name].kind == "float" and times[name] < times[chosen]]
-    report.layers = describe_layers(module, *first_rows(inputs[0], 1), notes=form.left_float)
+    report.layers = _layers(module, inputs[0], chosen, form)
     return Quantized(
         **form.__dict__,
         report=report,
         refused=refused,
-        faster_float=min(faster, key=lambda name: times[name], default=None),
-        device=str(_device_of(module)),
+        ties=[name for name in close if name != chosen],
+        faster_float=_faster_float(chosen, latencies, refused),
+        device=str(report.device),
     )
+
+
+def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tuple[bool, int, int]:
+    """Sort what is equally fast: the smallest files first, of those the simplest, then the fastest median."""
+    sizes = [size for other in close if (size := made[other].file_bytes) is not None]
+    own = made[name].file_bytes
+    is_large = own is None or own > _LIKE_SIZE * min(sizes)
+    return is_large, _SIMPLEST_FIRST.index(_MAKERS[name].kind), 0 if name == close[0] else 1
+
+
+def _faster_float(chosen: str, latencies: Mapping[str, Latency], refused: Mapping[str, str]) -> str | None:
+    """Return the fastest form in float that may be used and beats what was picked beyond noise."""
+    faster = [
+        name
+        for name in latencies
+        if (name == _EAGER or _MAKERS[name].kind == "float")
+        and name not in refused
+        and speedup(latencies[name], latencies[chosen]).is_faster
+    ]
+    return min(faster, key=lambda name: latencies[name].p50_ms, default=None)
+
+
+def _layers(module: nn.Module, inputs: Inputs, name: str, form: Form) -> list[Layer]:
+    """Describe the layers of ``module`` in the dtypes that ``form`` computes them in."""
+    found = []
+    weights = {key: [w for w in one.parameters(recurse=False) if w.ndim > 1] for key, one in module.named_modules()}
+    for layer in describe_layers(module, *smallest_call(module, inputs), notes=form.left_float):
+        if _MAKERS[name].float_row and weights[layer.name] and layer.name not in form.left_float:
+            layer = layer._replace(dtype=name.split()[0])
+        elif layer.dtype and name.startswith("bf16"):
+            layer = layer._replace(dtype="bfloat16")
+        found.append(layer)
+    return found
 
 
 def _device_of(module: nn.Module) -> torch.device:
     return next((one.device for one in module.parameters()), torch.device("cpu"))
 
 
-def _note(name: str, row: Row, made: Mapping[str, Form], refused: Mapping[str, str]) -> str:
-    if name in refused:
-        return refused[name]
-    left = made[name].left_float if name in made else {}
-    return row.note or (f"{len(left)} layers in float: {', '.join(left)}" if left else "")
+def _note(form: Form | None) -> str:
+    left = form.left_float if form is not None else {}
+    return f"{len(left)} layers in float: {', '.join(left)}" if left else ""
 
 
 def _require(value: str, kind: Any, name: str) -> None:

@@ -1,23 +1,28 @@
 """What smaller forms of a model cost and are worth, side by side: a table, a picture and a JSON file."""
 
 import json
+import math
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_accel.compress.latency import Latency
+from lightning_accel.compress.calls import num_rows
+from lightning_accel.compress.latency import Latency, Speedup, speedup
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.strategies import write_atomically
 
 _REFERENCE = "fp32 eager"  # the form that ratios of latencies are to
+_COLOURS = {"fp32 eager": "0.45", "float": "tab:blue", "int8, float8": "tab:orange"}
 
 
 class Row(NamedTuple):
@@ -31,6 +36,8 @@ class Row(NamedTuple):
     latencies: Mapping[int, Latency] = {}  # by the rows of a batch
     metrics: Mapping[str, float] = {}  # the user's own, such as val/accuracy
     note: str = ""
+    float_row: str = ""  # of what is quantized: the row that the same runtime computes in floats
+    status: Literal["", "picked", "tie", "refused", "failed"] = ""  # a tie is one with what was picked
 
 
 class Layer(NamedTuple):
@@ -48,10 +55,12 @@ class Layer(NamedTuple):
 class Report:
     """A table, a picture and a JSON file of what was measured in one run.
 
-    Ratios are to the latency of the row named ``fp32 eager``, at the same batch.
+    Ratios are to the latency of the row named ``fp32 eager``, at the same batch; for what is quantized, those to its
+    ``float_row`` are given, too: the rest is the runtime's own.
 
     Args:
         title: names the files; such as ``"export"``.
+        device: that was measured on.
 
     >>> report = Report("pruning")
     >>> report.add(Row("fp32 eager", parameters=10, nonzero=1))
@@ -59,8 +68,9 @@ class Report:
     True
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, device: torch.device | str = "cpu") -> None:
         self.title = title
+        self.device = torch.device(device)
         self.rows: list[Row] = []
         self.layers: list[Layer] = []
 
@@ -92,12 +102,16 @@ class Report:
         rows = []
         for row in self.rows:
             latencies = {str(batch): latency._asdict() for batch, latency in row.latencies.items()}
-            rows.append({**row._asdict(), "latencies": latencies, "metrics": dict(row.metrics)})
+            ratios = {str(batch): _plain_ratios(self, row, batch) for batch in row.latencies}
+            plain = row._asdict() | {"latencies": latencies, "metrics": dict(row.metrics), "times_faster_than": ratios}
+            rows.append(plain)
         return {
             "title": self.title,
             "machine": platform.machine(),
+            "device": _describe_device(self.device),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "measured": _caption(self),
             "rows": rows,
             "layers": [layer._asdict() for layer in self.layers],
         }
@@ -110,10 +124,11 @@ def describe_layers(
 
     Args:
         module: run once.
-        args: of one call, with one row.
+        args: of one call.
         kwargs: of the same call.
         notes: by the name of a layer, such as why it was left out.
     """
+    rows = num_rows((args, dict(kwargs)))
     of_layer = count_macs(module, args, kwargs).of_layer
     layers = []
     for name, one in module.named_modules():
@@ -123,7 +138,8 @@ def describe_layers(
         dtypes = ", ".join(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in own))
         parameters, nonzero = count_parameters(own)
         note = (notes or {}).get(name, "")
-        layers.append(Layer(name, type(one).__name__, parameters, nonzero, of_layer.get(name, 0), dtypes, note))
+        macs = of_layer.get(name, 0) // rows
+        layers.append(Layer(name, type(one).__name__, parameters, nonzero, macs, dtypes, note))
     return layers
 
 
@@ -145,28 +161,69 @@ def _metric_names(report: Report) -> list[str]:
     return list(dict.fromkeys(name for row in report.rows for name in row.metrics))
 
 
+def _caption(report: Report) -> str:
+    """Say what was measured, how, and on what."""
+    latencies = [latency for row in report.rows for latency in row.latencies.values()]
+    text = f"on {_describe_device(report.device)}, {torch.get_num_threads()} threads"
+    if latencies:
+        text += "; ms: median (95 of 100 calls stay below), calls in a row; x: times faster than fp32 eager"
+    if any(latency.rounds_ms for latency in latencies):
+        text += ", the median of rounds in which all take turns, ± to the end of its 98% interval"
+    if any(latency.is_noisy for latency in latencies):
+        text += "; ~ where the machine was busy with other things, too: measure again"
+    return text
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _latency_of(report: Report, name: str, batch: int) -> Latency | None:
+    return next((row.latencies.get(batch) for row in report.rows if row.name == name), None)
+
+
+def _plain_ratios(report: Report, row: Row, batch: int) -> dict[str, Any]:
+    found = {}
+    for name in filter(None, (_REFERENCE, row.float_row)):
+        other = _latency_of(report, name, batch)
+        if other is not None:
+            one = speedup(row.latencies[batch], other)
+            high = one.high if math.isfinite(one.high) else None  # JSON has no infinity
+            found[name] = {"ratio": one.ratio, "low": one.low, "high": high}
+    return found
+
+
 def _table_of_rows(report: Report) -> Table:
-    caption = "ms: median (95 of 100 calls stay below), times faster than fp32 eager"
-    if any(latency.is_noisy for row in report.rows for latency in row.latencies.values()):
-        caption += "; ~ where the machine was busy with other things, too: measure again"
-    table = Table(title=report.title, caption=caption)
+    table = Table(title=report.title, caption=_caption(report))
     table.add_column("form")
     for heading in ("parameters", "not 0", "file", "MACs a row"):
         table.add_column(heading, justify="right")
     batches, metrics = _batches(report), _metric_names(report)
+    quantized = any(row.float_row for row in report.rows)
     for batch in batches:
         table.add_column(f"ms at {batch}", justify="right")
+        if quantized:
+            table.add_column("by int8 itself", justify="right")
     for name in metrics:
         table.add_column(name, justify="right")
     table.add_column("note")
-    reference = next((row.latencies for row in report.rows if row.name == _REFERENCE), {})
     for row in report.rows:
+        speeds = []
+        for batch in batches:
+            own = row.latencies.get(batch)
+            speeds.append(_speed(own, _latency_of(report, _REFERENCE, batch)))
+            if quantized:
+                in_float = _latency_of(report, row.float_row, batch)
+                speeds.append("-" if own is None or in_float is None else describe_speedup(speedup(own, in_float)))
         table.add_row(
-            row.name,
+            _label(row),
             *(_count(value) for value in (row.parameters, row.nonzero, row.file_bytes, row.macs)),
-            *(_speed(row.latencies.get(batch), reference.get(batch)) for batch in batches),
+            *speeds,
             *(f"{row.metrics[name]:.4g}" if name in row.metrics else "-" for name in metrics),
             row.note,
+            style="bold" if row.status == "picked" else None,
         )
     return table
 
@@ -194,40 +251,89 @@ def _count(value: int | None) -> str:
     return str(value)
 
 
+def describe_speedup(found: Speedup) -> str:
+    """Return a ratio with how far its interval reaches.
+
+    >>> describe_speedup(Speedup(2.0, 1.9, 2.1))
+    '2.00x ±5%'
+    """
+    digits = ".2f" if found.ratio >= 0.1 else ".2g"
+    return f"{found.ratio:{digits}}x" + ("" if found.margin is None else f" ±{found.margin:.0%}")
+
+
 def _speed(latency: Latency | None, reference: Latency | None) -> str:
     if latency is None:
         return "-"
     ratio = ""
     if reference is not None:
         about = "~" if latency.is_noisy or reference.is_noisy else ""
-        ratio = f" {about}{reference.p50_ms / latency.p50_ms:.2f}x"
+        ratio = f" {about}{describe_speedup(speedup(latency, reference))}"
     return f"{latency.p50_ms:.3g} ({latency.p95_ms:.3g}){ratio}"
 
 
 def _draw(report: Report) -> Figure:
-    """A panel of bars for the first metric, or the first called accuracy, for the file, and for each batch."""
-    panels: list[tuple[str, list[float | None]]] = []
+    """A panel of dots for the first metric, or the first called accuracy, and of bars for the file and each batch."""
     metrics = _metric_names(report)
     shown = next((name for name in metrics if "acc" in name.lower()), metrics[0] if metrics else None)
-    if shown is not None:
-        panels.append((shown, [row.metrics.get(shown) for row in report.rows]))
-    panels.append(("file, MB", [None if row.file_bytes is None else row.file_bytes / 1e6 for row in report.rows]))
+    bars: list[tuple[str, list[float | None]]] = []
+    bars.append(("file, MB", [None if row.file_bytes is None else row.file_bytes / 1e6 for row in report.rows]))
     for batch in _batches(report):
-        panels.append((f"ms at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
-    figure = Figure(figsize=(2 + 2.6 * len(panels), 1.2 + 0.35 * len(report.rows)), layout="constrained")
+        bars.append((f"ms at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
+    panels = len(bars) + (shown is not None)
+    figure = Figure(figsize=(2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    names = [row.name for row in report.rows]
-    for axis, (heading, values) in zip(axes, panels, strict=True):
-        axis.barh(names, [0 if value is None else value for value in values])
-        for number, value in enumerate(values):
-            axis.text(0 if value is None else value, number, " -" if value is None else f" {value:.3g}", va="center")
-        axis.set_title(heading, fontsize="medium")
-        axis.margins(x=0.25)
+    axes = list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
+    if shown is not None:
+        _draw_metric(axes[0], shown, report.rows)
+    for axis, (heading, values) in zip(axes[panels - len(bars) :], bars, strict=True):
+        _draw_bars(axis, heading, values, report.rows)
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(report.rows)), [_label(row) for row in report.rows])
+    for label, row in zip(axes[0].get_yticklabels(), report.rows, strict=True):
+        label.set_fontweight("bold" if row.status == "picked" else "normal")
     axes[0].invert_yaxis()
+    used = {_kind(row) for row in report.rows}
+    handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(report.title)
     return figure
+
+
+def _draw_bars(axis: Axes, heading: str, values: list[float | None], rows: list[Row]) -> None:
+    for number, (value, row) in enumerate(zip(values, rows, strict=True)):
+        axis.barh(number, value or 0, color=_COLOURS[_kind(row)], alpha=_alpha(row))
+        axis.text(value or 0, number, " -" if value is None else f" {value:.3g}", va="center")
+    axis.set_title(heading, fontsize="medium")
+    axis.margins(x=0.25)
+
+
+def _draw_metric(axis: Axes, name: str, rows: list[Row]) -> None:
+    """Dots, on an axis that shows how forms differ: bars would have to begin at 0, and look alike."""
+    for number, row in enumerate(rows):
+        value = row.metrics.get(name)
+        if value is None or not math.isfinite(value):
+            axis.annotate(" -" if value is None else f" {value}", (0, number), xycoords=("axes fraction", "data"),
+                          va="center")  # fmt: skip
+        else:
+            axis.plot(value, number, "o", color=_COLOURS[_kind(row)], alpha=_alpha(row))
+            axis.annotate(f"{value:.4g}", (value, number), xytext=(6, 0), textcoords="offset points", va="center")
+    axis.set_title(name, fontsize="medium")
+    axis.margins(x=0.35)
+
+
+def _kind(row: Row) -> str:
+    if row.name == _REFERENCE:
+        return row.name
+    return "int8, float8" if row.float_row else "float"
+
+
+def _alpha(row: Row) -> float:
+    return 0.3 if row.status in ("refused", "failed") else 1.0
+
+
+def _label(row: Row) -> str:
+    return f"{row.name} ({row.status})" if row.status else row.name
 
 
 def _median(latency: Latency | None) -> float | None:

@@ -179,7 +179,8 @@ def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
 
 def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: float) -> None:
     compiler = _compiler()
-    _LOG.info("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
+    # programs that have not set up logging show warnings alone, and wait here
+    _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
     _remove_leftovers(library.parent)
     # a folder of its own: torch's lock in it would otherwise outlive a process that is killed
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:

@@ -1,7 +1,7 @@
 """Forms run uncompiled here unless a test is slow: what they compute is the same."""
 
 import io
-import time
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from lightning_accel.compress.fake_quant import attach, detach
+from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.quant_form import CannotConvertError, Form, quietly
 from lightning_accel.compress.quant_layers import find_layers, weight_scale
 from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
 from lightning_accel.compress.quant_torch import compiled_bfloat16, pt2e_dynamic, pt2e_static
-from lightning_accel.compress.quantized import Limit, _Maker, quantize, require_sane
+from lightning_accel.compress.quantized import Limit, NothingPickedError, _Maker, quantize, require_sane
 
 
 class Scores(NamedTuple):
@@ -148,18 +149,46 @@ def test_bfloat16_takes_and_returns_floats(uncompiled):
     assert not torch.equal(found, module(x))
 
 
+class Clock:
+    """Stands still but for what calls add to it."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class Eager(nn.Module):
+    def __init__(self, seconds=0.1):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+        self.seconds = seconds
+
+    def forward(self, x):
+        CLOCK.now += self.seconds
+        return self.layers(x)
+
+
 class Slow:
-    def __init__(self, seconds, error=0.0):
-        self.seconds, self.error = seconds, error
+    """Makes a form that takes ``seconds`` (or the next of them), and whose outputs are wrong by ``error``."""
+
+    def __init__(self, seconds, error=0.0, file_bytes=None):
+        self.seconds, self.error, self.file_bytes = seconds, error, file_bytes
 
     def __call__(self, module, inputs, layers, ranges=None):
         left = len(layers.left_float)
+        turns = itertools.cycle(self.seconds if isinstance(self.seconds, list) else [self.seconds])
 
         def run(x):
-            time.sleep(self.seconds)
-            return module(x) + (self.error if not left else 0)
+            found, CLOCK.now = CLOCK.now + next(turns), CLOCK.now
+            result = module(x) + (self.error if not left else 0)
+            CLOCK.now = found
+            return result
 
-        return Form("", run, left_float=dict(layers.left_float))
+        return Form("", run, left_float=dict(layers.left_float), file_bytes=self.file_bytes)
 
 
 def failing(module, inputs, layers, ranges=None):
@@ -168,8 +197,11 @@ def failing(module, inputs, layers, ranges=None):
 
 @pytest.fixture
 def makers(monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.latency.time", CLOCK)
+
     def put(**made):
-        found = {name: _Maker(kind, "pt2e", maker) for name, (kind, maker) in made.items()}
+        found = {name: _Maker(kind, "pt2e", maker, float_row=row[0] if row else "")
+                 for name, (kind, maker, *row) in made.items()}  # fmt: skip
         monkeypatch.setattr("lightning_accel.compress.quantized._MAKERS", found)
 
     return put
@@ -186,44 +218,109 @@ def judge(module):
 
 
 def test_the_fastest_form_is_picked(makers):
-    module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
-    makers(half=("float", Slow(0.001)), fixed=("static", Slow(0.004)), moving=("dynamic", Slow(0.006)),
+    module = Eager().eval()
+    makers(half=("float", Slow(0.001)), fixed=("static", Slow(0.004), "half"), moving=("dynamic", Slow(0.006), "half"),
            never=("static", failing))  # fmt: skip
-    found = run(module)
+    lines = []
+    found = run(module, progress=Progress(lines.append))
     assert found.name == ""
-    assert {row.name: row.note for row in found.report.rows}["never"] == "needs nothing that there is"
     rows = {row.name: row for row in found.report.rows}
     assert list(rows) == ["fp32 eager", "half", "fixed", "moving", "never"]
+    assert (rows["never"].note, rows["never"].status) == ("needs nothing that there is", "failed")
+    assert [row.status for row in rows.values()] == ["", "picked", "", "", "failed"]
+    assert [row.float_row for row in rows.values()] == ["", "", "half", "half", ""]
     assert list(rows["half"].latencies) == [1, 4]
-    assert found.faster_float is None
+    assert rows["half"].latencies[4].p50_ms == pytest.approx(1)
+    assert (found.faster_float, found.ties) == (None, [])
+    assert [line.partition(" (")[0] for line in lines] == [
+        "form 1 of 4: half", "form 2 of 4: fixed", "form 3 of 4: moving", "form 4 of 4: never",
+        "measures 4 forms at batch 1, 0.02 s each", "measures 4 forms at batch 4, 0.02 s each",
+    ]  # fmt: skip
     static = run(module, "static")
     assert static.faster_float == "half"
     assert "moving" not in {row.name for row in static.report.rows}
+    assert run(Eager(0.0001).eval()).faster_float == "fp32 eager"
+
+
+def test_what_is_too_close_to_call_is_a_tie(makers):
+    """Of forms as fast as each other the smallest file is picked, of files of like size the simplest form."""
+    module = Eager().eval()
+    busy = [0.002, 0.002, 0.007, 0.002, 0.003]
+    makers(
+        large=("static", Slow([0.001, *busy[1:]], file_bytes=300)),
+        small=("dynamic", Slow(busy, file_bytes=104)),
+        weights=("weight_only", Slow(busy[::-1], file_bytes=107)),
+        slow=("static", Slow(0.02, file_bytes=9)),
+    )
+    found = run(module, batch_sizes=[4])
+    rows = {row.name: row for row in found.report.rows}
+    assert {name: row.status for name, row in rows.items()} == {
+        "fp32 eager": "", "large": "tie", "small": "tie", "weights": "picked", "slow": "",
+    }  # fmt: skip
+    assert sorted(found.ties) == ["large", "small"]
+    assert [len(row.latencies[4].rounds_ms) for row in rows.values()] == [11, 33, 33, 33, 11]
 
 
 def test_forms_that_cost_too_much_are_not_picked(makers):
-    module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
-    makers(half=("float", Slow(0.004)), moving=("dynamic", Slow(0.0, 0.3)))
+    module = Eager().eval()
+    makers(half=("float", Slow(0.004)), moving=("dynamic", Slow(0.001, 0.3)), quick=("float", Slow(0.001, 0.3)),
+           fixed=("static", Slow(0.008)))  # fmt: skip
     limit = Limit(judge(module), "val/error", 0.1, higher_is_better=False)
     found = run(module, limit=limit)
-    assert found.refused == {"moving": "val/error is 0.3 worse"}
-    assert {row.name: row.metrics for row in found.report.rows}["moving"]["val/error"] == pytest.approx(0.3)
-    with pytest.raises(RuntimeError, match=r"no form can be picked. moving: val/error is 0.3 worse"):
+    assert found.refused == {"moving": "val/error is 0.3 worse", "quick": "val/error is 0.3 worse"}
+    rows = {row.name: row for row in found.report.rows}
+    assert [row.status for row in rows.values()] == ["", "picked", "refused", "refused", ""]
+    assert rows["moving"].metrics["val/error"] == pytest.approx(0.3)
+    for mode in ("auto", "static"):  # whether or not it asks for what is in float
+        assert run(module, mode, limit=limit).faster_float == (None if mode == "auto" else "half")
+    with pytest.raises(NothingPickedError, match=r"no form can be picked. moving: val/error is 0.3 worse") as error:
         run(module, "dynamic", limit=limit)
+    assert {row.name: row.note for row in error.value.report.rows}["moving"] == "val/error is 0.3 worse"
     with pytest.raises(ValueError, match=r"monitor='val/acc' is not logged in validation; what is: val/error"):
         run(module, limit=limit._replace(monitor="val/acc"))
 
 
+def test_the_reason_why_a_form_cannot_run_is_told(makers):
+    def of_many(module, inputs, layers, ranges=None):
+        def run(x):
+            CLOCK.now += 0.001
+            if len(x) == 1:
+                raise IndexError("index 1 is out of bounds")
+            return module(x)
+
+        return Form("", run)
+
+    makers(many=("static", of_many), half=("float", Slow(0.001)))
+    reason = "cannot run at batch 1: IndexError: index 1 is out of bounds"
+    with pytest.raises(NothingPickedError, match=f"no form can be picked. many: {reason}") as error:
+        run(Eager().eval(), "static")
+    rows = {row.name: row for row in error.value.report.rows}
+    assert (rows["many"].note, rows["many"].status) == (reason, "failed")
+    assert run(Eager().eval()).refused == {"many": reason}
+
+
+def test_layers_are_reported_as_they_are_computed(makers):
+    module = Eager().eval()
+    module.layers[1] = nn.LayerNorm(5)
+    floats = {"fp32": ("float", Slow(0.1)), "bf16": ("float", Slow(0.0005))}
+    makers(**floats, **{"int8 own": ("static", Slow(0.001), "fp32")})
+    layers = {one.name: one for one in run(module, "static", skip=["*.2"]).report.layers}
+    found = {name: one.dtype for name, one in layers.items()}
+    assert found == {"layers.0": "int8", "layers.1": "float32", "layers.2": "float32"}
+    assert layers["layers.2"].note == "left out by skip: *.2"
+    assert {one.dtype for one in run(module).report.layers} == {"bfloat16"}
+
+
 def test_sensitive_layers_are_left_in_float(makers):
-    module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    module = Eager().eval()
     with torch.no_grad():
-        module[2].weight[:, 0] = 4000.0
-        module[0].weight[0] = 0
-        module[0].bias[0] = -1
-    makers(fixed=("static", Slow(0.0, 0.3)))
+        module.layers[2].weight[:, 0] = 4000.0
+        module.layers[0].weight[0] = 0
+        module.layers[0].bias[0] = -1
+    makers(fixed=("static", Slow(0.001, 0.3)))
     found = run(module, limit=Limit(judge(module), "val/error", 0.1, higher_is_better=False))
-    assert list(found.left_float) == ["2"]
-    assert found.left_float["2"].startswith("sensitive: ")
+    assert list(found.left_float) == ["layers.2"]
+    assert found.left_float["layers.2"].startswith("sensitive: ")
     assert not found.refused
     fine = run(module, limit=Limit(judge(module), "val/error", 0.4, higher_is_better=False))
     assert not fine.left_float
