@@ -4,8 +4,8 @@ python benchmarks/bench_quantization.py [--quick] [--json FILE]
 
 Digits: a CNN (64, 128 and 256 channels, 256 hidden units), an MLP (three layers of 1024), an LSTM (two layers of 512, 8
 steps of 8 pixels), trained in this run; accuracy of the test images. All forms that this machine can run are measured
-at batch 1 and 256, interleaved in one process, one thread; ratios are medians against fp32 eager in the same rounds;
-those ``alone`` are of ten calls of the same form in a row. File sizes are to that of the float model in the same
+at batch 1 and 256, in blocks of calls in a row that take turns in one process, one thread; ratios are medians against
+fp32 eager; those ``alone`` were measured without the other forms between. File sizes are to that of the float model in the same
 format. ``CNN trained for int8`` is trained by ``Quantization(mode="qat")`` inside a Trainer. With ``--quick`` models
 train less, and fewer calls are timed.
 
@@ -117,19 +117,14 @@ def rows_of(model: str, found: Quantized, float_bytes: dict[str, int]) -> Iterat
 def warm_rows(
     model: str, module: nn.Module, found: Quantized, data: DigitsDataModule, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """What was picked and fp32 eager, each called ten times in a row: nothing else takes the cache in between."""
+    """What was picked and fp32 eager, without the forms between which the report measures them."""
     for batch in BATCHES:
         x = data.train_rows.tensors[0][:batch]
-        calls = {name: partial(_ten_times, run, x) for name, run in (("fp32 eager", module), (found.name, found.run))}
-        eager, picked = (one.p50_ms / 10 for one in measure_latency(calls, seconds, min_calls=3).values())
+        calls = {name: partial(run, x) for name, run in (("fp32 eager", module), (found.name, found.run))}
+        eager, picked = (one.p50_ms for one in measure_latency(calls, seconds).values())
         yield {"case": f"{model}, batch {batch}, alone", "subject": found.name, "metric": "latency", "value": picked,
                "unit": "ms", "baseline": "fp32 eager", "ratio": eager / picked,
                "wanted": WANTED.get((model, found.name, batch))}  # fmt: skip
-
-
-def _ten_times(run: Any, x: Tensor) -> None:
-    for _ in range(10):
-        run(x)
 
 
 def float_sizes(module: nn.Module, found: Quantized, data: DigitsDataModule) -> dict[str, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_accel.callbacks.deployment import (
@@ -19,7 +19,7 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
-from lightning_accel.compress.calls import Run, num_rows, smallest_call
+from lightning_accel.compress.calls import Run, first_line, num_rows, smallest_call
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.compress.progress import Progress
@@ -43,7 +43,7 @@ class CompressionReport(L.Callback):
         seconds: that each form is measured for, at each batch.
 
     Attributes:
-        report: in the first process, after a fit.
+        report: in the first process, after a fit; None if it could not be made, which a warning tells.
 
     Raises:
         TypeError: before training, if there is no ``validation_step``.
@@ -59,6 +59,7 @@ class CompressionReport(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self.report = None
         self._copy = WholeCopy(pl_module)
         require_deployable(pl_module, "CompressionReport", self.module)
 
@@ -69,9 +70,18 @@ class CompressionReport(L.Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
         copied, folder = self._copy.make(trainer, pl_module), run_folder(trainer)
-        use_in_first_process(trainer, copied, lambda made: self._measure(trainer, made, folder), "report")
+        use_in_first_process(trainer, copied, lambda made: self._report(trainer, made, folder), "report")
 
-    def _measure(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+    def _report(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        try:
+            self.report = self._measure(trainer, copied)
+        except Exception as error:  # the run is over, and what it trained is worth more than a table
+            rank_zero_warn(f"CompressionReport failed: {first_line(error)}")
+        else:
+            self.report.print()
+            self.report.save(folder)
+
+    def _measure(self, trainer: L.Trainer, copied: L.LightningModule) -> Report:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loader = all_rows(trainer.val_dataloaders)
         found = find_deployed(copied, loader, self.module, datamodule=datamodule)
@@ -83,24 +93,23 @@ class CompressionReport(L.Callback):
         rows = measure_forms(
             found.module, found.inputs[0], others, plain=plain, seconds=self.seconds, progress=progress
         )
-        self.report = Report("compression")
+        report = Report("compression")
         if has_shrunk:
             parameters, _ = count_parameters(start.parameters())
             call = smallest_call(start, found.inputs[0])
             macs = count_macs(start, *call).total // num_rows(call)
             of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=_file_bytes(start))
-            self.report.add(of_start)
+            report.add(of_start)
         for name, row in rows.items():
             if not row.note:
                 progress(f"validates {name}", if_slow=True)
                 run = None if plain[name] is found.module else plain[name]
                 row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
-            self.report.add(row._replace(file_bytes=_file_bytes(plain[name])))
-        self.report.layers = describe_layers(
+            report.add(row._replace(file_bytes=_file_bytes(plain[name])))
+        report.layers = describe_layers(
             found.module, *smallest_call(found.module, found.inputs[0]), left_out_of(trainer, found.name)
         )
-        self.report.print()
-        self.report.save(folder)
+        return report
 
 
 def _file_bytes(form: Run) -> int | None:

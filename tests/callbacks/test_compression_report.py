@@ -1,6 +1,7 @@
 """What a report says is what the model is."""
 
 import json
+import warnings
 
 import lightning as L
 import pytest
@@ -51,6 +52,44 @@ def test_zeros_are_counted_and_shapes_are_the_same(tmp_path):
     assert seen.report.rows[0].nonzero == 32 * 12 + 12 + 6 * 10 + 10
 
 
+class OfGraphs(L.LightningModule):
+    """Called as networks of PyTorch Geometric are, with nodes, edges, and the graph of each node."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, edge_index, batch):
+        found = self.layer(x)
+        found = found.index_add(0, edge_index[1], found[edge_index[0]])
+        return found.new_zeros(2, 2).index_add(0, batch, found)
+
+    def training_step(self, graphs, batch_idx):
+        return nn.functional.cross_entropy(self(*graphs), torch.tensor([0, 1]))
+
+    def validation_step(self, graphs, batch_idx):
+        self.log("val/loss", self.training_step(graphs, batch_idx), batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_batches_of_graphs_are_measured_whole(tmp_path, caplog):
+    edges = torch.tensor([[0, 1, 2, 4, 6], [1, 2, 3, 5, 4]])
+    graphs = (torch.randn(7, 3), edges, torch.tensor([0, 0, 0, 0, 1, 1, 1]))
+    seen = CompressionReport(compiled=False, seconds=0.02)
+    loader = DataLoader([graphs], None)
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[seen],
+                        enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path)  # fmt: skip
+    trainer.fit(OfGraphs(), loader, loader)
+    rows = {row.name: row for row in seen.report.rows}
+    assert list(rows["fp32 eager"].latencies) == [7]
+    assert rows["fp32 eager"].macs == 6
+    assert rows["fp32 eager"].metrics["val/loss"] > 0
+    told = [one.getMessage() for one in caplog.records if one.name.startswith("lightning.pytorch")]
+    assert any(line.startswith("compression report: measures 2 forms at batch 7, 0.02 s each") for line in told)
+
+
 @pytest.mark.slow
 def test_compiled_forms_are_measured_too(tmp_path):
     seen = CompressionReport(seconds=0.02)
@@ -77,16 +116,18 @@ class Failing(Classifier):
             raise OSError("no more")
 
 
-def check_a_failure_reaches_all(rank, folder):
-    with pytest.raises((OSError, RuntimeError)) as error:
-        fit(folder, CompressionReport(compiled=False), model=Failing(), strategy="ddp", devices=2)
-    return str(error.value)
+def check_a_failure_ends_no_run(rank, folder):
+    seen = CompressionReport(compiled=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(folder, seen, model=Failing(), strategy="ddp", devices=2)
+    assert seen.report is None
+    return [str(one.message) for one in caught if "CompressionReport" in str(one.message)]
 
 
-def test_a_failure_reaches_all(tmp_path):
-    first, second = run_ranks(check_a_failure_reaches_all, tmp_path)
-    assert first == "no more"
-    assert second == "the first process could not report: OSError: no more"
+def test_a_failure_ends_no_run(tmp_path):
+    found = run_ranks(check_a_failure_ends_no_run, tmp_path)
+    assert found == [["CompressionReport failed: OSError: no more"], []]
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`:UserWarning")

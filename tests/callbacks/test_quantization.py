@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, SequenceModel
 from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
+from lightning_accel.compress import Latency, NothingPickedError, Report, Row
 from lightning_accel.compress.quantized import Quantized
-from lightning_accel.compress.report import Report
 from tests.ranks import run_ranks
 
 ROWS = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3)
@@ -303,7 +303,7 @@ def fails(*_):
     raise RuntimeError("planted")
 
 
-def check_failure_of_the_first_process_reaches_all(rank, folder):
+def check_a_failure_in_the_first_process_ends_no_run(rank, folder):
     quantization = Quantization("static")
     quantization.convert = fails
     trainer = L.Trainer(
@@ -311,12 +311,65 @@ def check_failure_of_the_first_process_reaches_all(rank, folder):
         callbacks=[quantization], enable_checkpointing=False, default_root_dir=folder, strategy="ddp",
         devices=2,
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match="planted"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer.fit(Plain(), DataLoader(ROWS, 8), DataLoader(ROWS, 16))
+    assert quantization.result is None
+    return [str(one.message) for one in caught if "Quantization" in str(one.message)]
 
 
-def test_failure_of_the_first_process_reaches_all(tmp_path):
-    run_ranks(check_failure_of_the_first_process_reaches_all, tmp_path)
+def test_a_failure_in_the_first_process_ends_no_run(tmp_path):
+    found = run_ranks(check_a_failure_in_the_first_process_ends_no_run, tmp_path)
+    assert found == [["Quantization failed, and the model is kept in float: RuntimeError: planted"], []]
+
+
+def test_reasons_and_report_are_shown_where_nothing_is_picked(tmp_path, monkeypatch, capsys):
+    """After the run, so its checkpoint and weights stay, and ``fit`` returns."""
+
+    def refuse(*_, **__):
+        report = Report("quantization")
+        report.add(Row("int8 own", note="cannot run at batch 1: IndexError: planted", status="failed"))
+        raise NothingPickedError("no form can be picked. int8 own: cannot run at batch 1: IndexError: planted", report)
+
+    monkeypatch.setattr("lightning_accel.callbacks.quantization.quantize", refuse)
+    quantization, keeper = Quantization(), ModelCheckpoint(tmp_path, filename="last")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "Quantization failed")
+        trainer = fit(Plain(), [quantization, keeper], tmp_path)
+    (warning,) = [str(one.message) for one in caught if "Quantization failed" in str(one.message)]
+    assert "kept in float: no form can be picked. int8 own: cannot run at batch 1: IndexError: planted" in warning
+    assert trainer.state.finished
+    assert keeper.best_model_path.endswith("last.ckpt")
+    assert quantization.result is None
+    assert "IndexError: planted" in capsys.readouterr().out
+    assert "IndexError: planted" in (tmp_path / "figures/quantization.json").read_text()
+    with pytest.raises(NothingPickedError, match="no form can be picked"):
+        quantization.convert(Plain().eval(), DataLoader(ROWS, 8))
+
+
+def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
+    """On the logger that the Trainer's own lines go to; others show warnings alone."""
+    report = Report("quantization")
+    rounds = {"fp32 eager": 6.0, "fp32 runtime": 1.2, "int8 own": 1.0}
+    for name, taken in rounds.items():
+        latencies = {batch: Latency(taken, taken, 11, (taken,) * 11) for batch in (1, 8)}
+        report.add(Row(name, latencies=latencies, float_row="fp32 runtime" if name == "int8 own" else ""))
+
+    def pick(module, *_, progress, **__):
+        progress("form 1 of 1: int8 own")
+        left = {"head": "left out by skip: head"}
+        return Quantized("int8 own", module, left_float=left, report=report, refused={}, ties=["int8 other"])
+
+    monkeypatch.setattr("lightning_accel.callbacks.quantization.quantize", pick)
+    fit(Plain(), [Quantization("qat", start=0)], tmp_path)
+    told = {one.getMessage() for one in caplog.records if one.name.startswith("lightning.pytorch")}
+    assert "2 layers train for int8" in told
+    assert "quantization: form 1 of 1: int8 own (0 s)" in told
+    assert (
+        "Quantization picked int8 own: 6.00x ±0% at batch 1 and 6.00x ±0% at batch 8 as fast as fp32 eager; "
+        "1.20x ±0% at batch 1 and 1.20x ±0% at batch 8 as fast as fp32 runtime; as fast, as far as could be measured: "
+        "int8 other, whose files are not smaller; in float: head (left out by skip: head)"
+    ) in told
 
 
 def test_what_cannot_work_is_refused_before_training(tmp_path):

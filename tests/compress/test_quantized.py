@@ -12,9 +12,38 @@ from lightning_accel.compress.fake_quant import attach, detach
 from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.quant_form import CannotConvertError, Form, quietly
 from lightning_accel.compress.quant_layers import find_layers, weight_scale
-from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_static
+from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export, write_float
 from lightning_accel.compress.quant_torch import compiled_bfloat16, pt2e_dynamic, pt2e_static
 from lightning_accel.compress.quantized import Limit, NothingPickedError, _Maker, quantize, require_sane
+
+
+class Block(nn.Module):
+    """A residual block as torchvision writes it: one ReLU, called twice, in place."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x
+        return self.relu(out)
+
+
+class TakesBatch(nn.Module):
+    """Called as wrappers of transformers' models often are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, **batch):
+        return {"logits": self.layer(batch["x"]) * batch["mask"][:, None]}
 
 
 class Scores(NamedTuple):
@@ -90,7 +119,55 @@ def test_static_form_is_what_was_trained_for(uncompiled):
         assert form.program.module()(x[:rows]).shape == (rows, 4)
 
 
-def test_onnx_static_form_has_the_ranges_of_training():
+def test_residual_blocks_with_one_relu_in_place(uncompiled):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 5, 3), Block(5), nn.Flatten(), nn.Linear(125, 3)).eval()
+    x = torch.randn(9, 2, 7, 7)
+    form = pt2e_static(module, [((x,), {})], find_layers(module), ranges={"1.conv1": (-9.0, 9.0)})
+    assert form.left_float == {}
+    wanted = module(x)
+    torch.testing.assert_close(form.run(x[:2]), wanted[:2], rtol=0, atol=0.1 * wanted.std().item())
+    scales = [node.args[1] for node in form.program.graph.nodes if "quantize_per_tensor" in str(node.target)]
+    assert any(scale == pytest.approx(18 / 255) or scale == pytest.approx(18 / 127) for scale in scales)
+
+
+def test_a_call_by_names_alone_runs_with_any_number_of_rows(uncompiled):
+    module = TakesBatch().eval()
+    call = {"x": torch.randn(8, 3), "mask": torch.arange(8.0)}
+    form = pt2e_static(module, [((), call)], find_layers(module))
+    assert "forward" not in module.__dict__
+    for rows in (1, 5):
+        some = {name: value[:rows] for name, value in call.items()}
+        found = form.run(**some)["logits"]
+        torch.testing.assert_close(found, module(**some)["logits"], rtol=0, atol=0.3)
+        assert form.program.module()(**some)["logits"].shape == (rows, 4)
+
+
+@pytest.mark.slow  # traces a BERT twice
+def test_transformers_bert_runs_at_batch_1(uncompiled):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3,
+             "intermediate_size": 24, "max_position_embeddings": 16}  # fmt: skip
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+
+        def forward(self, **batch):
+            return self.model(**batch)
+
+    module = Wrapped().eval()
+    call = {"input_ids": torch.randint(50, (6, 9)), "attention_mask": (torch.arange(9) < 7).long().expand(6, 9)}
+    form = pt2e_static(module, [((), call)], find_layers(module))
+    assert list(form.left_float) == [name for name in form.left_float if "embeddings" in name]
+    for rows in (1, 5):
+        some = {name: value[:rows].contiguous() for name, value in call.items()}
+        wanted = module(**some).logits
+        torch.testing.assert_close(form.run(**some).logits, wanted, rtol=0, atol=0.3 * wanted.abs().max().item())
+
+
+def test_onnx_static_form_has_the_ranges_of_training(monkeypatch):
     import onnx
     from onnx import numpy_helper
 
@@ -98,7 +175,20 @@ def test_onnx_static_form_has_the_ranges_of_training():
     module = network()
     _, ranges = trained_for_int8(module, x)
     wide = {**ranges, "0": (-7.0, 9.0), "6": (0.0, 20.0)}
-    form = onnx_static(module, [((x,), {})], find_layers(module), wide)
+    calls, layers, writes = [((x,), {})], find_layers(module), []
+
+    def count(*args):
+        writes.append(args)
+        return write_float(*args)
+
+    monkeypatch.setattr("lightning_accel.compress.quant_onnx.write_float", count)
+    with sharing_export():
+        floating = onnx_float(module, calls, layers)
+        form = onnx_static(module, calls, layers, wide)
+    assert len(writes) == 1
+    torch.testing.assert_close(floating.run(x[:4]), module(x[:4]))
+    assert floating.left_float == {}
+    assert floating.onnx != form.onnx
     graph = onnx.load_model_from_string(form.onnx).graph
     values = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     scales = [float(values[node.input[1]]) for node in graph.node if node.op_type == "QuantizeLinear"
