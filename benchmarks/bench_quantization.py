@@ -5,9 +5,9 @@ python benchmarks/bench_quantization.py [--quick] [--json FILE]
 Digits: a CNN (64, 128 and 256 channels, 256 hidden units), an MLP (three layers of 1024), an LSTM (two layers of 512, 8
 steps of 8 pixels), trained in this run; accuracy of the test images. All forms that this machine can run are measured
 at batch 1 and 256, in blocks of calls in a row that take turns in one process, one thread; ratios are medians against
-fp32 eager; those ``alone`` were measured without the other forms between. File sizes are to that of the float model in the same
-format. ``CNN trained for int8`` is trained by ``Quantization(mode="qat")`` inside a Trainer. With ``--quick`` models
-train less, and fewer calls are timed.
+fp32 eager; those ``alone`` were measured without the other forms between. File sizes are to that of the float model in
+the same format. ``CNN trained for int8`` is trained by ``Quantization(mode="qat")`` inside a Trainer. With ``--quick``
+models train less, and fewer calls are timed.
 
 What can be expected: a CPU with AVX512 VNNI does 4 times as many multiplications of int8 as of float32 a cycle, with
 AMX 32 times as many. Beyond that a ratio comes of what fp32 eager wastes.
