@@ -14,6 +14,7 @@ from lightning_accel.nn.triple_mlp import TripleMLP
 from lightning_accel.nn.triple_product import MAPS, ProductKernel
 from lightning_accel.nn.triple_sums import (
     Graphs,
+    average_of_copies,
     count_rooted,
     count_subsets,
     path_counts,
@@ -22,7 +23,7 @@ from lightning_accel.nn.triple_sums import (
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.triple_memo import triples_of
-from lightning_accel.ops.triples import Triples, neighbour_sum
+from lightning_accel.ops.triples import Triples
 
 TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
 
@@ -132,7 +133,7 @@ class RelationalOrder3Pooling(nn.Module):
         Args:
             x: (N, F).
             edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating or (M,) int64; without either option it is not looked at.
+            edge_attr: (M, edge_dim) floating or (M,) int64, as ``edge_dim`` or ``num_relations`` asks for it.
             batch: (N,) int64, the graph of each node; one graph where it is None.
             size: B; the last graph of ``batch`` plus one where it is None.
             triples: of the same graph, where they have been found before.
@@ -153,7 +154,7 @@ class RelationalOrder3Pooling(nn.Module):
     ) -> Tensor:
         """What ``out`` reads: the sum, or mean, of each type in turn over all its subsets, (B, R * types)."""
         triples = _found(self, x, edge_index, triples)
-        _check_batch(self, batch, triples)
+        self._check(x, edge_attr, batch, size, triples)
         graphs = Graphs(batch, size)
         totals = self.terms.sums(x, edge_attr, edge_index, triples, graphs)
         counts = self._counts(triples, graphs)
@@ -189,7 +190,7 @@ class RelationalOrder3Pooling(nn.Module):
             return Estimate(exact, torch.zeros_like(exact))
         assert isinstance(self.terms, TripleMLP)
         triples = _found(self, x, edge_index, triples)
-        _check_batch(self, batch, triples)
+        self._check(x, edge_attr, batch, size, triples)
         graphs = Graphs(batch, size)
         values, closed = self.terms.sampled(x, edge_attr, edge_index, triples, graphs, self.samples, generator)
         counts = self._counts(triples, graphs)
@@ -205,6 +206,18 @@ class RelationalOrder3Pooling(nn.Module):
         variance = (terms - mean.unsqueeze(1)).detach().square().sum(dim=1) / (self.samples - 1)
         error = (variance / self.samples).sqrt()
         return Estimate(none.index_copy(0, some, mean), none.index_copy(0, some, error))
+
+    def _check(
+        self, x: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None, triples: Triples
+    ) -> None:
+        nodes = self.terms.maps if isinstance(self.terms, ProductKernel) else self.terms.nodes
+        _check_width(self, x, nodes.in_channels)
+        _check_batch(self, batch, size, triples)
+        _check_edge_attr(self, self._edge_map, edge_attr)
+
+    @property
+    def _edge_map(self) -> nn.Module | None:
+        return self.terms.edge_weights if isinstance(self.terms, ProductKernel) else self.terms.edges
 
     def _out(self, sums: Tensor) -> Tensor:
         with without_autocast(sums):
@@ -280,6 +293,11 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     ) -> None:
         super().__init__(aggr=reduce)
         _check_reduce(reduce)
+        if isinstance(in_channels, tuple):
+            raise TypeError(
+                f"RO3Conv joins triples of nodes of one type, so in_channels is one width, or -1; got {in_channels}. "
+                "Make the graph homogeneous, data.to_homogeneous(), and tell its relations apart by num_relations"
+            )
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -304,10 +322,12 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         Args:
             x: (N, F).
             edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating or (M,) int64; without either option it is not looked at.
+            edge_attr: (M, edge_dim) floating or (M,) int64, as ``edge_dim`` or ``num_relations`` asks for it.
             triples: of the same graph, where they have been found before.
         """
         triples = _found(self, x, edge_index, triples)
+        _check_width(self, x, self.maps.in_channels)
+        _check_edge_attr(self, self.edge_weights, edge_attr)
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
             hidden = self.joined(self._seen(x, edge_attr, edge_index, triples).to(x.dtype))
@@ -318,10 +338,13 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         maps = at_least_float32(self.maps(x))
         x, b = at_least_float32(x), maps[:, : self.rank]
         weight = None if self.edge_weights is None else self.edge_weights(edge_attr, edge_index, triples)
-        sums: list[Tensor] = list(rooted_sums(maps, weight, triples))
-        neighbours = neighbour_sum(x, triples)
+        mask = self._mask_of_explainer(edge_index, triples)
+        masked = weight if mask is None else mask.expand(-1, self.rank) * (1 if weight is None else weight)
+        sums: list[Tensor] = list(rooted_sums(maps, masked, triples))
+        neighbours = weighted_neighbour_sum(x, mask, triples)
         if weight is not None:
-            sums.append(weighted_neighbour_sum(b, weight, triples))
+            assert masked is not None
+            sums.append(weighted_neighbour_sum(b, masked, triples))
         if self.reduce == "mean":
             degree = triples.rowptr.diff().unsqueeze(1)
             neighbours = neighbours / degree.clamp(min=1)
@@ -331,6 +354,19 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
                 for total, count in zip(sums, counts, strict=False)
             ]
         return torch.cat([x + neighbours, b, *sums], dim=1)
+
+    def _mask_of_explainer(self, edge_index: Tensor, triples: Triples) -> Tensor | None:
+        """How much each undirected edge counts, (E, 1), where one of PyG's explainers has put a mask on the edges."""
+        mask = self._edge_mask if self.explain else None
+        if mask is None:
+            return None
+        if mask.shape != edge_index.shape[1:]:
+            raise ValueError(
+                f"the edge mask of an explainer must have one number for each of {edge_index.shape[1]} columns of "
+                f"edge_index; got {tuple(mask.shape)}. Explain the graph that the mask was made for"
+            )
+        mask = mask.sigmoid() if self._apply_sigmoid else mask
+        return average_of_copies(at_least_float32(mask)[:, None], edge_index, triples)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"
@@ -370,7 +406,23 @@ def _found(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -
     return triples_of(edge_index, x.shape[0]) if triples is None else triples
 
 
-def _check_batch(layer: nn.Module, batch: Tensor | None, triples: Triples) -> None:
+def _check_width(layer: nn.Module, x: Tensor, width: int) -> None:
+    if width >= 0 and x.shape[1] != width:
+        raise ValueError(
+            f"{type(layer).__name__} was made for in_channels={width}, and needs x (N, {width}); got {tuple(x.shape)}"
+        )
+
+
+def _check_edge_attr(layer: nn.Module, edge_map: nn.Module | None, edge_attr: Tensor | None) -> None:
+    if edge_attr is not None and edge_map is None:
+        raise ValueError(
+            f"{type(layer).__name__} got edge_attr {tuple(edge_attr.shape)}, which counts only with edge_dim, its "
+            "columns, or num_relations, the number of edge types: pass one of them when the layer is made, or leave "
+            "edge_attr out"
+        )
+
+
+def _check_batch(layer: nn.Module, batch: Tensor | None, size: int | None, triples: Triples) -> None:
     if batch is None:
         return
     if batch.shape != (triples.num_nodes,):
@@ -382,3 +434,8 @@ def _check_batch(layer: nn.Module, batch: Tensor | None, triples: Triples) -> No
         u, v = triples.edge
         if not torch.equal(batch.index_select(0, u), batch.index_select(0, v)):
             raise ValueError("every edge must join nodes of one graph: edge_index and batch do not belong together")
+        if size is not None and batch.numel() and not 0 <= int(batch.min()) <= int(batch.max()) < size:
+            raise ValueError(
+                f"{type(layer).__name__} was told that there are size={size} graphs, but batch numbers them from "
+                f"{int(batch.min())} to {int(batch.max())}"
+            )

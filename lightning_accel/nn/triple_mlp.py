@@ -72,7 +72,8 @@ class TripleMLP(nn.Module):
     ) -> dict[str, Tensor]:
         """Sums over the paths in triangles, three in each, and over open wedges: (B, R) each, float32 at least."""
         tables = self._tables(x, edge_attr, edge_index, triples)
-        total = at_least_float32(tables.nodes).new_zeros(2 * graphs.size, self.channels)
+        own, wide = at_least_float32(tables.nodes).dtype, _wide_dtype(tables.nodes)
+        total = tables.nodes.new_zeros(2 * graphs.size, self.channels, dtype=wide)
         paths = index_two_paths(triples)
         if paths.num_paths > _MOST_PATHS:
             raise ValueError(
@@ -85,7 +86,7 @@ class TripleMLP(nn.Module):
                 total = total + self._chunk_sum(tables, paths, start, stop, graphs)
             else:
                 total = total + checkpoint(self._chunk_sum, tables, paths, start, stop, graphs, use_reentrant=False)
-        triangle, wedge = total.view(graphs.size, 2, self.channels).unbind(dim=1)
+        triangle, wedge = total.to(own).view(graphs.size, 2, self.channels).unbind(dim=1)
         return {"triangle": triangle, "wedge": wedge}
 
     def sampled(
@@ -112,7 +113,8 @@ class TripleMLP(nn.Module):
 
     def _chunk_sum(self, tables: Tables, index: TwoPathIndex, start: int, stop: int, graphs: Graphs) -> Tensor:
         paths = index.between(start, stop)
-        value = at_least_float32(self._values(tables, paths, index.triples))
+        value = self._values(tables, paths, index.triples)
+        value = value.to(_wide_dtype(value))
         owner = 2 * graphs.of(paths.centre) + ~paths.closed
         return value.new_zeros(2 * graphs.size, self.channels).index_add(0, owner, value)
 
@@ -133,6 +135,11 @@ class TripleMLP(nn.Module):
             one = one + near[first] + far[second] + closing
             swapped = swapped + near[second] + far[first] + closing
         return (self.mlp(one) + self.mlp(swapped)) / 2
+
+
+def _wide_dtype(value: Tensor) -> torch.dtype:
+    """Sums over millions of paths would lose digits in float32."""
+    return torch.float32 if value.device.type == "mps" else torch.float64
 
 
 def _edge(u: Tensor, v: Tensor, keys: Tensor, triples: Triples) -> Tensor:

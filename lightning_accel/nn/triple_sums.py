@@ -3,6 +3,7 @@
 A ``weight`` (E, R) of edges multiplies a term for each edge among its nodes; None is a weight of 1. Open wedges are
 all paths of two edges less those in triangles. That difference is exact in float32 only if both sides read the very
 same map: hence sums over neighbours of the maps are taken, though those of the features, mapped, would be equal too.
+Where most paths are closed, little is left of the difference, so that both sides are float64 there.
 """
 
 from typing import Literal, NamedTuple, TypeAlias
@@ -17,6 +18,7 @@ from lightning_accel.ops.triples import Triples, neighbour_sum, triangle_sum
 # rt, that of st, or those of the path from r over x's node to y's.
 Edges: TypeAlias = Literal["all", "spokes", "opposite", "path"]
 
+_FEW_NEIGHBOURS, _MANY_NEIGHBOURS = 6, 2**14
 _TRIANGLES_AT_A_TIME = 2**16  # some 12 * R numbers of each are alive
 
 
@@ -66,6 +68,27 @@ def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
     return SubsetCounts(triangle, wedge, edge, empty)
 
 
+def needs_float64(triples: Triples) -> bool:
+    """Whether float32 may lose what is left of all paths less those in triangles.
+
+    At some node half of the pairs of neighbours are joined, or so many neighbours are summed that roundings add up.
+    Only CPUs are asked: a GPU would be waited for, and a compiled program must not depend on the data, so both take
+    float64.
+    """
+    if triples.rowptr.device.type == "mps":
+        return False  # which has none
+    if not triples.rowptr.is_cpu or torch.compiler.is_compiling():
+        return True
+    degree = triples.rowptr.diff()
+    dense = (4 * triples.num_triangles >= degree * (degree - 1)) & (degree >= _FEW_NEIGHBOURS)
+    return bool(dense.any()) or bool((degree > _MANY_NEIGHBOURS).any())
+
+
+def in_float64(value: Tensor, triples: Triples) -> Tensor:
+    """``value`` in float64 if :func:`needs_float64`."""
+    return value.double() if needs_float64(triples) else value
+
+
 def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
     """Sum ``a_i a_j a_k`` over the triangles of each graph: (B, R)."""
     others = weighted_triangle_sum(a, None, weight, triples, "all")
@@ -74,34 +97,41 @@ def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Gr
 
 def sum_wedges(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
     """Sum ``c_v b_u b_w`` over the open wedges u - v - w of each graph: (B, R)."""
+    b = in_float64(b, triples)
     pairs = _neighbour_pairs(b, weight, triples)
-    return graphs.sum(c * (pairs - weighted_triangle_sum(b, None, weight, triples, "spokes")))
+    total = graphs.sum(c * (pairs - weighted_triangle_sum(b, None, weight, triples, "spokes")))
+    return total.to(c.dtype)
 
 
 def sum_edges(p: Tensor, q: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
     """Sum ``p_i p_j q_k`` over edges ij and nodes k adjacent to neither: (B, R).
 
     An edge takes all nodes, less the neighbours of either end (each end is one of the other), and those of both were
-    subtracted twice.
+    subtracted twice. In float64, as of many nodes little may be left.
     """
+    dtype = p.dtype
+    p, q = (x if x.device.type == "mps" else x.double() for x in (p, q))
     ends = p * weighted_neighbour_sum(p, weight, triples)
     adjacent = graphs.sum(ends * neighbour_sum(q, triples))
     both = graphs.sum(q * weighted_triangle_sum(p, None, weight, triples, "opposite"))
-    return graphs.sum(ends) / 2 * graphs.sum(q) - adjacent + both
+    return (graphs.sum(ends) / 2 * graphs.sum(q) - adjacent + both).to(dtype)
 
 
 def sum_empty(r: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
     """Sum ``r_i r_j r_k`` over three nodes without an edge: (B, R); there is none to be weighted.
 
-    All subsets, an elementary symmetric polynomial in terms of power sums, less those with edges.
+    All subsets, an elementary symmetric polynomial in terms of power sums, less those with edges; in float64, as
+    little may be left.
     """
+    dtype = r.dtype
+    r = r if r.device.type == "mps" else r.double()
     first, second, third = graphs.sum(r), graphs.sum(r * r), graphs.sum(r**3)
     everything = (first**3 - 3 * first * second + 2 * third) / 6
     around, squares = neighbour_sum(torch.cat([r, r * r], dim=1), triples).chunk(2, dim=1)
     at_corner = graphs.sum(r * triangle_sum(r, None, triples))  # three times the triangles
     wedge = graphs.sum(r * (around * around - squares)) / 2 - at_corner
     edge = graphs.sum(r * around) / 2 * first - graphs.sum(r * around * around) + at_corner
-    return everything - at_corner / 3 - wedge - edge
+    return (everything - at_corner / 3 - wedge - edge).to(dtype)
 
 
 class RootedSums(NamedTuple):
@@ -113,7 +143,9 @@ class RootedSums(NamedTuple):
 
 
 def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> RootedSums:
-    """From ``maps`` (N, 2 R), b and c side by side."""
+    """From ``maps`` (N, 2 R), b and c side by side, in their dtype."""
+    dtype = maps.dtype
+    maps = in_float64(maps, triples)
     b, c = maps.chunk(2, dim=1)
     if weight is None:  # few calls with many columns, as small graphs pay for calls
         around, around_c, squares = neighbour_sum(torch.cat([maps, b * b], dim=1), triples).chunk(3, dim=1)
@@ -129,7 +161,7 @@ def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> Rooted
         path = weighted_triangle_sum(c, b, weight, triples, "path")
     centre = (around * around - squares) / 2 - closed
     walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # less those that come back to i
-    return RootedSums(triangle, centre, walks - path)
+    return RootedSums(triangle.to(dtype), centre.to(dtype), (walks - path).to(dtype))
 
 
 def count_rooted(triples: Triples) -> RootedSums:
@@ -156,7 +188,7 @@ def weighted_neighbour_sum(x: Tensor, weight: Tensor | None, triples: Triples) -
     if weight is None:
         return neighbour_sum(x, triples)
     row = torch.repeat_interleave(triples.rowptr.diff(), output_size=len(triples.col))
-    return torch.zeros_like(x).index_add(0, row, x[triples.col] * weight[triples.edge_of])
+    return torch.zeros_like(x).index_add(0, row, x[triples.col] * weight[triples.edge_of].to(x.dtype))
 
 
 def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, triples: Triples, edges: Edges) -> Tensor:
@@ -205,7 +237,7 @@ def _neighbour_pairs(b: Tensor, weight: Tensor | None, triples: Triples) -> Tens
 
 
 def _chunk_sum(x: Tensor, y: Tensor | None, weight: Tensor, node: Tensor, opposite: Tensor, edges: Edges) -> Tensor:
-    xs, ws = x[node], weight[opposite]  # (3, T, R) each
+    xs, ws = x[node], weight[opposite].to(x.dtype)  # (3, T, R) each
     ys = None if y is None else y[node]
     total = torch.zeros_like(x)
     for r, s, t in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_geometric
 from torch import Tensor
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import GINConv, Sequential, global_add_pool, to_hetero
 
 from lightning_accel.nn.invariance import assert_permutation_invariant
@@ -404,6 +405,91 @@ def test_low_precision_costs_no_accuracy(options):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in conv.parameters())
 
 
+def almost_complete(num_nodes, num_missing):
+    edge = torch.combinations(torch.arange(num_nodes)).T
+    return edge[:, torch.randperm(edge.shape[1])[num_missing:]]
+
+
+def dense_sums(maps, linked):
+    """Each type's sum over all triples, from dense matrices: ``linked`` (N, N) 0/1."""
+    apart = 1 - linked - torch.eye(len(linked), dtype=linked.dtype)
+    (a,), (b, c), (p, q), (r,) = (maps[name] for name in ("triangle", "wedge", "edge", "empty"))
+    of_three = "ij,ik,jk,ir,jr,kr->r"
+    return [
+        torch.einsum(of_three, linked, linked, linked, a, a, a) / 6,
+        torch.einsum(of_three, linked, linked, apart, c, b, b) / 2,
+        torch.einsum(of_three, linked, apart, apart, p, p, q) / 2,
+        torch.einsum(of_three, apart, apart, apart, r, r, r) / 6,
+    ]
+
+
+def dense_rooted_sums(b, c, linked):
+    apart = 1 - linked - torch.eye(len(linked), dtype=linked.dtype)
+    of_root = "ij,ik,jk,jr,kr->ir"
+    return [
+        torch.einsum(of_root, linked, linked, linked, b, b) / 2,
+        torch.einsum(of_root, linked, linked, apart, b, b) / 2,
+        torch.einsum(of_root, linked, apart, linked, c, b),
+    ]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("num_nodes", "num_missing"), [(20, 1), (100, 10), (200, 50)])
+def test_little_is_left_without_loss_of_accuracy(num_nodes, num_missing, autocast):
+    """Of nearly complete graphs, where nearly all paths are closed, beside a sparse one."""
+    edge_index = torch.cat([almost_complete(num_nodes, num_missing), num_nodes + torch.tensor([[0, 1], [1, 2]])], dim=1)
+    x, batch = 1 + torch.randn(num_nodes + 3, 4), torch.arange(num_nodes + 3).ge(num_nodes).long()
+    linked = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+    linked[edge_index[0, :-2], edge_index[1, :-2]] = 1
+    linked += linked.T.clone()
+    pooling, conv = RO3Pooling(4, 3, rank=5, types=("triangle", "wedge", "edge", "empty")), RO3Conv(4, 3, rank=5)
+    read = []
+    conv.joined.register_forward_pre_hook(lambda _, args: read.append(args[0][:num_nodes].double()))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        sums = pooling.sums(x, edge_index, batch=batch, size=2)[0].double()
+        conv(x, edge_index)
+    with torch.no_grad():
+        maps = {name: [one[:num_nodes].double() for one in of] for name, of in pooling.terms.node_maps(x).items()}
+        b, c = conv.maps(x)[:num_nodes].double().chunk(2, dim=1)
+    for actual, expected in zip(sums.split(5), dense_sums(maps, linked), strict=True):
+        assert (actual - expected).abs().max() <= 5e-6 * expected.abs().max()
+    for actual, expected in zip(read[0][:, 9:].split(5, dim=1), dense_rooted_sums(b, c, linked), strict=True):
+        assert ((actual - expected).abs().amax(0) <= 5e-6 * expected.abs().amax(0)).all()
+
+
+def test_means_over_many_paths_lose_no_digits():
+    """Of equal nodes, each of whose paths adds the same: a mean of 6e5 of them is one."""
+    pooling = RO3Pooling(1, 4, rank=3, types=("triangle",), reduce="mean", kernel="mlp")
+    with torch.no_grad():
+        small = pooling.sums(torch.ones(3, 1), almost_complete(3, 0))
+        large = pooling.sums(torch.ones(110, 1), almost_complete(110, 0))
+    torch.testing.assert_close(large, small, rtol=1e-6, atol=0)
+
+
+def test_masks_of_explainers_count():
+    """A mask of 0 on an edge of no triple leaves the edge out; all masks have gradients, in a stack as well."""
+    edge_index = torch.tensor([[0, 1, 2, 3, 4, 4], [1, 2, 0, 1, 5, 5]])
+    x = torch.randn(6, 4)
+    for options in ({}, {"edge_dim": 2}, {"reduce": "mean"}):
+        conv = RO3Conv(4, 3, **options).double()
+        attr = torch.randn(6, 2, dtype=torch.float64) if "edge_dim" in options else None
+        given = x.double(), edge_index, attr
+        plain = conv(*given)
+        mask = torch.nn.Parameter(torch.ones(6, dtype=torch.float64))
+        set_masks(conv, mask, edge_index, apply_sigmoid=False)
+        torch.testing.assert_close(conv(*given), plain)
+        (gradient,) = torch.autograd.grad(conv(*given).square().sum(), mask)
+        assert (gradient != 0).all()
+        mask.data[4:] = 0
+        masked = conv(*given)
+        with pytest.raises(ValueError, match="edge mask of an explainer must have one number for each of 4 columns"):
+            conv(x.double(), edge_index[:, :4], None if attr is None else attr[:4])
+        clear_masks(conv)
+        if "reduce" not in options:
+            without = conv(x.double(), edge_index[:, :4], None if attr is None else attr[:4])
+            torch.testing.assert_close(masked, without)
+
+
 def test_bfloat16_modules_sum_in_float32():
     n = 600
     x, edge_index = torch.ones(n, 1, dtype=torch.bfloat16), torch.stack([torch.zeros(n - 1).long(), torch.arange(1, n)])
@@ -612,3 +698,17 @@ def test_reads_out_what_convs_made():
     x, edge_index = torch.randn(6, 8), cycle(6)
     nodes = RO3Conv(8, 8)(gin()(x, edge_index), edge_index)
     assert torch.cat([global_add_pool(nodes, None), RO3Pooling()(nodes, edge_index)], dim=1).shape == (1, 72)
+
+
+def test_what_does_not_fit_the_layer_is_named():
+    x, edge_index = torch.randn(3, 4), torch.tensor([[0, 1], [1, 2]])
+    for layer in (RO3Conv(4, 8), RO3Pooling(4, 8), RO3Pooling(4, 8, kernel="mlp")):
+        name = type(layer).__name__
+        with pytest.raises(ValueError, match=rf"{name} got edge_attr \(2, 5\), which counts only with edge_dim"):
+            layer(x, edge_index, torch.randn(2, 5))
+        with pytest.raises(ValueError, match=rf"{name} was made for in_channels=4, .* got \(3, 5\)"):
+            layer(torch.randn(3, 5), edge_index)
+    with pytest.raises(TypeError, match=r"in_channels is one width, or -1; got \(-1, -1\)"):
+        RO3Conv((-1, -1), 8)
+    with pytest.raises(ValueError, match="size=1 graphs, but batch numbers them from 0 to 1"):
+        RO3Pooling(4, 8)(x, edge_index[:, :1], batch=torch.tensor([0, 0, 1]), size=1)
