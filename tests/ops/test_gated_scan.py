@@ -13,6 +13,7 @@ from lightning_accel.ops import (
 )
 from lightning_accel.ops.gated_scan import NUM_GATES, gated_scan_reference
 from lightning_accel.ops.native import KERNELS
+from tests.tolerance import rounding
 
 SHAPES = [(5, 7, 3), (1, 1, 2), (1, 211, 37), (2, 300, 18), (3, 64, 1), (33, 20, 65)]
 cells = pytest.mark.parametrize("cell", ["mingru", "minlstm"])
@@ -136,7 +137,8 @@ class TestKernel:
         with KERNELS.switched_off():
             formula = results(gated_scan, cell, arguments, probe)
         actual = results(gated_scan, cell, arguments, probe)
-        assert largest_error(actual, exact) < max(2 * largest_error(formula, exact), 1e-6)
+        # as the formula is, whose sums have another order; a gate of 1/2 forgets roundings within some twenty steps
+        assert largest_error(actual, exact) < max(4 * largest_error(formula, exact), rounding(torch.float32, 40))
         assert [x.stride() for x in actual[1:]] == [x.stride() for x in arguments[:2] if x is not None]
 
     @cells

@@ -9,6 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import linear_scan
 from lightning_accel.ops.scan import _chunk_length, linear_scan_reference
+from tests.tolerance import rounding
 
 SHAPES = [(5, 7, 3), (1, 1, 2), (1, 211, 3), (2, 1000, 2), (3, 64, 1), (1, 2, 4)]
 
@@ -110,7 +111,8 @@ def test_float32_is_accurate_over_many_steps(shape):
     exact = results(linear_scan, [gate.requires_grad_(), value.requires_grad_(), None, starts], probe)
     narrow = [x.detach().float().requires_grad_() for x in (gate, value)]
     for actual, expected in zip(results(linear_scan, [*narrow, None, starts], probe.float()), exact, strict=True):
-        assert (actual - expected).abs().max() < 2e-6 * expected.abs().max()
+        # two roundings a step, which a gate of sigmoid(3) forgets within twenty
+        assert (actual - expected).abs().max() < rounding(torch.float32, 40) * expected.abs().max()
 
 
 @pytest.mark.parametrize("shape", [(3, 12, 2), (1, 300, 4)], ids=["loop", "chunks"])
