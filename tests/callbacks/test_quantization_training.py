@@ -100,7 +100,7 @@ def test_training_is_that_of_a_loop(tmp_path, converted, options, same):
     module, quantization = Net(norm=False), Quantization("qat", start=0.5)
     fit(module, [quantization], tmp_path, **options)
     expected, ranges = by_hand(6 // same.get("accumulate", 1), 12, **same)
-    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-5)
     for layer, both in zip(quantization._layers.values(), ranges, strict=True):
         assert layer.range.tolist() == pytest.approx(both, rel=1e-5)
     unrounded, _ = by_hand(99, 12, **same)
@@ -139,7 +139,7 @@ def test_compiled_modules_train_and_convert_as_eager_ones(tmp_path, converted, w
         assert type(converted_module) is nn.Sequential  # eager, whose figures are compared with those of compiled forms
         assert list(converted_module.state_dict()) == list(Net().net.state_dict())
         assert options["skip"] == ["0"]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     assert list(found[0][1]) == ["3"]
 
 

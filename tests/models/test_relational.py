@@ -13,6 +13,7 @@ from lightning_accel import AddRelationalTriples, ExactResume, GraphDataModule, 
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer
+from tests.tolerance import CLOSE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -418,7 +419,7 @@ def test_nodes_of_two_processes_train_as_those_of_one():
     alone = node_model()
     trainer(max_steps=4, limit_val_batches=0).fit(alone, GraphDataModule(task="karate"))
     for name, value in alone.named_parameters():
-        torch.testing.assert_close(first[name], value.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(first[name], value.detach(), **CLOSE)
         torch.testing.assert_close(second[name], first[name], rtol=0, atol=0)
 
 
