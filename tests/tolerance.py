@@ -13,7 +13,8 @@ ADAM_EPS = 0.01
 A step is lr * m / (sqrt(v) + eps). With Adam's own 1e-8, a gradient that is 0 but for rounding makes a step of lr, in
 the direction that a kernel happens to round: weights were seen 6e-5 apart after two steps. With this eps, a step
 multiplies what gradients round by lr / eps, 2 at most. Gradients of order 1 are off by about one epsilon of float32, so
-that weights of two runs are at most 2 * 2 * 20 * 1.2e-7 = 1e-5 apart after twenty steps.
+that weights of two runs are at most 2 * 2 * 20 * 1.2e-7 = 1e-5 apart after twenty steps. Besides, gradients of a wrong
+scale show, which Adam's own eps divides out.
 """
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
