@@ -30,7 +30,8 @@ import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # their short names
 from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
-from lightning_accel.cli.errors import UsageError, explain, original, require_config_files, where_raised
+from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unused_part
+from lightning_accel.cli.errors import UsageError, explain, is_of_monitor, original, require_config_files, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
 from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
 from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
@@ -113,6 +114,7 @@ class AccelCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        require_sensible(config)
         if self.subcommand == "fit" and config.ckpt_path in ("best", "last"):
             raise UsageError(
                 f"to resume, name the file, or give --ckpt_path auto, which goes on with the newest run of the log "
@@ -160,6 +162,8 @@ class AccelCLI(LightningCLI):
             isinstance(callback, BasePredictionWriter) for callback in callbacks
         ):
             callbacks.append(PredictionWriter())
+        if self.subcommand == "fit":
+            callbacks.append(MonitorCheck())
         return trainer
 
     def _use_optimizer_of_config(self) -> None:
@@ -174,6 +178,8 @@ class AccelCLI(LightningCLI):
                 return optimizer
             scheduler = instantiate_class(optimizer, config.lr_scheduler)
             _require_long_enough(scheduler, module.trainer, config.lr_interval, saved_length)
+            if saved_length is None:
+                tell_unused_part(scheduler, _planned_steps(module.trainer, config.lr_interval), config.lr_interval)
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,
@@ -226,15 +232,22 @@ def _planned_steps(trainer: L.Trainer, interval: str) -> float:
 
 
 class _Progress(L.Callback):
-    """Whether the user's data and model have begun to run."""
+    """Whether the user's data and model run: an error then is left to Python, with its traceback."""
 
     started = False
 
     def _start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.started = True
 
+    def _pause(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.started = False  # what callbacks refuse when training starts is a matter of the config
+
+    def _go_on(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.started = True
+
     on_sanity_check_start = _start
-    on_train_start = _start
+    on_sanity_check_end = _pause
+    on_train_batch_start = _go_on
     on_validation_start = _start
     on_test_start = _start
     on_predict_start = _start
@@ -267,7 +280,7 @@ def run(arguments: Sequence[str]) -> int:
     except ExportError as error:
         return _fail(str(error), status=1)
     except Exception as error:
-        if progress.started:
+        if progress.started and not is_of_monitor(error):
             raise
         cause = original(error)
         return _fail(

@@ -297,6 +297,11 @@ def original(error: BaseException) -> BaseException:
     return error
 
 
+def is_of_monitor(error: BaseException) -> bool:
+    """Tell whether ``error`` is about a metric that is monitored and not logged, which shows late, in mid-run."""
+    return bool(re.search(r"monitored key|conditioned on metric|is not logged|which .* does not log", str(error)))
+
+
 def where_raised(error: BaseException) -> str:
     """The error's type, and the innermost line of the user's own that raised it."""
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")

@@ -72,7 +72,7 @@ def config(text):
         ([*OURS, "--trainer.max_epochs=many"], r"trainer.max_epochs: expected int; got many"),
         ([*OURS, "--lr_interval=steps"], r"lr_interval: expected 'epoch' or 'step'; got steps; did you mean 'step'\?"),
         ([*OURS, "--model.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
-        ([*OURS, "--trainer.strategy=dpp"], r"invalid strategy name: `strategy='dpp'`"),
+        ([*OURS, "--trainer.strategy=dpp"], r"no strategy 'dpp'; did you mean 'ddp'"),
         # what is missing, or contradicts
         (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
         (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing for own_module.OwnModule"),

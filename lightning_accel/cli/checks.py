@@ -1,0 +1,111 @@
+"""What a config says that its types allow and no run can work with, found before training starts."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_accel.cli.errors import UsageError, nearest
+
+_LARGEST_RATE = 1e6  # of a learning rate or a weight decay; the largest in use, of Boltzmann machines, are about 10
+_RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr")
+_SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
+
+
+def require_sensible(config: Namespace) -> None:
+    """Refuse numbers that are not finite, rates beyond any use, and strategies that do not exist.
+
+    Args:
+        config: the parsed options of a subcommand.
+
+    Raises:
+        UsageError: naming the option, its value and what to give.
+    """
+    for section in _SECTIONS:
+        for place, value in _numbers(config.get(section), section):
+            name = re.sub(r"\[\d+\]", "", place).rpartition(".")[2]
+            if not math.isfinite(value):
+                raise UsageError(f"{place}: expected a finite number; got {value}")
+            is_rate = name in _RATES or name.endswith(("_lr", "_rate"))
+            if is_rate and abs(value) > _LARGEST_RATE:
+                raise UsageError(f"{place}: expected at most {_LARGEST_RATE:g}; got {value:g}, which no run survives")
+    every = config.get("trainer.log_every_n_steps")
+    if every is not None and every < 0:
+        raise UsageError(f"trainer.log_every_n_steps: expected 0, which logs nothing, or more; got {every}")
+    strategy = config.get("trainer.strategy")
+    known = [*StrategyRegistry.available_strategies(), "auto"]
+    if isinstance(strategy, str) and strategy.lower() not in known:
+        ours = ", ".join(sorted(name for name in known if name.startswith("accel_")))
+        hint = nearest(strategy, known)
+        raise UsageError(
+            f"trainer.strategy: no strategy {strategy!r}{hint}\nOurs are: {ours}; Lightning's: ddp, fsdp, ..."
+        )
+
+
+def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
+    """Yield each number of a nested config and the name of its option."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(part, place if key in ("init_args", "dict_kwargs") else f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _numbers(part, f"{place}[{number}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield place, value
+
+
+def tell_unused_part(scheduler: LRScheduler, steps: float, interval: str) -> None:
+    """Say so where a run ends long before its schedule does.
+
+    Args:
+        scheduler: whose length is its ``total_steps``, ``T_max`` or ``total_iters``.
+        steps: how often the run steps it.
+        interval: ``epoch`` or ``step``.
+    """
+    lengths = {name: getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")}
+    name, total = next(((name, total) for name, total in lengths.items() if isinstance(total, int)), ("", 0))
+    if steps < 0.9 * total:
+        rank_zero_info(
+            f"{type(scheduler).__name__} is planned for {total} of its lr_interval, {interval!r}, and the run takes "
+            f"{steps:.0f}: the learning rate goes through the first {100 * steps / total:.0f} % of its schedule alone. "
+            f"Give the scheduler the length of the run, in {name} or epochs, if that is not what you want"
+        )
+
+
+class MonitorCheck(L.Callback):
+    """Refuse callbacks that monitor a validation metric which no validation logs, once the sanity check has run.
+
+    Raises:
+        UsageError: with the nearest name that is logged.
+    """
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logged = list(trainer.callback_metrics)
+        stages = tuple({re.split("[/_]", name)[0] for name in logged if re.search("[/_]", name)})  # val of val/loss
+        for asker, monitor in _monitors(trainer):
+            if logged and monitor not in logged and (monitor.startswith(stages) or nearest(monitor, logged)):
+                raise UsageError(
+                    f"{asker} monitors {monitor!r}, which validation does not log{nearest(monitor, logged)}\n"
+                    f"It logs: {', '.join(sorted(logged))}"
+                )
+
+
+def _monitors(trainer: L.Trainer) -> Iterator[tuple[str, str]]:
+    """Yield what monitors a metric that has to be logged, and the metric."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        monitor = callback.monitor if isinstance(callback, EarlyStopping | ModelCheckpoint) else None
+        if monitor is not None and getattr(callback, "strict", True):
+            yield type(callback).__name__, monitor
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor is not None and config.strict:
+            yield type(config.scheduler).__name__, config.monitor

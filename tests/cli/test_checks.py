@@ -1,0 +1,93 @@
+"""Values that types allow and no run can work with: one message before training starts."""
+
+import math
+import re
+
+import pytest
+import torch
+from jsonargparse import Namespace
+
+from lightning_accel.cli.checks import require_sensible, tell_unused_part
+from lightning_accel.cli.errors import UsageError
+
+SHORT = [
+    "--trainer.accelerator=cpu", "--trainer.max_epochs=2", "--trainer.limit_train_batches=2",
+    "--trainer.limit_val_batches=1", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1",
+]  # fmt: skip
+OURS = ["fit", *SHORT, "--model=MoEClassifier", "--data=DigitsDataModule", "--optimizer=AdamW"]
+CHECKPOINT = "--trainer.callbacks+=ModelCheckpoint"
+
+
+def options(section: str, **given: object) -> Namespace:
+    return Namespace(**{section: Namespace(class_path="a.B", init_args=Namespace(**given))})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (options("optimizer", lr=math.nan), r"optimizer\.lr: expected a finite number; got nan"),
+        (options("optimizer", weight_decay=math.inf), r"optimizer\.weight_decay: expected a finite number; got inf"),
+        (options("optimizer", lr=2**62), r"optimizer\.lr: expected at most 1e\+06; got 4\.6"),
+        (
+            options("lr_scheduler", max_lr=[0.1, 1e30]),
+            r"lr_scheduler\.max_lr\[1\]: expected at most 1e\+06; got 1e\+30",
+        ),
+        (options("model", finetune_lr=2**62), r"model\.finetune_lr: expected at most 1e\+06"),
+        (
+            options("model", gate=Namespace(class_path="a.G", init_args=Namespace(bias_update_rate=math.inf))),
+            r"model\.gate\.bias_update_rate: expected a finite number; got inf",
+        ),
+        (options("model", stages=[{"lr": -(10**9)}]), r"model\.stages\[0\]\.lr: expected at most 1e\+06"),
+        (Namespace(trainer=Namespace(log_every_n_steps=-5)), r"log_every_n_steps: expected 0, .* or more; got -5"),
+        (Namespace(trainer=Namespace(strategy="accel_pipelin")), r"'accel_pipelin'; did you mean 'accel_pipeline'\?"),
+    ],
+)
+def test_nonsense_is_refused(config, said):
+    with pytest.raises(UsageError, match=said):
+        require_sensible(config)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "DDP", "accel_fsdp2", None, Namespace(class_path="a.B")])
+def test_sense_is_accepted(strategy):
+    trainer = Namespace(strategy=strategy, log_every_n_steps=0, max_steps=-1, gradient_clip_val=None)
+    require_sensible(Namespace(trainer=trainer, optimizer=None, model=Namespace(class_path="a.B")))
+    require_sensible(options("optimizer", lr=10.0, betas=[0.9, 0.99], fused=True, patience=2**62))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([CHECKPOINT, "--trainer.callbacks.monitor=val/los"], "monitors 'val/los'.*; did you mean 'val/loss'"),
+        ([CHECKPOINT, "--trainer.callbacks.monitor=val_x"], r"monitors 'val_x'.*\nIt logs: val/accuracy, val/loss"),
+        (
+            ["--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping", "--trainer.callbacks.monitor=train/los"],
+            "conditioned on metric `train/los` which is not available",  # seen when the first epoch has ended
+        ),
+        (["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/los"], "Plateau monitors 'val/los'"),
+        (
+            ["--trainer.callbacks+=Quantization", "--trainer.callbacks.mode=qat", "--trainer.callbacks.start=40"],
+            "start=40 is an epoch",
+        ),
+    ],
+)  # fmt: skip
+def test_what_shows_when_training_starts_is_one_message(command, arguments, said):
+    result = command(*OURS, *arguments)
+    assert result.status in (1, 2)
+    assert result.err.startswith("lightning-accel: error: ")
+    assert "Traceback" not in result.err
+    assert re.search(said, result.err, re.DOTALL), result.err
+
+
+@pytest.mark.parametrize(("total", "steps", "is_told"), [(100, 6, True), (100, 95, False), (100, math.inf, False)])
+def test_a_schedule_longer_than_the_run_is_told(caplog, total, steps, is_told):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1, total_steps=total),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
+        torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    ]
+    with caplog.at_level("INFO"):
+        for scheduler in schedulers:
+            tell_unused_part(scheduler, steps, "step")
+    assert caplog.text.count("goes through the first 6 % of its schedule alone") == 3 * is_told
