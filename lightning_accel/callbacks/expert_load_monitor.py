@@ -37,6 +37,7 @@ class ExpertLoadMonitor(L.Callback):
         self.filename = filename
         self.steps: list[int] = []
         self.loads: list[list[Tensor]] = []  # for each of steps, the load of each mixture, (E,) float32
+        self.names: list[str] = []  # of the mixtures, in that order
         self._theirs, self._own = ExpertLoad([]), ExpertLoad([])
         self._hooks: list[Any] = []
         self._recomputing = False
@@ -128,7 +129,7 @@ class ExpertLoadMonitor(L.Callback):
 
     def _draw(self, trainer: L.Trainer) -> None:
         log_dir = trainer.log_dir  # asked for on every process: it is a broadcast
-        if not (trainer.is_global_zero and self.steps) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not (trainer.is_global_zero and self.steps and self.names) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         figure = draw_load(self.steps, self.loads, self.names)
         path = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.filename
@@ -143,10 +144,11 @@ class ExpertLoadMonitor(L.Callback):
                 log_image(key="expert_load", images=[np.asarray(canvas.buffer_rgba())], step=trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "loads": self.loads}
+        return {"steps": self.steps, "loads": self.loads, "names": self.names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps, self.loads = list(state_dict["steps"]), list(state_dict["loads"])
+        self.names = list(state_dict.get("names", []))  # for a run that is over, which trains no more
 
 
 def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> Figure:

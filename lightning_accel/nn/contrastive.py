@@ -158,7 +158,7 @@ class ContrastiveDivergence:
         optimizer.zero_grad()
         with torch.enable_grad():
             gap = self(rbm, rows)
-            gap.backward()  # type: ignore[no-untyped-call]
+            gap.backward()
         gradients = [one.grad for one in rbm.parameters() if one.grad is not None]
         for gradient, mean in zip(gradients, _averaged(gradients), strict=True):
             gradient.copy_(mean)

@@ -64,7 +64,7 @@ def assert_permutation_invariant(
     """
     graph = _as_graph(data, edge_index, edge_attr, batch)
     name = getattr(module, "__name__", type(module).__name__)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad(), torch.random.fork_rng():  # PyG's layers draw numbers when they are copied
         if isinstance(module, nn.Module):
             module = deepcopy(module).double().eval()
@@ -113,9 +113,9 @@ def _output(module: Callable[..., Any], graph: Data, level: str, name: str) -> T
 
 
 def _orders(graph: Data, generator: torch.Generator) -> list[_Order]:
-    same = [torch.arange(n) for n in (graph.num_nodes, graph.num_edges, _num_graphs(graph))]
-    owner = torch.zeros(graph.num_nodes, dtype=torch.long) if graph.batch is None else graph.batch.cpu()
-    nodes, edges, graphs = (torch.randperm(len(old), generator=generator) for old in same)
+    same = [torch.arange(n, device="cpu") for n in (graph.num_nodes, graph.num_edges, _num_graphs(graph))]
+    owner = torch.zeros(graph.num_nodes, dtype=torch.long, device="cpu") if graph.batch is None else graph.batch.cpu()
+    nodes, edges, graphs = (torch.randperm(len(old), generator=generator, device="cpu") for old in same)
     place = torch.argsort(graphs)  # where each graph goes
     orders = [
         _Order("nodes", nodes[torch.argsort(owner[nodes], stable=True)], same[1], same[2]),

@@ -107,7 +107,7 @@ def read_dense(mlp: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 
 
 def _read_activation(act: object) -> Activation:
-    probe = torch.linspace(-3, 3, 7)
+    probe = torch.linspace(-3, 3, 7, device="cpu")
     for name in get_args(Activation):
         if callable(act) and torch.equal(act(probe), ACTIVATIONS[name].function(probe)):
             return name

@@ -12,7 +12,7 @@ def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
         return None
     if how == "mean":
         count = x.shape[1] if lengths is None else lengths.to(x.device)[:, None]
-        return (x.sum(1) / torch.as_tensor(count).clamp(min=1)).to(x.dtype)
+        return (x.sum(1) / torch.as_tensor(count, device=x.device).clamp(min=1)).to(x.dtype)
     if x.shape[1] == 0:
         return x.sum(1)
     if lengths is None:

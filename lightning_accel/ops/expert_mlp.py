@@ -185,7 +185,7 @@ def _blocks(
     spare = _padded(_block_rows(tokens.dtype), tokens.dtype)
     before, visited = _saved(tokens, token_of_slot, up_dim, keep)
     wide = torch.promote_types(tokens.dtype, torch.float32)
-    out = torch.zeros(tokens.shape, dtype=wide)
+    out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
     rows, hidden = tokens.new_empty(spare, tokens.shape[1]), tokens.new_empty(spare, hidden_dim)
     weights = weight_of_slot.to(wide).unsqueeze(1)
     layers = _per_expert(up_weight, down_weight, biases)
@@ -219,8 +219,8 @@ def _blocks_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of tokens, (N, D), of the slots' weights, (S,), and of the experts' weights and biases."""
     dtype, wide = tokens.dtype, torch.promote_types(tokens.dtype, torch.float32)
-    d_tokens = torch.zeros(tokens.shape, dtype=wide)
-    d_weights = torch.zeros(len(token_of_slot), 1, dtype=wide)
+    d_tokens = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
+    d_weights = torch.zeros(len(token_of_slot), 1, dtype=wide, device=tokens.device)
     d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
     d_biases = [torch.zeros_like(bias) for bias in biases]
     weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of two dtypes takes many times as long

@@ -38,8 +38,8 @@ def sample_bernoulli_by_formula(logits: Tensor, key: Tensor) -> Tensor:
 
     It differs where rounding decides, of one in some million draws.
     """
-    index = torch.arange(-(-logits.numel() // 4))
-    counters = torch.stack([index & _LOW, index >> 32, *torch.zeros(2, len(index), dtype=torch.int64)], dim=-1)
+    index = torch.arange(-(-logits.numel() // 4), device=logits.device)
+    counters = torch.stack([index & _LOW, index >> 32, *index.new_zeros(2, len(index))], dim=-1)
     bits = philox(counters, key).flatten()[: logits.numel()].view(logits.shape)
     share = ((bits >> 1).clamp(max=2**31 - 128) + 0.5) / 2**31
     return (share < logits.double().sigmoid()).float()

@@ -54,7 +54,7 @@ def run_padded(
     if cell == "lstm":  # its kernel does not tell the c of each step
         x = torch.cat([x, _is_over(x, lengths).to(x.dtype)], dim=-1)
         hidden_size = states[0].shape[-1]
-        stay = torch.tensor([-_SURE, _SURE, 0, 0]).to(x).repeat_interleave(hidden_size)
+        stay = x.new_tensor([-_SURE, _SURE, 0, 0]).repeat_interleave(hidden_size)
         weights = [torch.cat([weights[0], stay[:, None]], dim=1), *weights[1:]]
     out, new = run_kernel(cell, x, states, weights, training=training)
     last = out[(lengths - 1).clamp(min=0), torch.arange(lengths.shape[0], device=x.device)]
