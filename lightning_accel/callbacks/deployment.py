@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
+from lightning_accel.callbacks.random_state import random_state, set_random_state
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompile_
@@ -112,6 +113,69 @@ def use_in_first_process(
         raise failure
     if message is not None:
         raise RuntimeError(f"the first process could not {purpose}: {message}")
+
+
+def try_out(
+    trainer: L.Trainer,
+    pl_module: L.LightningModule,
+    copied: WholeCopy,
+    use: Callable[[Deployed], None],
+    purpose: str,
+    name: str | None = None,
+) -> None:
+    """Do before training, on one validation batch, what would fail after it; all processes call it.
+
+    Works on a copy, with loaders of its own and random numbers that are put back, so that training is as it would be
+    without. Nothing is tried where a loader cannot be read without a trace, as that of an iterable dataset.
+
+    Args:
+        trainer: in ``on_fit_start``.
+        pl_module: that is to be trained.
+        copied: of ``pl_module``; where that is sharded, weights that mean nothing take the place of its own.
+        use: called in the first process with what is deployed.
+        purpose: told in the other processes where it fails.
+        name: of the submodule to deploy, as :func:`find_deployed` takes it.
+
+    Raises:
+        Exception: as :func:`use_in_first_process`.
+    """
+    is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
+    made: L.LightningModule | None = None
+    if trainer.is_global_zero:
+        made = copied.at_start() if is_split else copied.make(trainer, pl_module)
+
+    def run(module: L.LightningModule) -> None:
+        before = random_state()
+        try:
+            loader = _first_batches(trainer)
+            if loader is not None:
+                datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+                use(find_deployed(module, loader, name, 1, datamodule))
+        finally:
+            set_random_state(before)
+
+    use_in_first_process(trainer, made, run, purpose)
+
+
+def _first_batches(trainer: L.Trainer) -> Any:
+    """Return loaders of the first validation batches, which share no state with the user's; None if there is no way."""
+    # loaders given to fit are kept nowhere else
+    loaders = all_rows(trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader())
+    leaves = tree_leaves(loaders)
+    if not all(isinstance(one, DataLoader) and _can_be_read_twice(one) for one in leaves):
+        return None
+    return tree_map_only(DataLoader, _first_batch_of, loaders)
+
+
+def _can_be_read_twice(loader: DataLoader[Any]) -> bool:
+    plain = type(loader.sampler) in (SequentialSampler, RandomSampler)
+    return plain and loader.batch_size is not None and not isinstance(loader.dataset, IterableDataset)
+
+
+def _first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+    assert loader.batch_size is not None
+    rows = range(min(loader.batch_size, len(loader.dataset)))  # type: ignore[arg-type]  # not an iterable one
+    return DataLoader(loader.dataset, loader.batch_size, sampler=rows, collate_fn=loader.collate_fn)
 
 
 def run_folder(trainer: L.Trainer) -> Path:

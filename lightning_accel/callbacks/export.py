@@ -23,11 +23,21 @@ from lightning_accel.callbacks.deployment import (
     require_deployable,
     require_validation,
     run_folder,
+    try_out,
     use_in_first_process,
 )
-from lightning_accel.compress.calls import Inputs, Run, first_rows
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows
 from lightning_accel.compress.compressed import load_compressed
-from lightning_accel.compress.export import SUFFIXES, Exported, Format, Probabilities, export, require_exportable
+from lightning_accel.compress.export import (
+    SUFFIXES,
+    Exported,
+    ExportError,
+    Format,
+    Probabilities,
+    export,
+    require_exportable,
+    try_export,
+)
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.report import Report, describe_layers
 from lightning_accel.compress.structure import named_tensors, restore
@@ -40,7 +50,8 @@ class Export(L.Callback):
     parameters; where a :class:`~lightning_accel.callbacks.Quantization` is in the Trainer, what it made of that. At the
     end of ``fit``, in the first process, a copy with the weights of that moment is exported, loaded from the file, and
     compared with the copy on validation batches as they are, and on 1 and on an odd number of rows. A file that gives
-    something else is removed, an earlier one stays, and ``fit`` fails in all processes. Read it with
+    something else is removed, an earlier one stays, and a warning says why; ``fit`` ends as it does
+    without. What can be known is tried on a batch before training. Read the file with
     :func:`lightning_accel.load_compressed`.
 
     A report beside it, in ``figures/`` of the run folder and in the terminal, has what was measured: parameters, size,
@@ -71,7 +82,8 @@ class Export(L.Callback):
             folder cannot be written, or there are no validation data.
         TypeError: before training, if the module has no ``validation_step``, or ``preprocess`` no ``inverse``.
         ModuleNotFoundError: before training, if a package is missing.
-        RuntimeError: at the end, if the model cannot be exported or the file gives something else.
+        RuntimeError: before training, if the model cannot be traced, or translated, on a validation batch; at the end
+            of another pass than ``fit``, if it cannot be exported or the file gives something else.
     """
 
     def __init__(
@@ -136,6 +148,27 @@ class Export(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "Export")
+        try_out(trainer, pl_module, self._copy, lambda found: self._try(trainer, found), "export", self.module)
+
+    def _try(self, trainer: L.Trainer, deployed: Deployed) -> None:
+        """Fail before training where the file could not be made after it."""
+        preprocess = self._preprocess(trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
+        raw = None if preprocess is None else _Raw(preprocess)
+        inputs = deployed.inputs if raw is None else [raw.inputs_of(call) for call in deployed.inputs]
+        options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess, "outputs": self.outputs}
+        format: Format = "pt2" if self.format == "auto" else self.format
+        try:
+            specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
+        except (TypeError, ExportError) as error:
+            own = sum(one.numel() for one in deployed.module.parameters())
+            parts = [name for name, one in deployed.module.named_children()
+                     if 2 * sum(value.numel() for value in one.parameters()) > own]  # fmt: skip
+            prefix = f"{deployed.name}." if deployed.name else ""
+            hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
+            raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
+        fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_of_one_length(one["shape"])]
+        if fixed and self.dynamic:
+            rank_zero_info(f"the file that Export writes will take {', '.join(fixed)} of the length of now alone")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
@@ -148,7 +181,19 @@ class Export(L.Callback):
     def _run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         copied = self._copy.make(trainer, pl_module)
         folder = run_folder(trainer)
-        use_in_first_process(trainer, copied, lambda made: self._export(trainer, made, folder), "export")
+        use_in_first_process(trainer, copied, lambda made: self._try_to_export(trainer, made, folder), "export")
+
+    def _try_to_export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        """Warn where a fit fails with it: what was trained, and a file that was checked, are worth more."""
+        self.exported = None
+        try:
+            self._export(trainer, copied, folder)
+        except Exception as error:
+            if trainer.state.fn != TrainerFn.FITTING:
+                raise
+            what = "wrote no file" if self.exported is None else f"wrote {self.exported.path}, but made no report of it"
+            reason = str(error) if isinstance(error, ExportError) else first_line(error)
+            rank_zero_warn(f"Export {what}: {reason}")
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -296,6 +341,10 @@ class _InPlace:
         return restore(output, iter({**own, **given}.values()))
 
 
+def _is_of_one_length(shape: Sequence[int | None]) -> bool:
+    return len(shape) == 2 and shape[0] is None and shape[1] is not None
+
+
 def _quantized(trainer: L.Trainer) -> Any:
     """What a callback ``Quantization`` left: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -327,6 +376,8 @@ def _move_last(trainer: L.Trainer, callback: L.Callback) -> None:
 
 def _tell(exported: Exported) -> None:
     left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
+    if exported.unused:
+        left += f"; works without {', '.join(exported.unused)}"
     checked = "not compared with the model"
     if exported.num_checked:
         checked = (

@@ -82,6 +82,7 @@ class Compressed:
         if len(args) > len(names):
             raise TypeError(f"{self.path} takes {len(names)} arguments, {', '.join(names)}; got {len(args)}")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if name not in self.metadata.get("unused_inputs", ())}
         tensors = named_tensors(given)
         if list(tensors) != [spec["name"] for spec in specs]:
             ordered = {spec["name"]: tensors[spec["name"]] for spec in specs if spec["name"] in tensors}

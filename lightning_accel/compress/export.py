@@ -14,16 +14,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_accel import __version__
 from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows, num_rows
-from lightning_accel.compress.compressed import FORMAT_VERSION, METADATA, load_compressed
+from lightning_accel.compress.compressed import FORMAT_VERSION, load_compressed
 from lightning_accel.compress.export_flat import FromTensors, outputs_of
 from lightning_accel.compress.export_onnx import around_quantized
 from lightning_accel.compress.onnx_operators import translations
+from lightning_accel.compress.program_archive import METADATA
 from lightning_accel.compress.quiet import quietly
-from lightning_accel.compress.structure import describe, in_order, plain_values
+from lightning_accel.compress.structure import bind, describe, in_order, named_tensors, plain_values, restore
 from lightning_accel.strategies.atomic import put_in_place
 
 Format: TypeAlias = Literal["pt2", "aoti", "onnx"]
@@ -45,6 +46,7 @@ class Exported(NamedTuple):
     left_out: list[str]  # of those that the module gives besides
     largest_difference: float  # of an output from the module's, as a share of the output's largest value
     num_checked: int  # calls that were compared
+    unused: Sequence[str] = ()  # arguments of the module that the file does without, such as labels
 
 
 class Probabilities(nn.Module):
@@ -81,6 +83,10 @@ def export(
 
     The file is written beside its place, loaded, and compared with the module on each of ``inputs`` and on 1 and on an
     odd number of their rows; then it is renamed. What fails leaves no file, and an earlier one as it was.
+
+    Arguments that no output of the file depends on, and that the module can do without, such as labels for a loss, are
+    left out; a call of the file may have them. The length of token sequences, integers (B, T), is free if the module
+    takes another.
 
     Args:
         module: run in evaluation mode, and left as it is.
@@ -121,6 +127,92 @@ def export(
     if isinstance(quantized, bytes) and format != "onnx":
         raise ValueError(f"what was quantized is an ONNX file; format={format!r} cannot hold it. Take format='onnx'")
     name = type(module).__name__
+    make = partial(_trace_call, module, inputs, format, dynamic, preprocess, postprocess, outputs, quantized, reference)
+    for free_length in (True, False):
+        traced = make(free_length=free_length)
+        flat, calls = traced.flat, traced.calls
+        about = _about(flat, traced.example, traced.shapes, format, class_names)
+        about |= {"module": name, "metadata": dict(metadata or {})}
+        try:
+            with _beside(path) as written:
+                if isinstance(quantized, bytes):
+                    _write_quantized(quantized, flat, calls, about, written)
+                else:
+                    assert traced.program is not None
+                    _write(traced.program, about, format, written, name)
+                allowed = partial(_allowed, traced.plain, tolerance, quantized is not None)
+                difference = _verify(written, traced.live, calls, flat, allowed, path) if verify else 0.0
+                put_in_place(written, path)
+            break
+        except ExportError:
+            if not traced.free_length:  # which may be what the format cannot have
+                raise
+    compared = len(calls) if verify else 0
+    size = path.stat().st_size
+    return Exported(path, format, size, flat.kept, flat.left_out, difference, compared, flat.unused)
+
+
+@torch.no_grad()
+def try_export(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    format: Format = "pt2",
+    *,
+    dynamic: bool = True,
+    preprocess: nn.Module | None = None,
+    postprocess: nn.Module | None = None,
+    outputs: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Trace ``module`` as :func:`export` does, and translate it where the format needs it, but write nothing.
+
+    Returns:
+        ``name``, ``dtype`` and ``shape`` of each tensor that the file would take, with None for a size that is free.
+
+    Raises:
+        TypeError: as :func:`export`.
+        ExportError: likewise.
+    """
+    traced = _trace_call(module, inputs, format, dynamic, preprocess, postprocess, outputs, None, None)
+    assert traced.program is not None
+    output = traced.flat.inner_output()
+    restore(output, iter(named_tensors(output, others=[]).values()))
+    specs = _specs(traced.flat, traced.example, traced.shapes)
+    if format == "onnx":
+        names = [one["name"] for one in specs]
+        try:
+            with quietly():
+                _to_onnx(traced.program, names, traced.flat.kept)
+        except Exception as error:
+            failure = f"{type(module).__name__} cannot be written as onnx: {first_line(_innermost(error))}"
+            raise ExportError(failure) from error
+    return specs
+
+
+class _Traced(NamedTuple):
+    flat: FromTensors
+    plain: Run
+    live: Run
+    calls: list[Inputs]
+    example: Inputs
+    shapes: list[dict[int, Any]] | None
+    program: ExportedProgram | None
+    free_length: bool
+
+
+def _trace_call(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    format: Format,
+    dynamic: bool,
+    preprocess: nn.Module | None,
+    postprocess: nn.Module | None,
+    outputs: Sequence[str] | None,
+    quantized: ExportedProgram | bytes | None,
+    reference: Run | None,
+    free_length: bool = True,
+    unused: Sequence[str] = (),
+) -> _Traced:
+    """Decide on inputs, outputs and free sizes, and trace, unless what was ``quantized`` is an ONNX file."""
     flat = FromTensors(module, preprocess, postprocess, dense=format == "onnx")
     plain = partial(flat.whole, run=flat.module)
     live = plain if reference is None else partial(flat.whole, run=reference)
@@ -128,20 +220,87 @@ def export(
     calls = [*inputs, *(_other_sizes(live, inputs[0]) if dynamic else [])]
     example = max(calls, key=_size) if dynamic else inputs[0]
     flat.keep(live, example, calls, outputs)
-    shapes = _free_sizes(flat, calls, sliced=len(calls) > len(inputs)) if dynamic else None
-    about = _about(flat, example, shapes, format, class_names) | {"module": name, "metadata": dict(metadata or {})}
-    with _beside(path) as written:
-        if isinstance(quantized, bytes):
-            _write_quantized(quantized, flat, calls, about, written)
-        else:
-            if quantized is not None:
-                flat.replace_module(quantized)
-            _write(_trace(flat, example, shapes, name, format), about, format, written, name)
-        allowed = partial(_allowed, plain, tolerance, quantized is not None)
-        difference = _verify(written, live, calls, flat, allowed, path) if verify else 0.0
-        put_in_place(written, path)
-    compared = len(calls) if verify else 0
-    return Exported(path, format, path.stat().st_size, flat.kept, flat.left_out, difference, compared)
+    flat.unused = list(unused)
+    is_sliced = len(calls) > len(inputs)
+    other = _other_length(live, inputs[0]) if dynamic and free_length and quantized is None else None
+    all_calls = calls if other is None else [*calls, other]
+    shapes = _free_sizes(flat, all_calls, sliced=is_sliced) if dynamic else None
+    name = type(module).__name__
+    if isinstance(quantized, bytes):
+        return _Traced(flat, plain, live, calls, example, shapes, None, False)
+    if quantized is not None:
+        flat.replace_module(quantized)
+    again = partial(
+        _trace_call, module, format=format, dynamic=dynamic, preprocess=preprocess, postprocess=postprocess,
+        outputs=outputs, quantized=quantized, reference=reference,
+    )  # fmt: skip
+    try:
+        program = _trace(flat, example, shapes, name, format)
+    except ExportError:
+        if other is None:
+            raise
+        return again(inputs, free_length=False, unused=unused)
+    if quantized is None and not unused and (found := _unused_arguments(program, flat, live, inputs)):
+        return again([_without(call, found, flat) for call in inputs], free_length=free_length, unused=found)
+    return _Traced(flat, plain, live, all_calls, example, shapes, program, other is not None)
+
+
+def _other_length(live: Run, call: Inputs) -> Inputs | None:
+    """Return ``call`` with shorter sequences of tokens, integers (B, T), if there are any and it runs with them."""
+    tensors = [value for value in tree_flatten(call)[0] if isinstance(value, Tensor)]
+    tokens = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
+    lengths = {value.shape[1] for value in tokens if value.dtype != torch.bool}
+    if len(lengths) != 1 or (length := lengths.pop()) < 3:
+        return None
+    shorter = max(2, length // 2)
+    whole = num_rows(call)
+    cut: Inputs = tree_map_only(
+        Tensor,
+        lambda value: value[:, :shorter] if value.dim() > 1 and value.shape[:2] == (whole, length) else value,
+        call,
+    )
+    try:
+        outputs_of(live, cut)
+    except Exception:  # a module for sequences of one length
+        return None
+    return cut
+
+
+def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, inputs: Sequence[Inputs]) -> list[str]:
+    """Return arguments that no kept output depends on, and without which the module gives the same outputs."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    needed, left = set(), [node for node in program.graph.nodes if node.op == "output"]
+    while left:
+        node = left.pop()
+        if node not in needed:
+            needed.add(node)
+            if node.target is not torch.ops.aten.sym_size.int:  # any tensor of the size will do
+                left += node.all_input_nodes
+    names = list(flat.tensors_of(flat.example))
+    used = {
+        name for name, own in zip(names, program.graph_signature.user_inputs, strict=True) if nodes[str(own)] in needed
+    }
+    arguments = [name for name, value in flat.arguments.items() if named_tensors(value, name)]
+    found = [one for one in arguments if not any(name == one or name.startswith(f"{one}.") for name in used)]
+    if not found or len(found) == len(arguments):
+        return []
+    try:
+        for call in inputs:
+            expected, given = outputs_of(live, call), outputs_of(live, _without(call, found, flat))
+            if not all(name in given and torch.equal(given[name], expected[name]) for name in flat.kept):
+                return []
+    except Exception:  # which it asks for all the same
+        return []
+    return found
+
+
+def _without(call: Inputs, names: Sequence[str], flat: FromTensors) -> Inputs:
+    """Return ``call`` without some arguments: those at the end, and those given by name."""
+    args, kwargs = call
+    order = list(bind(flat.signature, *call))
+    while args and order[len(args) - 1] in names:
+        args = args[:-1]
+    return args, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def require_exportable(format: str, path: Path | None = None) -> None:
@@ -255,7 +414,8 @@ def _about(
         "format_version": FORMAT_VERSION,
         "format": format,
         "torch": torch.__version__,
-        "arguments": list(flat.arguments),
+        "arguments": [*flat.arguments, *flat.unused],
+        "unused_inputs": flat.unused,
         "inputs": _specs(flat, example, shapes),
         "plain_inputs": plain_values(flat.arguments),
         "outputs": describe(flat.output, kept=set(flat.kept)),
@@ -271,15 +431,7 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
     try:
         with quietly():
             if format == "onnx":
-                made = torch.onnx.export(
-                    program,
-                    dynamo=True,
-                    custom_translation_table=translations(),
-                    input_names=[one["name"] for one in about["inputs"]],
-                    output_names=about["output_names"],
-                    verbose=False,
-                )
-                assert made is not None
+                made = _to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
                 made.model.metadata_props[METADATA] = text
                 made.save(path)
             elif format == "aoti":
@@ -291,6 +443,19 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
                 torch.export.save(program, path, extra_files={METADATA: text})
     except Exception as error:
         raise ExportError(f"{name} cannot be written as {format}: {first_line(_innermost(error))}") from error
+
+
+def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) -> Any:
+    made = torch.onnx.export(
+        program,
+        dynamo=True,
+        custom_translation_table=translations(),
+        input_names=inputs,
+        output_names=outputs,
+        verbose=False,
+    )
+    assert made is not None
+    return made
 
 
 def _write_quantized(

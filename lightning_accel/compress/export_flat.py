@@ -32,6 +32,7 @@ class FromTensors(nn.Module):
         self.output: Any = None
         self.kept: list[str] = []
         self.left_out: list[str] = []
+        self.unused: list[str] = []  # arguments that the file does without
 
     def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs], outputs: Sequence[str] | None) -> None:
         """Decide which outputs the file gives: ``outputs``, or those whose size follows that of the call."""

@@ -142,8 +142,8 @@ def rebuild(description: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "fields":
         made = namedtuple(description["name"], list(content))  # type: ignore[misc]
         return made(*(rebuild(part, tensors) for part in content.values()))
-    values = [rebuild(part, tensors) for part in content]
-    return values if kind == "list" else tuple(values)
+    listed = [rebuild(part, tensors) for part in content]
+    return listed if kind == "list" else tuple(listed)
 
 
 def restore(example: Any, tensors: Iterator[torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 from torch import nn
 
@@ -23,7 +24,7 @@ def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     places = [(one, name, child) for one in module.modules() for name, child in one._modules.items()]
     compiled = [place for place in places if hasattr(place[2], "_orig_mod")]
     for one, name, child in compiled:
-        one._modules[name] = child._orig_mod  # type: ignore[union-attr]  # asked above
+        one._modules[name] = cast(nn.Module, child._orig_mod)  # type: ignore[union-attr]  # asked above
     try:
         yield getattr(module, "_orig_mod", module)
     finally:

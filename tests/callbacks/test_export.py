@@ -1,5 +1,9 @@
 import json
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
@@ -187,10 +191,127 @@ class Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
 def test_a_model_that_its_file_does_not_follow_leaves_no_file(tmp_path):
-    with pytest.raises(ExportError, match=r"model\.pt2 was not written: its output 'output' differs"):
-        fit(Draws(), [Export(compare=False)], tmp_path)
+    module, callback = Draws(), Export(compare=False)
+    with pytest.warns(UserWarning, match=r"wrote no file: .*model\.pt2 was not written: its output 'output' differs"):
+        trainer = fit(module, [callback], tmp_path)
+    assert trainer.state.finished
+    assert callback.exported is callback.report is None
     assert not list(tmp_path.glob("*.pt2"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
+def test_a_report_that_fails_leaves_the_file(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Export, "_measure", fails)
+    callback = Export()
+    with pytest.warns(UserWarning, match=r"wrote .*model.pt2, but made no report of it: OSError: No space left"):
+        trainer = fit(Own(), [callback], tmp_path)
+    assert trainer.state.finished
+    assert callback.exported.path.stat().st_size == callback.exported.file_bytes
+
+
+@dataclass
+class Outputs(OrderedDict):
+    """Is a dict and a dataclass, as the outputs of transformers are."""
+
+    loss: Any = None
+    logits: Any = None
+    cache: Any = None
+
+    def __post_init__(self):
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+
+class Tagger(nn.Module):
+    """Takes tokens, a mask and labels, which only the loss needs, and gives a cache besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 4)
+
+    def forward(self, tokens, mask=None, labels=None):
+        logits = self.head(self.table(tokens) * mask[..., None])
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Outputs(loss, logits, object())
+
+
+class Tagging(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Tagger()
+
+    def forward(self, **batch):
+        return self.model(**batch)
+
+    def training_step(self, batch, batch_idx):
+        return self(**batch).loss * torch.rand(())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self(**batch).loss)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def tagged(rows):
+    tokens = torch.arange(rows * 5).view(rows, 5)
+    mask = torch.ones(rows, 5).tril(2)
+    return [{"tokens": one % 9, "mask": other, "labels": one % 4} for one, other in zip(tokens, mask, strict=True)]
+
+
+class Shuffled(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(tagged(12), 3, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(tagged(6), 4)
+
+
+def test_outputs_with_attributes_and_batches_by_name(tmp_path):
+    """And training is what it is without the callback."""
+    weights = []
+    for callbacks in ([], [callback := Export(compare=False)]):
+        torch.manual_seed(1)
+        module = Tagging()
+        fit(module, callbacks, tmp_path, Shuffled())
+        weights.append(module.state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    loaded = load_compressed(callback.exported.path)
+    assert (callback.exported.outputs, callback.exported.unused) == (["logits"], ["labels"])
+    assert [one["name"] for one in loaded.metadata["inputs"]] == ["tokens", "mask"]
+    assert [row.metrics.keys() for row in callback.report.rows] == [{"val/loss"}, {"val/loss"}]
+    module.eval()
+    longer = {"tokens": torch.arange(14).view(2, 7) % 9, "mask": torch.ones(2, 7)}
+    out = loaded(**longer)
+    torch.testing.assert_close(out.logits, module(**longer).logits)
+    assert out[0] is out["logits"]
+    assert out.loss is None
+    torch.testing.assert_close(loaded(**longer, labels=torch.zeros(2, 7).long())[0], out.logits)
+
+
+class Chooses(Own):
+    """Branches on a value, as code for graphs does."""
+
+    def forward(self, x):
+        return self.net(x) if x.sum().item() > 0 else self.net(-x)
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("training has begun")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self(batch[0]).sum())
+
+
+def test_what_cannot_be_traced_is_refused_before_training(tmp_path):
+    hint = r"Export would fail at the end of the run: Chooses .*depends on values.*Export\(module='net'\) would"
+    with pytest.raises(ExportError, match=hint):
+        fit(Chooses(), [Export()], tmp_path)
 
 
 def check_export(rank, folder, strategy):
@@ -215,15 +336,25 @@ def test_the_first_process_writes_what_all_hold(strategy, tmp_path):
 
 
 def check_failure(rank, folder):
-    with pytest.raises(RuntimeError, match="was not written") as caught:
-        fit(Draws(), [Export(compare=False)], folder, strategy="ddp", devices=2, use_distributed_sampler=False)
-    return str(caught.value)
+    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = fit(Draws(), [Export(compare=False)], folder, **options)
+    with pytest.raises(RuntimeError, match=r"Export would fail at the end of the run: Chooses") as caught:
+        fit(Chooses(), [Export(compare=False)], folder, **options)
+    return (
+        trainer.state.finished,
+        ["was not written" in str(one.message) for one in told].count(True),
+        str(caught.value),
+    )
 
 
-def test_a_failure_of_the_first_process_is_one_of_all(tmp_path):
+def test_a_failure_of_the_first_process_ends_no_fit_and_is_one_of_all_before_it(tmp_path):
     own, other = run_ranks(check_failure, str(tmp_path))
-    assert other.startswith("the first process could not export: ExportError: ")
-    assert own in other
+    assert own[:2] == (True, 1)
+    assert other[:2] == (True, 0)
+    assert other[2].startswith("the first process could not export: ExportError: ")
+    assert own[2] in other[2]
 
 
 @pytest.mark.slow
