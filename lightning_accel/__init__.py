@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import RBMMonitor as RBMMonitor
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
+    from lightning_accel.callbacks import StallMonitor as StallMonitor
     from lightning_accel.callbacks import WeightedAccumulation as WeightedAccumulation
     from lightning_accel.compress import load_compressed as load_compressed
     from lightning_accel.compress import load_pruned as load_pruned
@@ -128,6 +129,7 @@ _PACKAGE_OF = {
     "SequenceDataModule": "data",
     "SequenceModel": "models",
     "Stage": "models",
+    "StallMonitor": "callbacks",
     "SyncBatchNormPlugin": "strategies",
     "TabularDataModule": "data",
     "TextDataModule": "data",
@@ -196,6 +198,7 @@ __all__ = [
     "SequenceDataModule",
     "SequenceModel",
     "Stage",
+    "StallMonitor",
     "SyncBatchNormPlugin",
     "TabularDataModule",
     "TextDataModule",

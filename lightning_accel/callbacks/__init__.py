@@ -12,6 +12,7 @@ from lightning_accel.callbacks.quantization import Quantization
 from lightning_accel.callbacks.rbm_monitor import RBMMonitor
 from lightning_accel.callbacks.sampler_check import SamplerCheck
 from lightning_accel.callbacks.save_on_signal import SaveOnSignal
+from lightning_accel.callbacks.stall_monitor import StallMonitor
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "RBMMonitor",
     "SamplerCheck",
     "SaveOnSignal",
+    "StallMonitor",
     "WeightedAccumulation",
 ]

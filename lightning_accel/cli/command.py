@@ -28,7 +28,7 @@ import lightning_accel.data.graphs
 import lightning_accel.models.relational  # as data: the parser finds a class by its name alone once it is imported
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # their short names
-from lightning_accel.callbacks import PredictionWriter
+from lightning_accel.callbacks import PredictionWriter, StallMonitor
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unused_part
 from lightning_accel.cli.errors import UsageError, explain, is_of_monitor, original, require_config_files, where_raised
@@ -164,6 +164,8 @@ class AccelCLI(LightningCLI):
             callbacks.append(PredictionWriter())
         if self.subcommand == "fit":
             callbacks.append(MonitorCheck())
+        if not any(isinstance(callback, StallMonitor) for callback in callbacks):
+            callbacks.append(StallMonitor())
         return trainer
 
     def _use_optimizer_of_config(self) -> None:

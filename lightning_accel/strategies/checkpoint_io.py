@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_accel.strategies.atomic import find_written, remove_atomically, write_atomically
 from lightning_accel.strategies.batch_samplers import deal_as_wanted
 from lightning_accel.strategies.checkpoint_reading import find_damage, require_loadable, whole_file
+from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -58,6 +59,10 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         require_loadable(self.broadcast(checkpoint_path), weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def setup_environment(self) -> None:
+        with waiting_for_processes(self.cluster_environment, self._timeout):
+            super().setup_environment()
 
     def process_dataloader(self, dataloader: object) -> object:
         return deal_as_wanted(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)

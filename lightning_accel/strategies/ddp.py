@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.strategies.batch_samplers import require_dealable_batches
 from lightning_accel.strategies.gradient_compression import PowerSGD, send_as
+from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY = "accel_ddp_powersgd"  # in a checkpoint
@@ -105,6 +106,10 @@ class AccelDDPStrategy(DDPStrategy):
         self._loaded: dict[str, Any] | None = None  # what a checkpoint holds for powersgd
         self._usage: _Usage | None = None
         self._accumulating = False
+
+    def setup_environment(self) -> None:
+        with waiting_for_processes(self.cluster_environment, self._timeout):
+            super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
         if self.compression == "powersgd" and getattr(self.precision_plugin, "scaler", None) is not None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_accel.strategies.batch_samplers import require_dealable_batches
 from lightning_accel.strategies.checkpoint_reading import require_loadable
+from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 
 class FSDP1Strategy(FSDPStrategy):
@@ -30,6 +31,10 @@ class FSDP1Strategy(FSDPStrategy):
         if "accel_fsdp1" not in strategy_registry:
             description = "Lightning's FSDP1, on CPUs too, with sharded checkpoints"
             strategy_registry.register("accel_fsdp1", cls, description, state_dict_type="sharded")
+
+    def setup_environment(self) -> None:
+        with waiting_for_processes(self.cluster_environment, self._timeout):
+            super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
         require_dealable_batches(trainer)

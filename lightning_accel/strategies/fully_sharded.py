@@ -33,6 +33,7 @@ from lightning_accel.strategies.checkpoint_reading import require_loadable
 from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.local_step import step_on_parts
+from lightning_accel.strategies.rendezvous import waiting_for_processes
 from lightning_accel.strategies.sharded_metadata import REST
 from lightning_accel.strategies.sharded_state import (
     is_folder_of_parts,
@@ -151,7 +152,8 @@ class FullyShardedStrategy(DDPStrategy):
             strategy_registry.register("accel_expert_parallel", cls, description, expert_parallel_size="all")
 
     def setup_environment(self) -> None:
-        super().setup_environment()
+        with waiting_for_processes(self.cluster_environment, self._timeout):
+            super().setup_environment()
         for name, size in (("shard_size", self.shard_size), ("expert_parallel_size", self.expert_parallel_size)):
             if isinstance(size, int) and (size < 1 or self.world_size % size):
                 raise ValueError(f"{name} must divide the number of processes, {self.world_size}; got {size}")

@@ -39,6 +39,7 @@ from lightning_accel.strategies.pipeline_gradients import (
     sum_shared_,
 )
 from lightning_accel.strategies.pipeline_logging import StepLog
+from lightning_accel.strategies.rendezvous import waiting_for_processes
 from lightning_accel.strategies.sharding import broadcast_state
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
@@ -150,7 +151,8 @@ class PipelineStrategy(DDPStrategy):
         return deal_as_wanted(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
-        super().setup_environment()
+        with waiting_for_processes(self.cluster_environment, self._timeout):
+            super().setup_environment()
         replicas, stages = self.data_parallel_size, self.world_size // self.data_parallel_size
         if stages < 2 or replicas * stages != self.world_size:
             raise ValueError(
@@ -294,7 +296,7 @@ class PipelineStrategy(DDPStrategy):
 
     def _hand_back(self, module: pl.LightningModule) -> None:
         """Let the process that started this one, which is about to end, get whole weights."""
-        whole = self._whole().of_module()
+        whole: Any = self._whole().of_module()
         module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
     # ---- steps

@@ -1,0 +1,207 @@
+"""Saying what a run waits for when nothing happens any more."""
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+_log = logging.getLogger(__name__)
+_GRACE = 5.0  # seconds that other processes have to say that they wait, too
+
+
+class StallMonitor(L.Callback):
+    """Warn when a run has stood still for a while, with what it was doing and which processes do not answer.
+
+    The command line adds it. Where workers fetch batches, it names the loader and the worker that is waited for. Of
+    several processes, each that waits says so, and names those that do not: they are stopped, gone or busy. It warns
+    again after twice as long, and ends nothing: a collective operation ends by the ``timeout`` of the strategy, a
+    loader by its own (``DataLoader(timeout=SECONDS)``).
+
+    Warnings go to the logger of this module, which is shown on the terminal unless logging is set up otherwise.
+
+    Args:
+        after_s: seconds without any batch, validation, checkpoint or other hook before the first warning.
+
+    Raises:
+        ValueError: if ``after_s`` is not above 0.
+    """
+
+    def __init__(self, after_s: float = 120.0) -> None:
+        if not after_s > 0:
+            raise ValueError(f"after_s must be above 0 seconds; got {after_s}")
+        self.after_s = after_s
+        self._doing = ""
+        self._since = 0.0
+        self._rank, self._world_size = 0, 1
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._stop()
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._note("while setting up")
+        self._ended = threading.Event()
+        watched = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, args=(watched, self._ended), name="stalls", daemon=True)
+        self._thread.start()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_thread": None, "_ended": None}  # copies and other processes have their own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _ended=threading.Event())
+
+    # ---- what the run is doing
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._note("fetching the first training batch")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._note(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
+        self._note(f"in the backward pass after step {trainer.global_step}")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self._note(f"in the optimizer step after step {trainer.global_step}")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._note(f"after training batch {batch_idx} of epoch {trainer.current_epoch}, before the next")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._note(f"at the end of epoch {trainer.current_epoch}")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._note("fetching the first validation batch")
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._note(f"in validation batch {batch_idx}")
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._note(f"after validation batch {batch_idx}, before the next")
+
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._note(f"in test batch {batch_idx}")
+
+    def on_test_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._note(f"after test batch {batch_idx}, before the next")
+
+    def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._note(f"in predict batch {batch_idx}")
+
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._note(f"after predict batch {batch_idx}, before the next")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._note("saving a checkpoint")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._note("at the end of the fit")
+
+    def _note(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
+
+    # ---- the thread that watches
+
+    def _stop(self) -> None:
+        self._ended.set()
+        self._thread = None  # not waited for: it may be asking processes that do not answer
+
+    def _watch(self, watched: int, ended: threading.Event) -> None:
+        pause, since, asked = self.after_s, self._since, False
+        while not ended.wait(min(self.after_s / 4, _GRACE)):
+            if self._since != since:
+                if asked:
+                    self._store().delete_key(self._key(self._rank))
+                pause, since, asked = self.after_s, self._since, False
+            if time.monotonic() - since >= pause:
+                pause *= 2
+                self._warn(watched, since)
+                if self._world_size > 1 and dist.is_initialized():
+                    asked = True
+                    self._name_silent(since, ended)
+
+    def _warn(self, watched: int, since: float) -> None:
+        seconds, who = time.monotonic() - since, f"rank {self._rank} of {self._world_size}"
+        who = who if self._world_size > 1 else "the run"
+        _log.warning(
+            f"{who} has stood still for {seconds:.0f} s {self._doing}. {_where(sys._current_frames()[watched])}"
+        )
+
+    def _name_silent(self, since: float, ended: threading.Event) -> None:
+        """Say to other processes that this one waits, and name those that do not say so."""
+        silent: list[list[int]] = []
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        grace = min(self.after_s, _GRACE)
+
+        def ask() -> None:  # in a thread of its own: rank 0, which keeps the answers, may never answer
+            self._store().set(self._key(self._rank), self._doing)
+            ended.wait(grace)
+            silent.append([rank for rank in others if not self._store().check([self._key(rank)])])
+
+        asking = threading.Thread(target=ask, name="stalls", daemon=True)
+        asking.start()
+        asking.join(2 * grace)
+        if self._since != since or ended.is_set():
+            return
+        if not silent:
+            _log.warning(f"rank {self._rank} waits, and rank 0 does not answer: stopped or gone")
+        elif silent[0]:
+            names = ", ".join(map(str, silent[0]))
+            _log.warning(f"rank {self._rank} waits, and does not hear from rank {names}: stopped, gone, or busy")
+
+    def _key(self, rank: int) -> str:
+        return f"stall_monitor/{rank}"
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()  # it has no public name, and a collective would have to wait
+
+
+def _where(frame: FrameType | None) -> str:
+    for each in _frames(frame):
+        owner = each.f_locals.get("self")
+        if isinstance(owner, _BaseDataLoaderIter):
+            return _loader(owner)
+    calls = traceback.extract_stack(frame)[-3:]
+    return "It is in " + ", called from ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in calls[::-1])
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _loader(batches: Any) -> str:
+    """Which loader, and which of its workers, as far as torch lets one see."""
+    name = type(getattr(batches, "_dataset", None)).__name__
+    try:
+        worker = batches._task_info[batches._rcvd_idx][0]
+        process = batches._workers[worker]
+    except (AttributeError, LookupError):
+        return f"It waits for a batch of {name}, which this process loads itself"
+    state = "alive" if process.is_alive() else "dead"
+    return (
+        f"It waits for a batch of {name} from worker {worker}, process {process.pid}, which is {state}. "
+        "DataLoader(timeout=SECONDS) would end such a wait with an error"
+    )
