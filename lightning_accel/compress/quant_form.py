@@ -58,8 +58,13 @@ class Compiled:
         self._compiled: dict[Any, tuple[Callable[..., Any], Flat]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (spec, *((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in leaves))
+        leaves: Sequence[Any] = args
+        key: Any
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # most calls: spare them microseconds
+            key = (args[0].shape, args[0].dtype)
+        else:
+            leaves, spec = tree_flatten((args, kwargs))
+            key = (spec, *((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in leaves))
         # Tensors of inference mode would ask for a second compilation
         with torch.inference_mode(False), torch.no_grad():
             if key not in self._compiled:

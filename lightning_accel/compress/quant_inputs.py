@@ -48,6 +48,8 @@ class Flat(nn.Module):
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The result as ``module`` returns it."""
+        if self.out_spec.is_leaf() and self.is_out_tensor[0]:
+            return tensors[0]
         rest = iter(tensors)
         leaves = [next(rest) if own else leaf for own, leaf in zip(self.is_out_tensor, self.out_leaves, strict=True)]
         return tree_unflatten(leaves, self.out_spec)

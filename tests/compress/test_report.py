@@ -212,5 +212,7 @@ def test_rows_are_taken_from_tensors_that_have_them():
     assert kwargs["lengths"].tolist() == [0, 1, 2, 0, 1]
     assert kwargs["table"].shape == (7,)
     assert kwargs["flag"] is True
+    graphs = ((torch.randn(7, 3), torch.tensor([[0, 6], [6, 0]])), {})
+    assert first_rows(graphs, 1) is graphs  # edges point at nodes; what points at none would be an error on a GPU
     with pytest.raises(ValueError, match="needs a tensor"):
         num_rows(((torch.tensor(1),), {}))
