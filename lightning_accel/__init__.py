@@ -219,7 +219,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _PACKAGE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from difflib import get_close_matches
+
+        nearest = "".join(f". Did you mean {one}?" for one in get_close_matches(name, _PACKAGE_OF, n=1))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest}")
     return getattr(import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
 
 

@@ -128,3 +128,8 @@ def test_constraints_satisfy_the_ranges():
     for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
         requirement = requirements.Requirement(text)
         assert requirement.specifier.contains(pinned[requirement.name.replace("_", "-")]), text
+
+
+def test_a_misspelt_name_is_told_its_nearest():
+    with pytest.raises(AttributeError, match=r"no attribute 'MixtureOfExpert'. Did you mean MixtureOfExperts\?"):
+        lightning_accel.MixtureOfExpert  # noqa: B018

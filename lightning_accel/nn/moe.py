@@ -108,6 +108,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if capacity_factor is not None and capacity_factor <= 0:
             raise ValueError(f"capacity_factor must be above 0, or None for no bound; got {capacity_factor}")
+        if not callable(gate):
+            raise TypeError(f"gate must be called to make the gate, such as the class TopKGate; got {gate!r}")
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
         self.gate = gate(dim, num_experts, k)

@@ -86,6 +86,8 @@ class DynamicRNN(nn.Module):
         execution: Execution = "auto",
     ) -> None:
         super().__init__()
+        if bidirectional not in (False, True):
+            raise TypeError(f"bidirectional must be True or False; got {bidirectional!r}")
         _require_options(
             {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers},
             {"dropout": dropout, "weight_drop": weight_drop, "zoneout": zoneout},

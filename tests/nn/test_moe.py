@@ -299,3 +299,8 @@ def test_impossible_capacity_is_refused(capacity_factor):
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match=r"dim.* must be at least 1"):
         MixtureOfExperts(**sizes, num_experts=2)
+
+
+def test_a_gate_that_is_a_name_is_refused():
+    with pytest.raises(TypeError, match="gate must be called to make the gate, such as the class TopKGate; got 'topk'"):
+        MixtureOfExperts(4, 5, 3, gate="topk")

@@ -422,3 +422,8 @@ def test_states_last_before_training(cell):
     ones = torch.ones(1, 1, 200)
     state = rnn(torch.zeros(1, 10, INPUT), state=(ones * 0, ones) if cell == "lstm" else ones).state
     assert (state[1] if cell == "lstm" else state).mean() > 0.5
+
+
+def test_directions_are_a_claim():
+    with pytest.raises(TypeError, match="bidirectional must be True or False; got None"):
+        DynamicRNN(3, 4, bidirectional=None)
