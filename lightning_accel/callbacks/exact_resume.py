@@ -1,7 +1,8 @@
 """A run that is killed and resumed ends with the bits of one that never was."""
 
 import math
-import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_accel.callbacks.epoch_order import EpochOrder, can_be_entered_anywhere
+from lightning_accel.callbacks.kept_checkpoints import KeptCheckpoints
+from lightning_accel.callbacks.logged_state import logged_state, set_logged_state
 from lightning_accel.callbacks.random_state import derived_seed, random_state, seed_random_state, set_random_state
+from lightning_accel.callbacks.resumed_fit import Moment, ResumedFit, moment_of
+from lightning_accel.callbacks.samplings import samplings_of
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.nn import ContrastiveDivergence
@@ -24,28 +29,41 @@ class ExactResume(L.Callback):
     """Make a resumed run go on as if it had not been stopped, for any module, strategy and map-style DataLoader.
 
     A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), and of the
-    :class:`~lightning_accel.nn.ContrastiveDivergence` that are attributes of the module, so dropout and sampling go on
-    bit for bit, on a processor of the same kind with as many threads: other kernels round otherwise. A resumed epoch
-    begins with the first batch that was not trained on; earlier ones are left out without being loaded. For that the
-    order of batches becomes a function of the seed and the epoch, and validation leaves the generators as it found
-    them. Processes that train on different rows draw different numbers, for dropout say, where Lightning has all of
-    them draw the same once a seed is set. With this callback a run draws other numbers than without it, and the same
-    ones whether or not it was stopped.
+    :class:`~lightning_accel.nn.ContrastiveDivergence` that the module holds, in lists, tuples and dicts too, so dropout
+    and sampling go on bit for bit, on a processor of the same kind with as many threads: other kernels round otherwise.
+    A resumed epoch begins with the first batch that was not trained on; earlier ones are left out without being loaded.
+    For that the order of batches becomes a function of the seed and the epoch, and validation leaves the generators as
+    it found them. Processes that train on different rows draw different numbers, for dropout say, where Lightning has
+    all of them draw the same once a seed is set. With this callback a run draws other numbers than without it, and the
+    same ones whether or not it was stopped.
+
+    What is logged is equal, too. A checkpoint holds the running sums of the epoch and the states of the module's
+    torchmetrics of every process, so that means cover the whole epoch. The iteration in which it was written is brought
+    to its end first: the row of metrics of that step, the validation that was due, ModelCheckpoint callbacks that had
+    not had their turn, plateau schedulers. A validation that was interrupted runs anew. Rows that were logged after the
+    checkpoint are logged again, with equal values.
+
+    Not as in the whole run are: a module's own ``on_train_batch_end`` of the batch at whose end the checkpoint was
+    written, which Lightning calls after that, and which is left out; figures logged with a ``sync_dist_group``, and all
+    means of an epoch whose checkpoint was written because of an exception within a batch: they cover the rest of it.
 
     Loaders with a ``state_dict`` of their own (this package's data modules) keep their position themselves. An
     iterable dataset without one starts anew, which a warning says. Random numbers that a dataset draws in worker
     processes are drawn anew in the rest of a resumed epoch; those drawn with ``num_workers=0`` go on.
 
     On another number of processes the order goes on, to whole steps of all of them, and a warning says what is drawn
-    anew.
+    or begun anew.
     """
 
     def __init__(self) -> None:
         self._seed = 0
         self._saved: list[dict[str, Any]] = []  # by rank
+        self._saved_once: dict[str, Any] = {}  # equal on all ranks
         self._ranks = RankStates()
+        self._kept = KeptCheckpoints()
+        self._resumed: ResumedFit
         self._orders: list[EpochOrder] = []
-        self._entered_at: int | None = None
+        self._replaced: Callable[[], object] = lambda: None  # the loaders in whose place those of _orders are
         self._before_validation: dict[str, Any] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -53,37 +71,46 @@ class ExactResume(L.Callback):
         if stage != "fit":
             return
         require_dealable_batches(trainer)
-        self._seed, self._saved = initial_seed(), []
+        self._seed, self._saved, self._saved_once = initial_seed(), [], {}
+        self._kept = KeptCheckpoints()
         # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
-        # first iteration, and after every other on_train_start.
+        # first iteration, and after every other on_train_start. Nothing public stands around the loop.
         trainer.strategy.process_dataloader = self._process_dataloader  # type: ignore[method-assign]
         trainer.strategy.on_train_start = self._on_train_start  # type: ignore[method-assign]
+        trainer.fit_loop.run = self._run  # type: ignore[method-assign]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for order in self._orders:
-            order.release()
-        self._orders = []
+        self._release_loaders()
         for name in ("process_dataloader", "on_train_start"):
             vars(trainer.strategy).pop(name, None)
+        vars(trainer.fit_loop).pop("run", None)
 
     def state_dict(self) -> dict[str, Any]:
-        generators = self._before_validation or random_state()
+        trainer, moment = self._trainer, moment_of(self._trainer)
+        seen = self._seen_in_validation()
+        generators = random_state()
+        if self._before_validation is not None:
+            generators, seen = self._before_validation["generators"], self._before_validation["seen"]
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
         if samplings := self._samplings():
             mine["samplings"] = [one.state_dict() for one in samplings]
-        return {"ranks": self._ranks.gather(mine, self._trainer) or [mine]}
+        if moment in ("batch end", "validation", "validation end", "epoch end"):
+            mine["logged"] = logged_state(trainer, moment in ("validation", "validation end"))
+            mine["seen_in_validation"] = seen
+        everyone = self._ranks.gather(mine, trainer) or [mine]
+        return {"ranks": everyone, "moment": moment, "kept": self._kept.state_dict(trainer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict["ranks"]
+        self._saved, self._saved_once = state_dict["ranks"], state_dict
         self._seed = self._saved[min(self._trainer.global_rank, len(self._saved) - 1)]["seed"]
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._before_validation = random_state()
+            self._before_validation = {"generators": random_state(), "seen": self._seen_in_validation()}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._before_validation is not None:  # a run that resumes after the last batch of an epoch leaves it out
-            set_random_state(self._before_validation)
+        if self._before_validation is not None:  # a validation outside of a fit leaves it out
+            set_random_state(self._before_validation["generators"])
             self._before_validation = None
 
     def _process_dataloader(self, dataloader: object) -> object:
@@ -91,6 +118,9 @@ class ExactResume(L.Callback):
         loader = type(strategy).process_dataloader(strategy, dataloader)
         if self._trainer.training and isinstance(loader, ResumableLoader) and loader.progress is None:
             loader.progress = progress_of(self._trainer)
+        if self._trainer.training and self._replaced() is not (replaced := self._trainer.fit_loop._combined_loader):
+            self._release_loaders()  # of an earlier epoch, by reload_dataloaders_every_n_epochs
+            self._replaced = (lambda: None) if replaced is None else weakref.ref(replaced)
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if self._trainer.training and not stateful:
             if can_be_entered_anywhere(loader):
@@ -104,12 +134,25 @@ class ExactResume(L.Callback):
             loader.generator = Generator().manual_seed(self._seed)
         return loader
 
+    def _release_loaders(self) -> None:
+        for order in self._orders:
+            order.release()
+        self._orders = []
+
     def _position(self) -> tuple[int, float]:
         """The epoch that runs or is about to, and how many of its batches are done; infinite for all of them."""
         loop = self._trainer.fit_loop
-        done = _current(loop.epoch_loop.batch_progress).processed if self._entered_at is None else self._entered_at
-        # Where validation does not fall on the end of an epoch, a loop that resumes there would ask for a batch more.
+        done = _current(loop.epoch_loop.batch_progress).processed
         return _current(loop.epoch_progress).processed, done if done < self._trainer.num_training_batches else math.inf
+
+    def _run(self) -> None:
+        loop = self._trainer.fit_loop
+        if not loop.is_resuming:
+            type(loop).run(loop)
+            return
+        moment: Moment = self._saved_once.get("moment") or moment_of(self._trainer)
+        self._resumed = ResumedFit(self._trainer, moment, self._kept)
+        self._resumed.run()
 
     def _on_train_start(self) -> None:
         strategy, loop = self._trainer.strategy, self._trainer.fit_loop
@@ -117,41 +160,32 @@ class ExactResume(L.Callback):
         if not loop.is_resuming:
             self._part_noise()
             return
-        self._correct_counters()
+        self._resumed.count_back()
         if not self._saved:
             rank_zero_warn(
                 "ExactResume: the checkpoint was written without this callback. The order of batches and all random "
-                "draws differ from those of the run that wrote it"
+                "draws differ from those of the run that wrote it, and means of this epoch cover the rest of it"
             )
         elif len(self._saved) != self._trainer.world_size:
             self._spread_over_other_processes()
         self._start_loaders_again()
+        self._kept.load_state_dict(self._saved_once.get("kept", {}), self._trainer)
         if len(self._saved) > self._trainer.global_rank:
             mine = self._saved[self._trainer.global_rank]
             set_random_state(mine["generators"])
-            if len(self._saved) == self._trainer.world_size:  # else chains begin anew
+            if len(self._saved) == self._trainer.world_size:  # else chains and sums begin anew
                 for sampling, state in zip(self._samplings(), mine.get("samplings", []), strict=False):
                     sampling.load_state_dict(state, self._trainer.lightning_module.device)
-        self._saved = []
+                if "logged" in mine:
+                    set_logged_state(self._trainer, mine["logged"])
+                    self._set_seen_in_validation(mine["seen_in_validation"])
+        self._saved, self._saved_once = [], {}
 
     def _part_noise(self) -> None:
         """Let processes that train on different rows draw different numbers; those that share rows draw the same."""
         deal = self._trainer.distributed_sampler_kwargs
         if deal and deal["rank"]:
             seed_random_state(derived_seed(self._seed, deal["rank"]))
-
-    def _correct_counters(self) -> None:
-        loop = self._trainer.fit_loop
-        batches, epochs = loop.epoch_loop, loop.epoch_progress
-        done = _current(batches.batch_progress).processed
-        if loop.restarted_on_epoch_end:  # with max_steps: the loop ends the epoch a second time, and counts it twice
-            _count_back(epochs, "processed")
-        elif 0 < done < self._trainer.num_training_batches and _current(epochs).completed == _current(epochs).started:
-            # saved after a fit that max_steps ended within an epoch: the loop would enter the next one in its middle
-            _count_back(epochs, "processed", "completed")
-            loop.update_restart_stage()
-        if loop.restarted_mid_epoch and batches.restarted_on_train_batch_end and batches.batch_progress.is_last_batch:
-            loop.reset_restart_stage()  # saved after the last batch: the loop would begin an epoch without its hooks
 
     def _start_loaders_again(self) -> None:
         """Begin the epoch's iteration anew, now that the Trainer's counters are restored and corrected.
@@ -166,18 +200,26 @@ class ExactResume(L.Callback):
             loop._load_combined_loader_states()
         if late or len(self._orders) == len(loop._combined_loader.flattened):
             assert loop._data_fetcher is not None
-            done = _current(loop.epoch_loop.batch_progress).processed
-            within = done < self._trainer.num_training_batches or loop.restarted_on_epoch_end
-            self._entered_at = done if loop.restarting and within else 0
             iter(loop._data_fetcher)
-            self._entered_at = None  # from here on the loop's own count is right
-            warnings.filterwarnings("ignore", message=".*dataloader is not resumable", category=UserWarning)
+
+    def _seen_in_validation(self) -> dict[int, int]:
+        """How many batches of each validation loader the run has seen, which counts the rows of their metrics."""
+        return dict(self._trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
+
+    def _set_seen_in_validation(self, seen: dict[int, int]) -> None:
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
+        if trainer.enable_validation and trainer.val_dataloaders is None:  # it would begin the count anew later
+            trainer.validating = True
+            loop.setup_data()
+            trainer.training = True
+        loop._seen_batches_per_dataloader.update(seen)
 
     def _samplings(self) -> list[ContrastiveDivergence]:
-        """Attributes of the module and its parts, whose chains and generators nothing else would keep."""
-        parts = self._trainer.lightning_module.modules()
-        values = [value for part in parts for value in vars(part).values()]
-        return [value for value in values if isinstance(value, ContrastiveDivergence)]
+        """Those of the module and its parts, whose chains and generators nothing else would keep."""
+        found = [one for part in self._trainer.lightning_module.modules() for one in samplings_of(part)]
+        own = [one for part in self._trainer.lightning_module.modules() for one in vars(part).values()]
+        direct = {id(one) for one in own}
+        return sorted(found, key=lambda one: id(one) not in direct)  # older checkpoints have attributes alone
 
     def _shares_one_order(self) -> bool:
         """Whether all processes take their rows from one order, the same for any number of them."""
@@ -195,6 +237,7 @@ class ExactResume(L.Callback):
             progress.processed > 0 and not goes_on and bool(self._orders)
         )
         lines += [f"{repeated} batches of this epoch, a second time"] * (goes_on and repeated > 0)
+        lines += ["means of this epoch, of what is left of it"] * (progress.processed > 0)
         for count in ("ready", "started", "processed", "completed"):
             setattr(progress, count, getattr(progress, count) + ahead)
         rank_zero_warn(
@@ -207,12 +250,6 @@ class ExactResume(L.Callback):
 
 def _described(loader: object) -> str:
     return f"the {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
-
-
-def _count_back(progress: Any, *counts: str) -> None:
-    for counter in (progress.current, progress.total):  # by the totals the loop tells at which stage it was stopped
-        for count in counts:
-            setattr(counter, count, getattr(counter, count) - 1)
 
 
 def _current(progress: Any) -> Any:

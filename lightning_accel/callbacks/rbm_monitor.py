@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_accel.callbacks.rbm_pictures import RBMView, draw_rbm, picture_shape, plain_copy
+from lightning_accel.callbacks.samplings import samplings_of
 from lightning_accel.nn import RBM, ContrastiveDivergence
 
 _MOST_POINTS = 400  # of a curve; beyond, every second is left out
@@ -285,10 +286,7 @@ def _with_labels(state: Tensor, labels: Tensor | None, rbm: RBM) -> Tensor | Non
 
 def _chains_of(rbms: Sequence[RBM], module: L.LightningModule) -> list[Tensor | None]:
     """Hidden states (C, H) on the CPU of each machine's chains, None for those without."""
-    trainings: list[ContrastiveDivergence] = []
-    for value in vars(module).values():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        trainings += [part for part in parts if isinstance(part, ContrastiveDivergence)]
+    trainings = samplings_of(module)
     if len(trainings) != len(rbms):  # then a size has to tell which is whose
         fitting = [[one for one in trainings if _fits(one, rbm)] for rbm in rbms]
         return [_states(ones[0]) if len(ones) == 1 else None for ones in fitting]

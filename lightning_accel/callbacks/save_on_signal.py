@@ -10,6 +10,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 
@@ -18,7 +19,8 @@ class SaveOnSignal(L.Callback):
 
     It is enough that one process gets the signal: they agree every ``every_n_steps`` optimizer steps, which costs one
     reduction of one number. The file stands beside those of the ModelCheckpoint as ``signal-step=N.ckpt``, from which
-    ``fit --ckpt_path auto`` goes on.
+    ``fit --ckpt_path auto`` goes on. It is removed when the resumed run has written a later checkpoint. This callback
+    runs after all others, so that nothing that they do at the end of a batch is missing from it.
 
     It takes the place of Lightning's handler, which sends a broadcast from within the signal, between whichever
     collectives run, and saves nothing. Under Slurm, Lightning's handler of the signal to requeue stays, and is called
@@ -44,6 +46,12 @@ class SaveOnSignal(L.Callback):
         self._received = 0
         self._requeue: Any = None
         self._requeue_signal = 0
+        self._files: dict[str, int] = {}  # of this run, and the steps that they were written at
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._files = {}
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]  # by a connector
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -63,6 +71,7 @@ class SaveOnSignal(L.Callback):
         last = batch_idx + 1 == trainer.num_training_batches
         if rest and not last:
             return  # gradients that are being accumulated are in no checkpoint
+        self._remove_outdated(trainer)
         received = self._received
         if trainer.world_size > 1:
             if steps % self.every_n_steps and not last:
@@ -71,6 +80,23 @@ class SaveOnSignal(L.Callback):
         if received:
             self._received = 0
             self._obey(received, trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._remove_outdated(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"files": self._files} if self._files else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._files = dict(state_dict["files"])
+
+    def _remove_outdated(self, trainer: L.Trainer) -> None:
+        """Remove files older than a whole checkpoint that a ModelCheckpoint has written since."""
+        keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        steps = [each._last_global_step_saved for each in keepers if not each.save_weights_only]  # has no public name
+        for file in [file for file, step in self._files.items() if step < max(steps, default=0)]:
+            trainer.strategy.remove_checkpoint(file)
+            del self._files[file]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = number
@@ -82,7 +108,10 @@ class SaveOnSignal(L.Callback):
         keeper = trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir
         path = Path(folder, f"signal-step={trainer.global_step}.ckpt")
+        outdated, self._files = self._files, {str(path): trainer.global_step}
         trainer.save_checkpoint(path)
+        for file in outdated.keys() - self._files.keys():
+            trainer.strategy.remove_checkpoint(file)
         rank_zero_info(f"{signal.Signals(number).name}: saved {path}, and stop")
         raise SystemExit(128 + number)
 

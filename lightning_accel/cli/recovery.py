@@ -73,7 +73,7 @@ def _places(trainer: L.Trainer) -> list[Path]:
 
 
 class _SameCheckpoint(L.Callback):
-    """Refuse to go on where processes found different checkpoints."""
+    """Refuse to go on where processes found different checkpoints; once that one is read, it is one of the run's."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -86,3 +86,6 @@ class _SameCheckpoint(L.Callback):
                 f"{trainer.global_rank}. All machines must see one folder; give --trainer.default_root_dir on a disk "
                 "that they share"
             )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.ckpt_path = None  # Lightning's ModelCheckpoint would leave it behind for good, after every restart

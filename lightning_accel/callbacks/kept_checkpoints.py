@@ -1,0 +1,70 @@
+"""What ModelCheckpoint callbacks had done, and had still to do, when one of them wrote a checkpoint."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class KeptCheckpoints:
+    """Keep what Lightning's ModelCheckpoint leaves out of its state, and let each finish what it was stopped in."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, set[str]] = {}  # of each callback, when its state was last asked for
+
+    def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
+        states = {}
+        named = {os.path.realpath(trainer.ckpt_path)} if trainer.ckpt_path else set()  # by the user, and left to them
+        for keeper in _keepers(trainer):
+            files = _files_of(keeper)
+            states[keeper.state_key] = {
+                "dirpath": keeper.dirpath,
+                "current_score": keeper.current_score,
+                "last_step": keeper._last_global_step_saved,
+                "last_file": keeper._last_checkpoint_saved,
+                "waits_for_validation": keeper._defer_save_until_validation,
+                # it removes them once the new file is written
+                "superseded": sorted(self._files.get(keeper.state_key, set()) - files - named),
+            }
+            self._files[keeper.state_key] = files
+        return states
+
+    def load_state_dict(self, states: dict[str, Any], trainer: L.Trainer) -> None:
+        for keeper in _keepers(trainer):
+            state = states.get(keeper.state_key)
+            if state is None:
+                continue
+            keeper.current_score = state["current_score"]
+            keeper._last_global_step_saved = state["last_step"]
+            keeper._defer_save_until_validation = state["waits_for_validation"]
+            if state["dirpath"] == keeper.dirpath:
+                keeper._last_checkpoint_saved = state["last_file"]
+                for file in state["superseded"]:
+                    if Path(keeper.dirpath or "") in Path(file).parents:
+                        trainer.strategy.remove_checkpoint(file)
+            self._files[keeper.state_key] = _files_of(keeper)
+
+    def finish(self, trainer: L.Trainer, hook: str, *arguments: Any, came_from: str) -> None:
+        """Run ``hook`` of those that it was not yet run for.
+
+        The one that was writing the checkpoint ``came_from`` has its state as it is after that, and is asked for the
+        last thing that it does: to write ``last.ckpt``.
+        """
+        module = trainer.lightning_module
+        for keeper in _keepers(trainer):
+            if os.path.realpath(came_from) not in map(os.path.realpath, _files_of(keeper)):
+                getattr(keeper, hook)(trainer, module, *arguments)
+                continue
+            keeper._last_global_step_saved, keeper._last_checkpoint_saved = trainer.global_step, came_from
+            if os.path.realpath(came_from) != os.path.realpath(keeper.last_model_path):
+                keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
+
+
+def _keepers(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+
+def _files_of(keeper: ModelCheckpoint) -> set[str]:
+    return {*keeper.best_k_models, keeper.best_model_path, keeper.last_model_path} - {""}

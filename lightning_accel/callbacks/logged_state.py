@@ -1,0 +1,116 @@
+"""What a run has logged so far within an epoch, as values that a checkpoint may hold."""
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric, MetricCollection
+
+_OPTIONS = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+_FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:
+    """Return this process's running sums of the epoch, states of the module's metrics, and latest figures.
+
+    Args:
+        trainer: between the steps of a fit.
+        in_validation: whether a validation runs; its sums and metrics are left out, since Lightning resets them after.
+    """
+    connector: Any = trainer._logger_connector  # no public name leads to what is logged
+    loop: Any = trainer.fit_loop.epoch_loop
+    own = {id(each.value) for each in loop.val_loop._results.values() if not each.is_tensor} if in_validation else set()
+    return {
+        "hook": None if in_validation else connector._current_fx,
+        "figures": {name: _copied(getattr(connector, name)) for name in _FIGURES},
+        "sums": {key: _sum_state(each) for key, each in loop._results.items() if _can_be_kept(each)},
+        "metrics": {
+            name: _metric_state(metric)
+            for name, metric in _metrics_of(trainer.lightning_module)
+            if metric.update_count and id(metric) not in own
+        },
+    }
+
+
+def set_logged_state(trainer: L.Trainer, state: dict[str, Any]) -> None:
+    """Go on from ``state``, a :func:`logged_state` of the process of this rank."""
+    connector: Any = trainer._logger_connector
+    device = trainer.strategy.root_device
+    connector._current_fx = state["hook"]
+    for name, figures in state["figures"].items():
+        setattr(connector, name, dict(figures))
+    metrics = dict(_metrics_of(trainer.lightning_module))
+    for name, of_metric in state["metrics"].items():
+        if name in metrics:
+            _restore_metric(metrics[name], of_metric)
+    results: Any = trainer.fit_loop.epoch_loop._results
+    results.clear()
+    for key, one in state["sums"].items():
+        if one["is_tensor"] or one["options"]["metric_attribute"] in metrics:
+            results[key] = _restored_sum(one, trainer, metrics).to(device)
+
+
+def _metrics_of(module: L.LightningModule) -> Iterator[tuple[str, Metric]]:
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            part.items(copy_state=False)  # metrics of one compute group share states once they are read
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, Metric))
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    return {"update_count": metric.update_count, "state": tree_map(_copied, metric.metric_state)}
+
+
+def _restore_metric(metric: Metric, state: dict[str, Any]) -> None:
+    for name, value in state["state"].items():
+        setattr(metric, name, tree_map(lambda one: one.to(metric.device) if isinstance(one, Tensor) else one, value))
+    metric._update_count = state["update_count"]  # it has no public name, and without it compute() warns
+    metric._computed = None
+
+
+def _can_be_kept(one: Any) -> bool:
+    return not one.has_reset and one.meta.sync.group is None  # a process group lives in its process alone
+
+
+def _sum_state(one: Any) -> dict[str, Any]:
+    meta = one.meta
+    state = {
+        "is_tensor": one.is_tensor,
+        "options": {name: getattr(meta, name) for name in _OPTIONS},
+        "reduction": (meta.reduce_fx in (sum, min, max), meta.reduce_fx.__name__),
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only, "_op": meta.sync.op},
+        "update_count": one.update_count,
+        "last": _copied(one._forward_cache),
+    }
+    if one.is_tensor:
+        state["value"] = _copied(one.value)
+        if meta.is_mean_reduction:
+            state["batch_size"] = _copied(torch.as_tensor(one.cumulated_batch_size))
+    return state
+
+
+def _restored_sum(state: dict[str, Any], trainer: L.Trainer, metrics: dict[str, Metric]) -> Any:
+    is_builtin, name = state["reduction"]
+    meta = _Metadata(**state["options"], reduce_fx=getattr(builtins if is_builtin else torch, name))
+    meta.sync = _Sync(fn=trainer.strategy.reduce, **state["sync"])
+    one: Any = _ResultMetric(meta, state["is_tensor"])
+    one.value = state["value"] if state["is_tensor"] else metrics[state["options"]["metric_attribute"]]
+    if "batch_size" in state:
+        one.cumulated_batch_size = state["batch_size"]
+    one._forward_cache, one._update_count = state["last"], state["update_count"]
+    return one
+
+
+def _copied(value: Any) -> Any:
+    """A copy on the CPU of what training goes on to change, while a checkpoint may still be written."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,181 @@
+"""The rest of a fit that was stopped, beginning with what was left to do when its checkpoint was written."""
+
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.fit_loop import RestartStage
+
+from lightning_accel.callbacks.kept_checkpoints import KeptCheckpoints
+
+Moment = Literal["between epochs", "within a batch", "batch end", "validation", "validation end", "epoch end"]
+
+
+def moment_of(trainer: L.Trainer) -> Moment:
+    """Return the part of a fit in which its counters stand, as it runs or as a checkpoint restored them."""
+    loop: Any = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    if epochs.ready != epochs.started or not epochs.ready:
+        return "between epochs"
+    if epochs.processed == epochs.started:
+        return "between epochs" if epochs.completed == epochs.processed else "epoch end"
+    if not batches.ready == batches.started == batches.processed or not batches.ready:
+        return "within a batch"
+    if batches.completed < batches.processed:
+        return "batch end"
+    validation = loop.epoch_loop.val_loop
+    seen = validation.batch_progress
+    is_whole = seen.is_last_batch and 0 < seen.current.ready == seen.current.completed
+    return "validation end" if is_whole and not validation._logged_outputs else "validation"
+
+
+class ResumedFit:
+    """Run a fit on from its checkpoint, in place of Lightning's ``fit_loop.run``.
+
+    Lightning's own leaves out what stood between the checkpoint and the next batch: that step's row of metrics, the
+    validation that was due, the callbacks that had not had their turn, plateau schedulers at the end of the epoch; and
+    it may count the step of all further rows wrong. Here counters stay as they were saved, and the functions that
+    Lightning would have called bring the interrupted iteration to its end.
+
+    Args:
+        trainer: whose counters have been restored.
+        moment: when the checkpoint was written.
+        kept: what ModelCheckpoint callbacks had done by then.
+    """
+
+    def __init__(self, trainer: L.Trainer, moment: Moment, kept: KeptCheckpoints) -> None:
+        self.trainer = trainer
+        self.moment = moment
+        self.kept = kept
+        self.loop: Any = trainer.fit_loop
+        self.batches: Any = self.loop.epoch_loop
+        self.came_from = str(trainer.ckpt_path)
+        self._goes_on = moment != "between epochs"  # within an epoch
+        self._has_read = False
+
+    def run(self) -> None:
+        """Do the rest; :meth:`count_back` has to be called when all hooks of the start have been."""
+        loop = self.loop
+        loop.setup_data()
+        if loop.max_batches == 0 or self.trainer.limit_train_batches == 0:
+            return
+        if self.moment == "between epochs":
+            if loop.done:
+                return
+            self._goes_on = self._had_ended_within_an_epoch()
+        torch.set_grad_enabled(True)
+        loop.on_run_start()
+        for each in (loop, self.batches, self.batches.val_loop):
+            each._restarting = False
+        if self.moment == "epoch end" and self.batches.done:
+            self._finish_epoch()
+        elif self._goes_on:
+            self._run_rest_of_epoch()
+            loop.on_advance_end()
+        loop._loaded_from_state_dict, loop._resuming_from_checkpoint = False, self._has_begun_next_epoch()
+        while not loop.done:
+            try:
+                loop.on_advance_start()
+                loop.advance()
+                loop.on_advance_end()
+            except StopIteration:
+                break
+            finally:
+                loop.on_iteration_done()
+        loop.on_run_end()
+
+    def _had_ended_within_an_epoch(self) -> bool:
+        """Whether max_steps or a callback ended the fit, which is given more now, before the last batch of an epoch."""
+        epochs, progress = self.loop.epoch_progress.current, self.batches.batch_progress.current
+        return progress.ready > 0 and epochs.started == epochs.ready and not self.batches._num_ready_batches_reached()
+
+    def count_back(self) -> None:
+        """Count as the loop does within the epoch, or before the next; an interrupted batch or validation is undone."""
+        epochs, progress = self.loop.epoch_progress, self.batches.batch_progress
+        if not self._goes_on:
+            _reset_to_completed(epochs)
+        elif self.moment == "epoch end":
+            _subtract_one(epochs, "processed")
+            epochs.current.completed = epochs.current.processed  # the loop's start has set it to the next epoch's
+        elif self.moment == "between epochs":
+            _subtract_one(epochs, "processed", "completed")
+        elif self.moment == "within a batch":
+            _reset_to_completed(progress)
+            self.batches.scheduler_progress.reset_on_restart()
+            self.batches.automatic_optimization.optim_progress.reset_on_restart()
+        elif self.moment == "validation":
+            seen = self.batches.val_loop.batch_progress
+            for name, count in vars(seen.current).items():
+                setattr(seen.total, name, getattr(seen.total, name) - count)
+
+    def _run_rest_of_epoch(self) -> None:
+        loop, batches, fetcher = self.loop, self.batches, self.loop._data_fetcher
+        loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the hooks of the epoch's start have been called
+        loop.on_advance_start()
+        loop.reset_restart_stage()
+        batches.on_run_start(fetcher)
+        ready = batches.batch_progress.current.ready
+        self.trainer._logger_connector._first_loop_iter = ready == 1 if ready else None
+        if self.moment == "batch end":
+            self._finish_batch()
+            batches.on_advance_end(fetcher)
+        elif self.moment == "validation":
+            batches.on_advance_end(fetcher)
+        elif self.moment == "validation end":
+            self.trainer.validating = True
+            self.kept.finish(self.trainer, "on_validation_end", came_from=self.came_from)
+            self.trainer.training = True
+            batches._skip_next_val = True
+            batches.on_advance_end(fetcher)
+        while not batches.done:
+            try:
+                self._has_read = True
+                batches.advance(fetcher)
+                batches.on_advance_end(fetcher)
+            except StopIteration:
+                break
+            finally:
+                batches.on_iteration_done()
+
+    def _finish_batch(self) -> None:
+        connector: Any = self.trainer._logger_connector
+        number = self.batches.batch_idx
+        self.kept.finish(self.trainer, "on_train_batch_end", None, None, number, came_from=self.came_from)
+        connector.on_batch_end()
+        self.batches.batch_progress.increment_completed()
+        connector.update_train_step_metrics()
+
+    def _finish_epoch(self) -> None:
+        """What is left of ``fit_loop.on_advance_end`` when callbacks save at the end of the epoch."""
+        loop, batches, connector = self.loop, self.batches, self.trainer._logger_connector
+        loop.epoch_progress.increment_processed()
+        self.kept.finish(self.trainer, "on_train_epoch_end", came_from=self.came_from)
+        connector.on_epoch_end()
+        if batches._num_ready_batches_reached():
+            batches.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        batches._batches_that_stepped -= 1  # as Lightning does, for the step of the row
+        connector.update_train_epoch_metrics()
+        batches._batches_that_stepped += 1
+        loop.epoch_progress.increment_completed()
+
+    def _has_begun_next_epoch(self) -> bool:
+        """Whether the loaders' iteration is that of the next epoch, where nothing of this one was left to read.
+
+        A loader without a length is read to its end before the last batch is trained on; where it keeps its position
+        itself, the first iteration after that is the next epoch's.
+        """
+        fetcher = self.loop._data_fetcher
+        loaders = self.loop._combined_loader.flattened
+        is_stateful = any(hasattr(loader, "load_state_dict") for loader in loaders)
+        return is_stateful and fetcher.length is None and not self._has_read
+
+
+def _reset_to_completed(progress: Any) -> None:
+    for counter in (progress.current, progress.total):  # Lightning's reset_on_restart leaves the totals
+        counter.ready = counter.started = counter.processed = counter.completed
+
+
+def _subtract_one(progress: Any, *counts: str) -> None:
+    for counter in (progress.current, progress.total):
+        for count in counts:
+            setattr(counter, count, getattr(counter, count) - 1)
