@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -72,11 +73,13 @@ def run_until_stopped(fit: Callable[[], object]) -> None:
 
 def ended(trainer: L.Trainer, folder: Path) -> Ended:
     """Collect what is compared of a run that is over, with all of its files in ``folder``."""
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
     end = folder / "end.ckpt"
     trainer.save_checkpoint(end)
     checkpoint = torch.load(end, weights_only=True)
-    end.unlink()
+    trainer.strategy.barrier()
+    trainer.strategy.remove_checkpoint(end)
+    trainer.strategy.barrier()
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
     return Ended(_without(str(folder), checkpoint), logged_rows(folder), files)
 
 
@@ -117,11 +120,11 @@ def assert_same_end(resumed: Ended, whole: Ended, ignored: tuple[str, ...] = ())
     """
     assert_same_rows(resumed.rows, whole.rows)
     different = [
-        f"{name}: {found} for {expected}"
+        f"{name}: {str(found)[:80]} for {str(expected)[:80]}"
         for name, found, expected in differences(resumed.checkpoint, whole.checkpoint)
         if not any(part in name for part in ignored)
     ]
-    assert not different, "\n".join(different)
+    assert not different, "\n".join(different[:20])
     assert resumed.files == whole.files
 
 
@@ -141,7 +144,11 @@ def differences(found: Any, expected: Any, name: str = "") -> Iterator[tuple[str
 
 
 def newest(folder: Path) -> Path | None:
-    return newest_checkpoint([folder])
+    """Find the newest checkpoint in ``folder``, the same for all processes."""
+    found = [newest_checkpoint([folder])]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 def _without(folder: str, value: Any) -> Any:

@@ -59,6 +59,7 @@ class ExactResume(L.Callback):
         self._seed = 0
         self._saved: list[dict[str, Any]] = []  # by rank
         self._saved_once: dict[str, Any] = {}  # equal on all ranks
+        self._sampler_seeds: list[Any] = []  # by order, of the checkpoint
         self._ranks = RankStates()
         self._kept = KeptCheckpoints()
         self._resumed: ResumedFit
@@ -71,7 +72,7 @@ class ExactResume(L.Callback):
         if stage != "fit":
             return
         require_dealable_batches(trainer)
-        self._seed, self._saved, self._saved_once = initial_seed(), [], {}
+        self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
         self._kept = KeptCheckpoints()
         # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
         # first iteration, and after every other on_train_start. Nothing public stands around the loop.
@@ -92,6 +93,7 @@ class ExactResume(L.Callback):
         if self._before_validation is not None:
             generators, seen = self._before_validation["generators"], self._before_validation["seen"]
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
+        mine["sampler_seeds"] = [getattr(order.rows, "seed", None) for order in self._orders]
         if samplings := self._samplings():
             mine["samplings"] = [one.state_dict() for one in samplings]
         if moment in ("batch end", "validation", "validation end", "epoch end"):
@@ -102,7 +104,8 @@ class ExactResume(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved, self._saved_once = state_dict["ranks"], state_dict
-        self._seed = self._saved[min(self._trainer.global_rank, len(self._saved) - 1)]["seed"]
+        mine = self._saved[min(self._trainer.global_rank, len(self._saved) - 1)]
+        self._seed, self._sampler_seeds = mine["seed"], mine.get("sampler_seeds", [])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -125,6 +128,7 @@ class ExactResume(L.Callback):
         if self._trainer.training and not stateful:
             if can_be_entered_anywhere(loader):
                 self._orders.append(EpochOrder(loader, lambda: self._seed, self._position))  # type: ignore[arg-type]
+                self._restore_sampler_seeds()
                 return loader
             rank_zero_warn(
                 f"ExactResume: a run resumed within an epoch starts {_described(loader)} from its beginning, since it "
@@ -168,6 +172,7 @@ class ExactResume(L.Callback):
             )
         elif len(self._saved) != self._trainer.world_size:
             self._spread_over_other_processes()
+        self._restore_sampler_seeds()
         self._start_loaders_again()
         self._kept.load_state_dict(self._saved_once.get("kept", {}), self._trainer)
         if len(self._saved) > self._trainer.global_rank:
@@ -201,6 +206,12 @@ class ExactResume(L.Callback):
         if late or len(self._orders) == len(loop._combined_loader.flattened):
             assert loop._data_fetcher is not None
             iter(loop._data_fetcher)
+
+    def _restore_sampler_seeds(self) -> None:
+        """Give the samplers that Lightning deals rows with the seed of the run; theirs is that of this start of it."""
+        for order, seed in zip(self._orders, self._sampler_seeds, strict=False):
+            if isinstance(order.rows, DistributedSampler):
+                order.rows.seed = seed
 
     def _seen_in_validation(self) -> dict[int, int]:
         """How many batches of each validation loader the run has seen, which counts the rows of their metrics."""

@@ -86,7 +86,7 @@ def loader(count, batch_size, **options):
 
 def fit(folder, scheduler="cycle", accumulated=1, stop=(), disk=None, resume=None, **options):
     """Five batches an epoch of each process, the last of them smaller."""
-    torch.manual_seed(3 if resume is None else 4)
+    L.seed_everything(3 if resume is None else 4, verbose=False)
     trainer = L.Trainer(
         **{"max_epochs": 3, "devices": 1} | options, accelerator="cpu", accumulate_grad_batches=accumulated,
         log_every_n_steps=2, logger=CSVLogger(folder, name="", version=f"part_{len(list(folder.glob('part_*')))}"),
@@ -162,14 +162,13 @@ def test_a_run_that_is_stopped_again_and_again(tmp_path):
         {"scheduler": "plateau train", "val_check_interval": 2},
         {"scheduler": "plateau val", "max_steps": 13, "max_epochs": -1},
         {"check_val_every_n_epoch": 2, "max_epochs": 4},
-        {"scheduler": "plateau val", "reload_dataloaders_every_n_epochs": 1},
     ],
 )
 def test_a_kill_after_any_checkpoint(tmp_path, options):
     disk = StopAfterWriting()
-    whole = whole_run(tmp_path, disk=disk, **options)
-    assert disk.written >= 10
-    for number in range(1, disk.written + 1):
+    whole = whole_run(tmp_path / "whole", disk=disk, **options)
+    assert disk.written > 10
+    for number in range(1, disk.written):  # the last is that of the comparison
         folder = tmp_path / str(number)
         folder.mkdir()
         check(folder, {"disk": StopAfterWriting(number)}, whole=whole, **options)
@@ -178,8 +177,8 @@ def test_a_kill_after_any_checkpoint(tmp_path, options):
 def check_ranks(rank, folder):
     options = {"devices": 2, "strategy": "ddp", "scheduler": "plateau train"}
     for moment in ("within an epoch", "before validation", "after validation"):
-        (folder / str(rank) / moment).mkdir(parents=True)
-        check(folder / str(rank) / moment, MOMENTS[moment](), **options)
+        (folder / moment).mkdir(exist_ok=True)
+        check(folder / moment, MOMENTS[moment](), **options)
 
 
 @pytest.mark.slow
