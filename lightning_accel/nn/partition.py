@@ -136,8 +136,10 @@ class _Path:
         self.rbm = rbm
         self.generator = generator
         self.start = bias.expand(num_chains, -1)
-        self.betas = torch.linspace(0, 1, num_temperatures, dtype=torch.float64).tolist()
-        self.biases = bias + torch.linspace(0, 1, num_temperatures).to(bias)[:, None] * (rbm.visible_bias - bias)
+        self.betas = torch.linspace(0, 1, num_temperatures, dtype=torch.float64, device="cpu").tolist()
+        self.biases = bias + torch.linspace(0, 1, num_temperatures, device="cpu").to(bias)[:, None] * (
+            rbm.visible_bias - bias
+        )
         at_rest = rbm.hidden_units.log_partition(torch.zeros_like(rbm.hidden_bias, dtype=torch.float64))
         self.log_base = rbm.visible_units.log_partition(bias.double(), bias.double()) + at_rest.sum()
 
@@ -263,7 +265,9 @@ def pseudo_likelihood(rbm: "RBM", visible: Tensor, exact: bool, generator: Gener
             per_row = max(part.bias.shape[1] for part in parts)
         rows = max(1, _CHUNK // (per_row * rbm.num_hidden))
         results = [
-            _pseudo_rows(rbm, parts, activation, torch.arange(start, min(start + rows, len(visible))), chosen)
+            _pseudo_rows(
+                rbm, parts, activation, torch.arange(start, min(start + rows, len(visible)), device="cpu"), chosen
+            )
             for start in range(0, len(visible), rows)
         ]
         return torch.cat(results) if exact else num_groups * torch.cat(results)

@@ -271,7 +271,7 @@ class DynamicRNN(nn.Module):
         if execution == "padded" and x.shape[1] and x.shape[0]:
             return PaddedLayout(None if lengths is None else lengths.to(x.device))
         steps = x.shape[1]
-        known = torch.full((len(x),), steps) if lengths is None else lengths.cpu()
+        known = torch.full((len(x),), steps, device="cpu") if lengths is None else lengths.cpu()
         if execution == "lanes":
             return LanesLayout(known, steps, x.device)
         return SortedLayout(known, steps, x.device, packed=execution == "packed")
@@ -331,7 +331,7 @@ def _pad(
         rows, lengths = pad_packed_sequence(x, batch_first=True)
     elif isinstance(x, (list, tuple)) and all(isinstance(row, Tensor) and row.ndim == 2 for row in x) and x:
         form = "list"
-        rows, lengths = pad_sequence(list(x), batch_first=True), torch.tensor([len(row) for row in x])
+        rows, lengths = pad_sequence(list(x), batch_first=True), torch.tensor([len(row) for row in x], device="cpu")
     else:
         raise TypeError(
             "DynamicRNN needs a tensor (B, T, input_size), a list of tensors (T_i, input_size), one or more, or a "
@@ -345,7 +345,7 @@ def _pad(
 
 
 def _checked(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
-    lengths = torch.as_tensor(lengths)
+    lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
     if lengths.is_floating_point() or lengths.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise TypeError(f"lengths are integers, numbers of valid steps; got {lengths.dtype}")
     if lengths.shape != x.shape[:1]:

@@ -110,7 +110,7 @@ class SortedLayout(_ValidSteps):
 
     def __init__(self, lengths: Tensor, steps: int, device: torch.device, packed: bool) -> None:
         ordered, order = lengths.sort(descending=True, stable=True)
-        valid = torch.arange(steps)[:, None] < ordered  # (T, B)
+        valid = torch.arange(steps, device=ordered.device)[:, None] < ordered  # (T, B)
         self.batch_sizes = valid.sum(1)
         self.batch_sizes = self.batch_sizes[self.batch_sizes > 0]
         counted = self.batch_sizes.unique_consecutive(return_counts=True)
@@ -174,7 +174,7 @@ class LanesLayout(_ValidSteps):
     """
 
     def __init__(self, lengths: Tensor, steps: int, device: torch.device) -> None:
-        row, step = (torch.arange(steps) < lengths[:, None]).nonzero(as_tuple=True)  # (N,) each
+        row, step = (torch.arange(steps, device=lengths.device) < lengths[:, None]).nonzero(as_tuple=True)  # (N,) each
         begins = lengths.cumsum(0) - lengths
         filled = lengths.nonzero()[:, 0]
         index = (row * steps + step).to(device, non_blocking=True)
