@@ -11,7 +11,8 @@ from lightning_accel import callbacks
 from lightning_accel.nn import RBM, ContrastiveDivergence, MixtureOfExperts
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(directory .* not empty|does not have many workers|number of training batches|treespec|is of a run)",
+    "ignore:.*(directory .* not empty|does not have many workers|number of training batches|treespec)",
+    "ignore:training ended after 1 optimizer",
     "ignore:You are overfitting",
     "ignore:.*`shuffle=True`.*in `overfit_batches`",
 )
