@@ -394,3 +394,59 @@ def test_aoti_file_writes_over_no_memory(tmp_path):
     """As programs with frozen weights do at this width, in torch 2.13."""
     done = subprocess.run([sys.executable, "-c", WIDTH_32, str(tmp_path / "m.pt2")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def transformers_call(name):
+    """A model of transformers with random weights, and a call with labels and rows of unequal length."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    tokens, heads = sizes | {"vocab_size": 11, "max_position_embeddings": 16}, {"num_key_value_heads": 1}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    ids = torch.randint(1, 11, (4, 6))
+    call = {"input_ids": ids, "attention_mask": torch.ones(4, 6).tril(3).long()}
+    images = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.tensor([0, 1, 0, 1])}
+    t5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    gpt2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    found = {
+        "BertForSequenceClassification": ("BertConfig", tokens, call | {"labels": images["labels"]}),
+        "ViTForImageClassification": ("ViTConfig", sizes | {"image_size": 8, "patch_size": 4}, images),
+        "GPT2LMHeadModel": ("GPT2Config", gpt2 | special | {"vocab_size": 11}, call | {"labels": ids.clone()}),
+        "LlamaForCausalLM": ("LlamaConfig", tokens | heads | special, call | {"labels": ids.clone()}),
+        "MixtralForCausalLM": (
+            "MixtralConfig",
+            tokens | heads | special | {"num_local_experts": 3},
+            call | {"labels": ids.clone()},
+        ),
+        "T5ForConditionalGeneration": ("T5Config", t5 | {"vocab_size": 11}, call | {"labels": ids.clone()}),
+    }
+    config, options, inputs = found[name]
+    return getattr(transformers, name)(getattr(transformers, config)(**options)).eval(), inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("LlamaForCausalLM", "pt2"),
+        *(
+            pytest.param(name, format, marks=pytest.mark.slow)
+            for name in (
+                "BertForSequenceClassification", "ViTForImageClassification", "GPT2LMHeadModel", "MixtralForCausalLM",
+                "T5ForConditionalGeneration", "LlamaForCausalLM",
+            )
+            for format in ("pt2", "onnx")
+            if (name, format) not in (("LlamaForCausalLM", "pt2"), ("MixtralForCausalLM", "onnx"))
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # of transformers and of torch on the way
+def test_models_of_transformers(name, format, tmp_path):
+    module, inputs = transformers_call(name)
+    exported = export(module, [((), inputs)], tmp_path / f"model.{format}", format)
+    loaded = load_compressed(exported.path)
+    torch.testing.assert_close(loaded(**inputs).logits, module(**inputs).logits, rtol=1e-4, atol=1e-5)
+    if name.startswith("T5"):  # shifts them into its decoder
+        return
+    assert exported.unused == ["labels"]
+    if "input_ids" in inputs:
+        other = {"input_ids": inputs["input_ids"][:3, :4], "attention_mask": torch.ones(3, 4).long()}
+        torch.testing.assert_close(loaded(**other)[0], module(**other).logits, rtol=1e-4, atol=1e-5)
