@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint
+from lightning_accel.strategies.named_code import code_named_in
 
 
 class Teacher:
@@ -88,6 +89,11 @@ def load_teacher(path: str | PathLike[str]) -> L.LightningModule:
         raise ValueError(
             f"{path} does not say which class it holds the weights of; give a module, teacher=MyModule(...), or "
             f"class_path and init_args in a config, and checkpoint={str(path)!r}"
+        )
+    if named := code_named_in({key: value for key, value in settings.items() if key != "_instantiator"}):
+        raise ValueError(
+            f"the teacher {path} names {', '.join(named[:5])}, which is not imported; import it first if you trust its "
+            "author, or give a module, teacher=MyModule(...)"
         )
     if class_path.startswith("lightning_accel."):
         package, _, name = class_path.rpartition(".")

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint, require_loadable
+from lightning_accel.strategies.named_code import code_named_in
 from lightning_accel.strategies.sharded_metadata import METADATA, REST, refused_object
 
 _MOST_NAMED = 5  # tensors or settings that a message names
@@ -55,10 +56,20 @@ class Checkpoint:
         return cls(file, content)
 
     def model_config(self) -> dict[str, Any] | None:
-        """The model's class and arguments as a config, if the checkpoint was made by a command line."""
+        """Return the model's class and arguments as a config, if the checkpoint was made by a command line.
+
+        Raises:
+            UsageError: if they name code that is not imported yet: no checkpoint has it imported by being read.
+        """
         settings = {k: v for k, v in self.content.get("hyper_parameters", {}).items() if k != "_instantiator"}
         if "_class_path" not in settings:
             return None
+        if named := code_named_in(settings):
+            raise UsageError(
+                f"{self.path} names {', '.join(_shortened(named))}, which is not imported, and reading a checkpoint "
+                "imports nothing. If you trust its author, give its model yourself: --config with the "
+                f"config_fit.yaml of its run, or --model {settings['_class_path']} and its options"
+            )
         return {"class_path": settings.pop("_class_path"), "init_args": settings}
 
     def schedule_length(self) -> int | None:
@@ -89,12 +100,16 @@ class Checkpoint:
             problems += [f"the model has no {name}" for name in saved.keys() - own.keys()]
         if problems:
             raise UsageError(
-                f"{self.path} holds another model than {type(model).__name__} as configured:\n"
+                f"{self.path} holds {self._kind(model)}another model than {type(model).__name__} as configured:\n"
                 + "\n".join(f"  {line}" for line in [*self._settings(model), *_shortened(sorted(problems))])
                 + "\nUse the config that the run saved (config_fit.yaml in its folder), or another checkpoint"
             )
         if settings := self._settings(model):
             rank_zero_info("settings other than the checkpoint's: " + "; ".join(settings))
+
+    def _kind(self, model: L.LightningModule) -> str:
+        name = _class_name(self.content)
+        return "" if name in (None, type(model).__name__) else f"a {name}, "
 
     def _settings(self, model: L.LightningModule) -> list[str]:
         saved, now = self.content.get("hyper_parameters", {}), model.hparams
@@ -106,10 +121,16 @@ class Checkpoint:
         return _shortened(sorted(lines))
 
 
-def find_checkpoint(trainer: L.Trainer, which: str) -> str:
-    """Path of the ``best`` or the ``last`` checkpoint of the newest run under the folders of the Trainer's loggers.
+def find_checkpoint(
+    trainer: L.Trainer, model: L.LightningModule, which: str, weights_only: bool | None = None
+) -> tuple[str, str]:
+    """Find the ``best`` or the ``last`` checkpoint of the newest run of ``model`` under the folders of the loggers.
 
     The best is the one that a ModelCheckpoint with a ``monitor`` named so in the newest file, or the only one.
+    Checkpoints that name another class than the model's are passed over.
+
+    Returns:
+        The path, and what it is: ``best``, or ``last`` also where the run monitored nothing.
 
     Raises:
         UsageError: if there is none, or the files do not say which is the best.
@@ -119,28 +140,44 @@ def find_checkpoint(trainer: L.Trainer, which: str) -> str:
     keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
     roots |= {str(keeper.dirpath) for keeper in keepers if keeper.dirpath}
     files = sorted({file for root in roots for file in Path(root).glob("**/*.ckpt")}, key=lambda f: f.stat().st_mtime)
-    if not files:
+    others: dict[str, None] = {}
+    for newest in reversed(files):
+        content = _content(newest, weights_only)
+        if (name := _class_name(content)) in (None, type(model).__name__):
+            break
+        others[str(name)] = None
+    else:
+        held = f"; those there are of {', '.join(others)}" if others else ""
         raise UsageError(
-            f"--ckpt_path {which}: no checkpoint under {' or '.join(sorted(roots))}; run fit with this config first, "
-            "or name a file"
+            f"--ckpt_path {which}: no checkpoint of {type(model).__name__} under {' or '.join(sorted(roots))}{held}. "
+            "Run fit with this config first, or name a file"
         )
-    newest = files[-1]
     if which == "last":
-        return str(newest)
-    checkpoint = Checkpoint.read(str(newest))
-    states = {} if checkpoint is None else checkpoint.content.get("callbacks", {})
+        return str(newest), "last"
+    states = content.get("callbacks", {})
     keeping = [state for key, state in states.items() if key.startswith("ModelCheckpoint") and state["best_model_path"]]
     for state in sorted(keeping, key=lambda state: state["monitor"] is None):
         best = Path(state["best_model_path"])
         for file in (best, newest.with_name(best.name)):  # the second where the folder has been moved
-            if file.is_file():
-                return str(file)
+            if file.exists():
+                return str(file), "best" if state["monitor"] else "last"
     if (beside := [file for file in files if file.parent == newest.parent]) == [newest]:
-        return str(newest)
+        return str(newest), "last"
     raise UsageError(
         f"--ckpt_path best: the {len(beside)} files in {newest.parent} do not say which is the best (they hold weights "
         "alone, or another folder's); name one"
     )
+
+
+def _content(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a file, or what a sharded folder holds beside weights and optimizer states."""
+    found = Checkpoint.read(str(path), weights_only)
+    return read_checkpoint(path / REST, weights_only, mmap=True) if found is None else found.content
+
+
+def _class_name(content: dict[str, Any]) -> str | None:
+    class_path = content.get("hyper_parameters", {}).get("_class_path")
+    return None if class_path is None else str(class_path).rpartition(".")[2]
 
 
 @contextmanager

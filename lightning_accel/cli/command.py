@@ -7,6 +7,7 @@ import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
@@ -34,7 +35,8 @@ from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unus
 from lightning_accel.cli.errors import UsageError, explain, is_of_monitor, original, require_config_files, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
 from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
-from lightning_accel.cli.run_folder import ConfigSaver, require_writable, share_run_folder
+from lightning_accel.cli.run_folder import ConfigSaver, remove_empty, require_names, require_writable, take_run_folder
+from lightning_accel.cli.run_lock import RunLocks
 from lightning_accel.compress import ExportError
 
 
@@ -59,16 +61,22 @@ class AccelCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()) -> None:
+        self._locks = RunLocks()
+        self._made: list[Path] = []
         strict = {"prog": "lightning-accel", "allow_abbrev": False, "exit_on_error": False}
-        super().__init__(
-            save_config_callback=ConfigSaver,
-            trainer_class=ExportingTrainer,
-            trainer_defaults={"callbacks": list(callbacks)},
-            seed_everything_default=0,
-            parser_kwargs={**strict, **{name: dict(strict) for name in self.subcommands()}},
-            auto_configure_optimizers=False,
-            args=args,
-        )
+        try:
+            super().__init__(
+                save_config_callback=ConfigSaver,
+                trainer_class=ExportingTrainer,
+                trainer_defaults={"callbacks": list(callbacks)},
+                seed_everything_default=0,
+                parser_kwargs={**strict, **{name: dict(strict) for name in self.subcommands()}},
+                auto_configure_optimizers=False,
+                args=args,
+            )
+        finally:
+            self._locks.release()
+            remove_empty(self._made)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -130,20 +138,23 @@ class AccelCLI(LightningCLI):
             raise UsageError("--lr_interval step has no effect without --lr_scheduler; add the scheduler")
 
     def after_instantiate_classes(self) -> None:
+        require_names(self.trainer)
         require_writable(self.trainer)
         config = self.config_init[self.subcommand]
         if self.subcommand == "fit":
             write_whole_checkpoints(self.trainer)
             if config.ckpt_path == "auto":
-                config.ckpt_path = continue_run(self.trainer)
+                config.ckpt_path = continue_run(self.trainer, self._locks)
                 if config.ckpt_path is not None:
                     self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
-        share_run_folder(self.trainer)
+        self._made = take_run_folder(self.trainer, self._locks)
         self._use_optimizer_of_config()
         if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):
-            which, config.ckpt_path = config.ckpt_path, find_checkpoint(self.trainer, config.ckpt_path)
-            self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
-            rank_zero_info(f"{which} checkpoint of the newest run: {config.ckpt_path}")
+            wanted, weights_only = config.ckpt_path, config.get("weights_only")
+            config.ckpt_path, which = find_checkpoint(self.trainer, self.model, wanted, weights_only)
+            self.checkpoint = Checkpoint.read(config.ckpt_path, weights_only)
+            reason = ", which monitored nothing" if which != wanted else ""
+            rank_zero_info(f"{which} checkpoint of the newest run{reason}: {config.ckpt_path}")
         if self.subcommand != "fit" and config.ckpt_path is None:
             rank_zero_info(f"{self.subcommand} runs the weights that the model starts with: no --ckpt_path is given")
         if self.checkpoint is not None:
@@ -195,7 +206,8 @@ class AccelCLI(LightningCLI):
             if isinstance(keeper, ModelCheckpoint) and keeper.best_model_path:
                 score = keeper.best_model_score
                 figure = "" if score is None else f" ({keeper.monitor} {score.item():.4g})"
-                rank_zero_info(f"best checkpoint: {keeper.best_model_path}{figure}")
+                which = "last" if keeper.monitor is None else "best"
+                rank_zero_info(f"{which} checkpoint: {keeper.best_model_path}{figure}")
 
 
 def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, saved_length: int | None) -> None:

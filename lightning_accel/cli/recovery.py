@@ -11,6 +11,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError
+from lightning_accel.cli.run_folder import lock_run_folder
+from lightning_accel.cli.run_lock import RunLocks
 from lightning_accel.strategies import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoint_io import newest_checkpoint
 
@@ -21,15 +23,24 @@ def write_whole_checkpoints(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-def continue_run(trainer: L.Trainer) -> str | None:
+def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
     """Take the newest run folder again and find its newest whole checkpoint; None where there is none yet.
 
     Every process finds it by itself, before they are joined; that they found the same is checked once they are.
+
+    Raises:
+        UsageError: if another run has the folder, or one that checkpoints are kept in.
     """
     _warn_of_a_shared_store()
+    for folder in _folders_of_keepers(trainer) if trainer.is_global_zero else []:
+        if "://" not in str(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.require(folder / ".lock", folder)
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger | TensorBoardLogger):
             _take_newest_folder(logger)
+            if trainer.is_global_zero and "://" not in logger.root_dir:
+                lock_run_folder(logger, locks)
             if isinstance(logger, CSVLogger) and trainer.is_global_zero:
                 _keep_metrics(Path(logger.log_dir))
     warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* not empty")
@@ -67,9 +78,12 @@ def _places(trainer: L.Trainer) -> list[Path]:
     root = Path(trainer.default_root_dir)
     log_dirs = [log_dir for logger in trainer.loggers[:1] if (log_dir := getattr(logger, "log_dir", None))]
     places = [Path(log_dirs[0] if log_dirs else root, "checkpoints")]
+    return [*places, *_folders_of_keepers(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
+
+
+def _folders_of_keepers(trainer: L.Trainer) -> list[Path]:
     keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
-    places += [Path(keeper.dirpath) for keeper in keepers if keeper.dirpath]
-    return [*places, *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
+    return [Path(keeper.dirpath) for keeper in keepers if keeper.dirpath]
 
 
 class _SameCheckpoint(L.Callback):

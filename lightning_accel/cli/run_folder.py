@@ -9,6 +9,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_accel.cli.errors import UsageError
+from lightning_accel.cli.run_lock import RunLocks
 
 
 class ConfigSaver(SaveConfigCallback):
@@ -37,15 +38,83 @@ class ConfigSaver(SaveConfigCallback):
         path.write_text(text)
 
 
-def share_run_folder(trainer: L.Trainer) -> None:
-    """Give loggers of equal ``save_dir`` and ``name`` one numbered folder.
+def take_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
+    """Give loggers of equal ``save_dir`` and ``name`` one numbered folder, which no other run has.
 
-    A logger picks the next free number when it is first asked. Unless all are asked before one makes its folder, the
-    second finds the number of the first taken, and one run is spread over two folders.
+    A logger picks the next free number when it is first asked. Here the folder is made at once: of runs that begin
+    together, the one that makes a folder has its number, and the others go on to the next.
+
+    Returns:
+        Folders that were made, outermost first.
+
+    Raises:
+        UsageError: if the config names a folder that another run is using, or goes on in one.
     """
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger | TensorBoardLogger):  # to others a version is a run on a server
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+    made: list[Path] = []
+    for root in dict.fromkeys(logger.root_dir for logger in loggers):
+        sharing = [logger for logger in loggers if logger.root_dir == root]
+        numbered = [logger for logger in sharing if logger._version is None]  # the property would set it
+        for logger in sharing:
             _ = logger.version
+        if trainer.is_global_zero and "://" not in root:  # the others are told of its folder, and share its locks
+            made += _make_folder(Path(root))
+            made += [_make_next_folder(numbered, locks)] if numbered else []
+            for logger in sharing:
+                if logger not in numbered:
+                    lock_run_folder(logger, locks)
+    return made
+
+
+def _make_next_folder(loggers: list[CSVLogger | TensorBoardLogger], locks: RunLocks) -> Path:
+    while True:
+        folder = Path(loggers[0].root_dir, f"version_{loggers[0].version}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            if locks.take(_lock_file(folder)):
+                return folder
+        number = int(folder.name.removeprefix("version_")) + 1
+        for logger in loggers:
+            logger._version = number  # nothing public sets it
+
+
+def lock_run_folder(logger: CSVLogger | TensorBoardLogger, locks: RunLocks) -> None:
+    """Take the folder of a logger for this run.
+
+    Raises:
+        UsageError: naming the run that has it.
+    """
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    folder = Path(logger.root_dir, version)
+    _make_folder(Path(logger.root_dir))
+    locks.require(_lock_file(folder), folder)
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")  # beside it: loggers warn of folders that are not empty
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove the ``folders``, outermost first, that nothing was written to."""
+    for path in reversed(folders):
+        with contextlib.suppress(OSError):  # it is used
+            path.rmdir()
+
+
+def require_names(trainer: L.Trainer) -> None:
+    """Refuse names of checkpoints that would put them elsewhere than in the folder of their run.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    for keeper in trainer.checkpoint_callbacks:
+        for option in ("filename", "CHECKPOINT_NAME_LAST"):
+            name = getattr(keeper, option, None) or ""
+            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+                raise UsageError(
+                    f"{type(keeper).__name__}.{option} is the name of a file in its dirpath, such as "
+                    f"'{{epoch}}-{{val/loss:.3f}}'; got {name!r}. Give the folder as dirpath"
+                )
 
 
 def require_writable(trainer: L.Trainer) -> None:
@@ -69,9 +138,7 @@ def require_writable(trainer: L.Trainer) -> None:
         except OSError as error:
             raise _unwritable(folder, error) from error
         finally:
-            with contextlib.suppress(OSError):  # another run may have begun to use them
-                for path in reversed(made):
-                    path.rmdir()
+            remove_empty(made)
 
 
 def _make_folder(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import traceback
 import zipfile
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lightning_accel import MoEClassifier
+from lightning_accel.callbacks.teacher import load_teacher
 from lightning_accel.cli.checkpoints import Checkpoint
 from lightning_accel.cli.errors import UsageError, require_config_files
 
@@ -122,7 +124,10 @@ def config(text):
             [*OURS, "--ckpt_path=best"],
             r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path best is not for fit",
         ),
-        (["test", *OURS[1:], "--ckpt_path=best"], r"--ckpt_path best: no checkpoint under .*lightning_logs; run fit"),
+        (
+            ["test", *OURS[1:], "--ckpt_path=best"],
+            r"best: no checkpoint of MoEClassifier under .*lightning_logs. Run fit",
+        ),
     ],
 )
 def test_wrong_input(command, run_folder, arguments, said):
@@ -177,6 +182,11 @@ def renamed_text(path, run_folder):
     return "text.ckpt"
 
 
+def line_of_text(path, run_folder):
+    (run_folder / "line.ckpt").write_text("hello\n")
+    return "line.ckpt"
+
+
 def emptied(path, run_folder):
     (run_folder / "empty.ckpt").touch()
     return "empty.ckpt"
@@ -200,6 +210,7 @@ def whole(path, run_folder):
     ("make", "model", "said"),
     [
         (cut_short, OURS, r"cut.ckpt is not a whole checkpoint \([\d,]+ bytes\): it was cut short"),
+        (line_of_text, OURS, r"line.ckpt is not a whole checkpoint \(6 bytes\)"),
         (renamed_text, OURS, r"text.ckpt is not a whole checkpoint \(16 bytes\)"),
         (emptied, OURS, r"empty.ckpt is not a whole checkpoint \(0 bytes\)"),
         (weights_alone, OURS, r"weights.ckpt is not a checkpoint of a Trainer: it holds no state_dict"),
@@ -210,7 +221,11 @@ def whole(path, run_folder):
             r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model",
         ),
         (whole, OURS, r"mixture.experts.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"),
-        (whole, OWN, r"another model than OwnModule .*class_path: .*the checkpoint has no layer.bias.*and \d+ more"),
+        (
+            whole,
+            OWN,
+            r"a MoEClassifier, another model than OwnModule .*class_path: .*checkpoint has no layer.bias.*\d+ more",
+        ),
     ],
 )
 @pytest.mark.parametrize("subcommand", ["fit", "test"])
@@ -222,6 +237,54 @@ def test_wrong_checkpoint(command, run_folder, checkpoints, subcommand, make, mo
     assert re.search(said, result.err, re.DOTALL), result.err
     assert "Traceback" not in result.err
     assert not (run_folder / "lightning_logs").exists()
+
+
+PLANTED = """
+from pathlib import Path
+import lightning as L
+import torch
+Path(__file__).with_name("MARKER").touch()
+class M(L.LightningModule): pass
+class G(torch.nn.Module): pass
+"""
+IN_YAML = "{class_path: planted.G}"
+GRAPHS = {"_class_path": "lightning_accel.RelationalGNN", "num_features": 1, "num_classes": 2}
+
+
+def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints):
+    (run_folder / "planted.py").write_text(PLANTED)
+    (run_folder / "gate.yaml").write_text(IN_YAML)
+    content = torch.load(checkpoints, weights_only=True)
+    data = ["--data=DigitsDataModule", "--ckpt_path=named.ckpt"]
+    for settings, named in [
+        ({"_class_path": "planted.M"}, "planted.M"),
+        ({**content["hyper_parameters"], "gate": {"class_path": "planted.G"}}, "planted.G"),
+        ({**content["hyper_parameters"], "gate": "planted.G"}, "planted.G"),
+        ({**content["hyper_parameters"], "gate": IN_YAML}, "planted.G"),
+        ({**content["hyper_parameters"], "gate": "gate.yaml"}, "gate.yaml"),
+        ({**content["hyper_parameters"], "gate": "memory://gate.yaml"}, "memory://gate.yaml"),
+        ({**GRAPHS, "conv": "planted.G"}, "planted.G"),
+    ]:
+        torch.save({**content, "hyper_parameters": settings}, "named.ckpt")
+        for subcommand in ("test", "predict"):
+            result = command(subcommand, *OFF, *data)
+            assert result.status == 2
+            assert f"named.ckpt names {named}, which is not imported" in result.err, result.err
+        with pytest.raises(ValueError, match=f"named.ckpt names {named}, which is not imported"):
+            load_teacher("named.ckpt")
+        assert not (run_folder / "MARKER").exists()
+    command("test", *OFF, "--model=planted.M", *data)
+    assert (run_folder / "MARKER").exists()  # as the user asked
+    sys.modules.pop("planted")
+
+
+@pytest.mark.parametrize("name", ["/tmp/x", "../x", "a/../../x"])
+def test_checkpoints_stay_in_the_folder_of_their_run(command, run_folder, name):
+    keeper = f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {{filename: {name}}}}}"
+    result = command(*OURS, keeper)
+    assert result.status == 2
+    assert "ModelCheckpoint.filename is the name of a file in its dirpath, such as '{epoch}" in result.err
+    assert not list(run_folder.iterdir())
 
 
 def test_checkpoint_with_objects_is_read_on_request(command, run_folder, checkpoints):

@@ -212,6 +212,20 @@ def test_best_checkpoint_is_the_monitored_one(command, keepers):
         assert "last.ckpt" in command("test", *QUIET, *DIGITS, "--ckpt_path=last").log
 
 
+@pytest.mark.usefixtures("own")
+def test_best_is_of_the_model_that_is_asked_for(command):
+    """Both runs stand in one log folder, and neither monitors anything."""
+    short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
+    digits = [*QUIET, "--model=Classifier", "--model.hidden_dims=[4]", "--data=DigitsDataModule"]
+    assert re.search(r" last checkpoint: \S*version_0/", command("fit", *digits, *short).log)
+    assert command("fit", *QUIET, *DIGITS, *short).status == 0
+    result = command("test", *digits, "--ckpt_path=best")
+    assert result.status == 0, result.err
+    assert re.search(r"last checkpoint of the newest run, which monitored nothing: \S*version_0/", result.log)
+    result = command("test", *QUIET, *OWN, "--ckpt_path=last")
+    assert re.search(r"no checkpoint of OwnModule under \S+; those there are of MoEClassifier, Classifier", result.err)
+
+
 def test_best_of_several_weights_is_not_guessed(command):
     keeper = KEEPER % "monitor: val/loss, save_top_k: 3, save_weights_only: true"
     assert command("fit", *QUIET, *DIGITS, *DIVERGING, keeper).status == 0
@@ -337,4 +351,4 @@ def test_both_programs_start_two_processes_with_own_module(own, program):
     assert finished.returncode == 0, finished.stderr
     assert sorted(path.name for path in own.parent.glob("lightning_logs/*")) == ["version_0"]
     assert only(own.parent, "lightning_logs/version_0/config_fit.yaml").exists()
-    assert finished.stderr.count("best checkpoint") == 1
+    assert finished.stderr.count("last checkpoint") == 1
