@@ -358,6 +358,11 @@ class Pruning(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rank_zero_info(table(self.report_rows()))
+        if self.structure == "channel" and self.is_final_phase:
+            rank_zero_info(
+                "checkpoints hold the smaller module; outside of this Trainer load them with "
+                f"lightning_accel.compress.load_pruned({type(pl_module).__name__}(...), path)"
+            )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._masks.detach(pl_module)

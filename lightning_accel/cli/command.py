@@ -38,6 +38,7 @@ from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
 from lightning_accel.cli.run_folder import ConfigSaver, remove_empty, require_names, require_writable, take_run_folder
 from lightning_accel.cli.run_lock import RunLocks
 from lightning_accel.compress import ExportError
+from lightning_accel.strategies.atomic import NotWrittenError
 
 
 class AccelCLI(LightningCLI):
@@ -291,7 +292,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(explain(error.message), status=2)
     except UsageError as error:
         return _fail(str(error), status=2)
-    except ExportError as error:
+    except (ExportError, NotWrittenError) as error:
         return _fail(str(error), status=1)
     except Exception as error:
         if progress.started and not is_of_monitor(error):

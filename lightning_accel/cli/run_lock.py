@@ -28,6 +28,9 @@ class RunLocks:
     def __init__(self) -> None:
         self._files: dict[Path, IO[str]] = {}
 
+    def __reduce__(self) -> tuple[type["RunLocks"], tuple[()]]:
+        return RunLocks, ()  # optimizers of a config hold the command line, and are copied with their module
+
     def take(self, path: Path) -> bool:
         """Lock the file ``path``, which is made; False where another process has it."""
         path = path.resolve()

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel.nn.removed_channels import hint_at_removed_channels
+
 
 class Classifier(L.LightningModule):
     """Classify images or rows by convolutions and a perceptron: what other models and their compression are held to.
@@ -54,6 +56,7 @@ class Classifier(L.LightningModule):
             if any(value < 1 for value in values):
                 raise ValueError(f"{name} must be at least 1; got {values}")
         self.save_hyperparameters(ignore="optimizer")
+        hint_at_removed_channels(self)
         layers: list[nn.Module] = []
         width = in_features
         for number, out in enumerate(channels):

@@ -28,6 +28,7 @@ from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import Hidden, Visible
 from lightning_accel.nn.rbm_units import GaussianVisible
+from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.nn.wake_sleep import UpDown
 from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.rank_states import RankStates
@@ -127,6 +128,7 @@ class DeepBeliefNetwork(L.LightningModule):
         class_names = None if class_names is None else list_of_str(class_names)
         stages = [Stage(**stage) if isinstance(stage, dict) else stage for stage in stages]
         self.save_hyperparameters(ignore=["optimizer"])
+        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]
         require_options(layers, stages, finetune, labels, likelihood, minibatch_size)

@@ -35,6 +35,7 @@ from lightning_accel.nn import (
 )
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.ops.evaluation import evaluating
+from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.strategies.clipping import clip_grad_norm_
 
 
@@ -121,6 +122,7 @@ class MoELanguageModel(L.LightningModule):
         )
         vocab_size = None if vocab_size is None else index(vocab_size)
         self.save_hyperparameters(ignore=["optimizer"])
+        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.vocab_size = vocab_size
         self.dim = dim

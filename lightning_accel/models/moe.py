@@ -23,6 +23,7 @@ from lightning_accel.models.hooks import (
 from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.gating import GateFactory
+from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.expert_mlp import Activation
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -103,6 +104,7 @@ class MoEClassifier(L.LightningModule):
         dropout, balance_weight, z_weight = float(dropout), float(balance_weight), float(z_weight)
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
+        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.num_features = num_features
         self.num_classes = num_classes

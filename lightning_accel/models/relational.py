@@ -25,6 +25,7 @@ from lightning_accel.models.sequence_predictions import name_classes
 from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational_pooling import RelationalPooling
+from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.triple_memo import triples_of
 from lightning_accel.ops.triples import Triples
 from lightning_accel.strategies import PipelineStrategy
@@ -138,6 +139,7 @@ class RelationalGNN(L.LightningModule):
         )
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
+        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes, self.num_targets = num_features, num_classes, num_targets
         self.edge_dim, self.num_relations = edge_dim, num_relations

@@ -28,6 +28,7 @@ from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
 from lightning_accel.ops.evaluation import evaluating
+from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 
 TargetKind: TypeAlias = Literal["classification", "regression", "labelling", "forecasting"]
@@ -134,6 +135,7 @@ class SequenceModel(L.LightningModule):
         )
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
+        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes = num_features, num_classes
         self.vocab_size, self.num_targets = vocab_size, num_targets

@@ -1,10 +1,15 @@
 """Files and folders that are whole or not there, whenever the process that writes them is killed."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+class NotWrittenError(OSError):
+    """A file that a disk did not take."""
 
 
 @contextmanager
@@ -24,6 +29,9 @@ def write_atomically(
         path: a local file or folder, which may exist.
         owner: whether this process makes room, renames and removes.
         barrier: waits for all processes. Called before the body, after it, and once the new one is in place.
+
+    Raises:
+        NotWrittenError: where the disk is full, naming it.
     """
     path = Path(path)
     partial = partial_path(path)
@@ -32,18 +40,45 @@ def write_atomically(
         _remove(partial)  # of a process that was killed
     if barrier is not None:
         barrier()
-    try:
+    with _removed_on_failure(partial, path, owner):
         yield partial
-    except BaseException:
-        if owner:
-            _remove(partial)
-        raise
     if barrier is not None:
         barrier()
     if owner:
-        put_in_place(partial, path)
+        with _removed_on_failure(partial, path, owner):
+            put_in_place(partial, path)
     if barrier is not None:
         barrier()
+
+
+@contextmanager
+def _removed_on_failure(partial: Path, path: Path, owner: bool) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if owner:
+            with suppress(OSError):  # the first error is the one to tell
+                _remove(partial)
+        if not _is_of_the_disk(error):
+            raise
+        raise NotWrittenError(
+            f"{path} could not be written: {_room(path.parent)}. Make room and start again; what was saved before "
+            f"stays ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Whether a disk is full, or a quota or limit reached; torch tells it by a count of bytes (torch 2.13)."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "unexpected pos" in str(error) or "No space left" in str(error)
+
+
+def _room(folder: Path) -> str:
+    free = shutil.disk_usage(folder).free
+    return (
+        f"the disk of {folder} is full, or a quota or the limit of a file's size is reached ({free:,} bytes are free)"
+    )
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:

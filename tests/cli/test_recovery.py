@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_accel import Classifier
+from lightning_accel.compress import load_pruned
 from lightning_accel.strategies.checkpoint_reading import find_damage
 from tests.cli.test_runs import OWN, QUIET
 from tests.strategies.test_checkpoint_reading import (
@@ -72,6 +74,14 @@ def test_a_run_whose_channels_are_removed_goes_on_as_if_never_stopped(command, r
     assert whole["network.0.weight"].shape == (3, 1, 3, 3)
     for name, value in whole.items():
         assert torch.equal(resumed[name], value), name
+    with pytest.raises(RuntimeError, match=r"load_pruned\(model, path\)"):
+        Classifier.load_from_checkpoint(run_folder / "auto" / kept, weights_only=True)
+    settings = {"in_features": 1, "num_classes": 10, "channels": [6, 9], "hidden_dims": [5]}
+    loaded = load_pruned(Classifier(**settings), run_folder / "auto" / kept)
+    assert loaded.network[0].weight.shape == (3, 1, 3, 3)
+    with pytest.raises(RuntimeError) as error:
+        Classifier(**{**settings, "hidden_dims": [4]}).load_state_dict(Classifier(**settings).state_dict())
+    assert "load_pruned" not in str(error.value)  # nothing is smaller there
     file = f"--ckpt_path={run_folder / 'auto' / kept}"
     other = command(*fit, *PRUNED, "--model.channels=[7, 9]", file, "--trainer.max_epochs=5")
     assert (other.status, "channels: [6, 9] in the checkpoint, [7, 9] in the model" in other.err) == (2, True)

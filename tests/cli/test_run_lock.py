@@ -1,5 +1,6 @@
 """Two runs in one folder; the other run is a process that does nothing but hold its lock."""
 
+import copy
 import multiprocessing as mp
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def test_a_lock_ends_with_its_process(tmp_path, hold):
     assert path.exists()
     assert locks.take(path)
     assert locks.take(path)
+    copy.deepcopy(locks).release()  # holds nothing
     forked = mp.get_context("fork").Process(target=locks.release)  # a worker, whose end is not the run's
     forked.start()
     forked.join()

@@ -1,14 +1,26 @@
 """Whole or not there. Each test of a kill stops the process at one system call, the point that matters."""
 
 import contextlib
+import errno
 import multiprocessing as mp
 import os
+import resource
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from lightning_accel.strategies.atomic import find_written, partial_path, put_in_place, write_atomically
+from lightning_accel import AtomicCheckpointIO
+from lightning_accel.strategies.atomic import (
+    NotWrittenError,
+    find_written,
+    partial_path,
+    put_in_place,
+    write_atomically,
+)
 
 
 def write(path: Path, text: str, folder: bool) -> None:
@@ -64,6 +76,49 @@ def test_an_exception_leaves_the_old_one_alone(tmp_path, folder):
         write_half(path, folder)
     assert read(path) == "old"
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def save_parts(state, path):
+    with write_atomically(path) as folder:
+        dcp.save(state, checkpoint_id=folder)
+
+
+def save_with_little_room(path, sharded):
+    """In a process of its own, whose files may be no longer than this."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    warnings.simplefilter("ignore")  # torch tells that there is one process alone
+    with pytest.raises(NotWrittenError) as error:
+        (save_parts if sharded else AtomicCheckpointIO().save_checkpoint)({"weight": torch.ones(30_000)}, path)
+    assert str(error.value).startswith(f"{path} could not be written: the disk of {path.parent} is full, or")
+    assert " bytes are free)" in str(error.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_disk_without_room_is_named_and_keeps_the_old_one(tmp_path, sharded):
+    path = tmp_path / "last.ckpt"
+    write(path, "old", sharded)
+    process = mp.get_context("fork").Process(target=save_with_little_room, args=(path, sharded))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert read(path) == "old"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_disk_that_is_full_at_the_last_moment_leaves_no_part(tmp_path, monkeypatch):
+    """As a network disk is, which tells it where the file is flushed."""
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write(tmp_path / "last.ckpt", "old", folder=False)
+    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(NotWrittenError, match=r"last\.ckpt could not be written"),
+        write_atomically(tmp_path / "last.ckpt") as partial,
+    ):
+        write(partial, "new", folder=False)
+    assert (os.listdir(tmp_path), read(tmp_path / "last.ckpt")) == (["last.ckpt"], "old")
 
 
 def test_processes_meet_before_and_after_and_one_renames(tmp_path):
