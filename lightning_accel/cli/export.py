@@ -117,9 +117,6 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _rebuilders(trainer: L.Trainer, checkpoint: dict[str, Any]) -> list[tuple[Callable[..., None], Any]]:
     states = checkpoint.get("callbacks", {})
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [
-        (callback.rebuild, states[callback.state_key])
-        for callback in callbacks
-        if callback.state_key in states and callable(getattr(callback, "rebuild", None))
-    ]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    known = [callback for callback in callbacks if callback.state_key in states and hasattr(callback, "rebuild")]
+    return [(callback.rebuild, states[callback.state_key]) for callback in known]

@@ -34,8 +34,8 @@ from lightning_accel.nn import (
     summarise_load,
 )
 from lightning_accel.nn.gating import GateFactory
-from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
+from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies.clipping import clip_grad_norm_
 
 

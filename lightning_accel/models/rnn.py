@@ -27,8 +27,8 @@ from lightning_accel.models.sequence_targets import target_of, within
 from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
-from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
+from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 
 TargetKind: TypeAlias = Literal["classification", "regression", "labelling", "forecasting"]

@@ -30,7 +30,7 @@ class DamagedCheckpointError(ValueError):
     """A file or folder that is not what was once written, or no checkpoint at all."""
 
 
-def find_damage(path: str | Path) -> str:
+def find_damage(path: str | os.PathLike[str]) -> str:
     """Say what is wrong with a file of ``torch.save`` or a sharded folder; nothing where it is as it was written.
 
     Everything is read once in a process (500 MB in 0.2 s from the cache of the system), and read again once it
@@ -41,7 +41,7 @@ def find_damage(path: str | Path) -> str:
     return _damage(path, _fingerprint(path))
 
 
-def require_undamaged(path: str | Path) -> None:
+def require_undamaged(path: str | os.PathLike[str]) -> None:
     """Refuse what :func:`find_damage` finds.
 
     Raises:
@@ -70,7 +70,7 @@ def require_loadable(path: str | Path, weights_only: bool | None) -> None:
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[None]:
+def whole_file(path: str | os.PathLike[str]) -> Iterator[None]:
     """Compare the checksums of a file of ``torch.save`` before the body reads it; say so where it cannot be read.
 
     Raises:
@@ -93,7 +93,7 @@ def whole_file(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def read_checkpoint(path: str | Path, weights_only: bool | None = True, mmap: bool = False) -> Any:
+def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = True, mmap: bool = False) -> Any:
     """Read a file of ``torch.save`` to the CPU, as :func:`whole_file` has it.
 
     Args:
