@@ -258,7 +258,8 @@ def describe_speedup(found: Speedup) -> str:
     '2.00x ±5%'
     """
     digits = ".2f" if found.ratio >= 0.1 else ".2g"
-    return f"{found.ratio:{digits}}x" + ("" if found.margin is None else f" ±{found.margin:.0%}")
+    margin = "" if found.margin is None else f" ±{found.margin:.0%}" if found.margin <= 1 else " ±over 100%"
+    return f"{found.ratio:{digits}}x{margin}"
 
 
 def _speed(latency: Latency | None, reference: Latency | None) -> str:

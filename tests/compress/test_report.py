@@ -6,10 +6,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_accel.compress import Latency, Report, Row, describe_layers, measure_forms, plain_forms
+from lightning_accel.compress import Latency, Report, Row, Speedup, describe_layers, measure_forms, plain_forms
 from lightning_accel.compress.calls import first_rows, num_rows, smallest_call
 from lightning_accel.compress.progress import Progress
-from lightning_accel.compress.report import _draw
+from lightning_accel.compress.report import _draw, describe_speedup
 
 
 def printed(report):
@@ -72,6 +72,7 @@ def test_what_int8_gains_over_floats_of_its_runtime_is_given():
     assert cells["int8 runtime (picked)"][6:8] == ["1 (1) 6.00x ±0%", "1.20x ±0%"]
     assert cells["int8 (refused)"][6] == "0.1 (0.1) 60.00x ±0%"
     assert cells["int8 lost (failed)"][6:8] == ["-", "-"]
+    assert describe_speedup(Speedup(2.0, 0.01, 3.0)) == "2.00x ±over 100%"
     rows = {row["name"]: row for row in compared().as_dict()["rows"]}
     assert rows["int8 runtime"]["status"] == "picked"
     gains = rows["int8 runtime"]["times_faster_than"]["8"]
