@@ -272,18 +272,22 @@ def test_data_parallel_pipelines(tmp_path, strategy):
 
 
 class Slow(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
     def forward(self, x):
-        time.sleep(0.02)
+        time.sleep(self.seconds)
         return x * 1.0
 
 
 class Uneven(L.LightningModule):
-    """Most parameters in front, most of the time at the end."""
+    """Most parameters in front, most of the time in one layer, whose stage nothing should follow."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(4, 64), nn.Linear(64, 4), nn.Linear(4, 4), Slow(), nn.Linear(4, 4), Slow()
+            nn.Linear(4, 64), nn.Linear(64, 4), nn.Linear(4, 4), Slow(0.1), nn.Linear(4, 4), Slow(0.02)
         )
         self.example_input_array = torch.randn(2, 4)
 
