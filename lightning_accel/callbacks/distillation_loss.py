@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_accel.strategies.batch_parts import leaves
+
 
 def divergence(
     student: Tensor, teacher: Tensor, temperature: float, class_dim: int = -1, keep: Tensor | None = None
@@ -92,7 +94,7 @@ def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore
         number = torch.arange(shape[1], device=lengths.device)
         within = number < lengths[:, None]
         keep = within.reshape(*within.shape, *[1] * (len(shape) - 2)).expand(shape)
-    for value in tree_leaves(batch):
+    for value in leaves(batch):
         if isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape == shape:
             there = value != ignore_index
             keep = there if keep is None else keep.to(there.device) & there

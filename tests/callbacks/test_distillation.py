@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import UserDict
 from functools import partial
 from types import MethodType
 
@@ -229,6 +230,8 @@ def test_classifiers_teach_each_other():
     assert kept_positions(torch.Size([2, 3]), torch.tensor([1, 3]), None, IGNORED).tolist() == steps
     ignored = torch.tensor([4, IGNORED])
     assert kept_positions(torch.Size([2]), torch.tensor([1, 3]), ignored, IGNORED).tolist() == [True, False]
+    wrapped = UserDict({"labels": ignored})  # as a BatchEncoding of transformers is
+    assert kept_positions(torch.Size([2]), None, wrapped, IGNORED).tolist() == [True, False]
     aim[:, 1] = own[:, 1] = -torch.inf  # a class that is masked out
     assert divergence(own, aim, 2.0).isfinite()
     assert squared_error(own[:, [0]], own[:, [0]] + 2, keep) == 4
