@@ -394,3 +394,59 @@ def test_a_checkpoint_can_be_validated(run_folder):
     first.save_checkpoint("two.ckpt")
     (figures,) = L.Trainer(callbacks=[ExactResume()], **options).validate(Noisy(), rows, ckpt_path="two.ckpt")
     assert "val/loss" in figures
+
+
+class Reloading(Noisy):
+    """Makes its loaders anew, or gives the same one again."""
+
+    def train_dataloader(self):
+        return shuffled()
+
+
+class HeldByOrder(Callback):
+    def __init__(self, exact):
+        self.exact, self.held = exact, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.held.append(len(self.exact._orders))
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_replaced_loaders_are_let_go(tmp_path, same):
+    module, exact, one = Reloading(), ExactResume(), shuffled()
+    sampler = one.batch_sampler
+    if same:
+        module.train_dataloader = lambda: one
+    held = HeldByOrder(exact)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=3, reload_dataloaders_every_n_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[held, exact],
+        limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module)
+    assert held.held == [1, 1, 1]
+    assert sorted(row for batch in module.rows[-6:] for row in batch) == list(range(ROWS))
+    assert one.batch_sampler is sampler
+
+
+def test_chains_in_lists_and_dicts_are_kept(tmp_path):
+    def run(max_steps, resume=None):
+        torch.manual_seed(3 if resume is None else 4)
+        module = Density()
+        module.sampling = {"inner": [(module.sampling,)]}
+        module.training_step = lambda batch, batch_idx: module.sampling["inner"][0][0](module.rbm, batch[0])
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_steps=max_steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[ExactResume()],
+        )  # fmt: skip
+        rows = TensorDataset(torch.arange(36).view(12, 3).remainder(5).float() / 4)
+        trainer.fit(module, DataLoader(rows, batch_size=2, shuffle=True), ckpt_path=resume)
+        return trainer, module.sampling["inner"][0][0].state_dict()
+
+    _, whole = run(5)
+    half, _ = run(2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = run(5, tmp_path / "half.ckpt")
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert value.equal(resumed[name]), name
