@@ -118,7 +118,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
             f"no checkpoint {path} of a teacher; name a .ckpt file, or write teacher='initial' for the student itself "
             "as it is when training starts"
         )
-    return read_checkpoint(path)
+    return read_checkpoint(Path(path))
 
 
 def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -32,7 +32,7 @@ def digest_of(*parts: Part) -> str:
             part = np.where(missing, part.dtype.type(np.nan), part)  # there are many NaN, which differ in their bits
         part = np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<"))
         digest.update(f"{part.dtype.str}{part.shape}".encode())
-        digest.update(part.reshape(-1).view(np.uint8))
+        digest.update(part.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

@@ -141,7 +141,7 @@ def _distrust(path: Path) -> str:
 
 
 def _writable_cache() -> Path:
-    reasons = []
+    reasons: list[str] = []
     for cache in _caches():
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
