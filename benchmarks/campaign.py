@@ -160,9 +160,9 @@ def data(context: Any, folder: Path, count: int, draw: random.Random, only: str,
 
 def files(context: Any, folder: Path, count: int, draw: random.Random, only: str, jobs: int) -> Part:
     part = Part(Counter(), [], [])
-    for number, attack in enumerate(campaign_files.attacks(context, folder / "sound")):
-        if only not in attack.name or number >= count:
-            continue
+
+    def try_one(numbered: tuple[int, campaign_files.Attack]) -> None:
+        number, attack = numbered
         place = folder / str(number)
         place.mkdir(parents=True)
         ended = attack.run(place)
@@ -171,6 +171,12 @@ def files(context: Any, folder: Path, count: int, draw: random.Random, only: str
         part.counts[word] += 1
         if has_run or ended.status is None or ended.status < 0 or ended.has_traceback:
             part.failures.append(f"{word}: {attack.name}\n    {ended.output.strip()[-400:]}")
+        elif word == "read":
+            part.notes.append(f"read: {attack.name}")
+
+    attacks = [each for each in campaign_files.attacks(context, folder / "sound") if only in each.name]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(try_one, enumerate(attacks[:count])))
     return part
 
 

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from campaign_configs import shortened
 from campaign_process import Ended, command_line, run
 
 MARKER = "MARKER"
-SECONDS = 120
+SECONDS = 300
 Write = Callable[[Path, Path, Path], Path]  # from a sound checkpoint, into a folder; another holds the marker
 _SUBCOMMANDS = ("fit", "validate", "test", "predict", "export")
 
@@ -47,11 +48,8 @@ def attacks(context: Any, folder: Path) -> Iterator[Attack]:
         raise RuntimeError(f"no checkpoint to attack with: {ended.output}")
     for kind, write in _CHECKPOINTS.items():
         for subcommand in (*_SUBCOMMANDS, "auto"):
-            yield Attack(
-                f"{kind}, {subcommand}",
-                lambda place, s=subcommand, w=write: _command(context, place, folder, sound, s, w),
-            )
-        yield Attack(f"{kind}, load in Python", lambda place, w=write: _in_python(context, place, sound, w))
+            yield Attack(f"{kind}, {subcommand}", partial(_command, context, folder, sound, subcommand, write))
+        yield Attack(f"{kind}, load in Python", partial(_in_python, context, sound, write))
 
 
 def _command(context: Any, folder: Path, sound: Path, subcommand: str, write: Write, place: Path) -> Ended:
