@@ -112,11 +112,15 @@ def configs(context: Any, folder: Path, count: int, draw: random.Random, only: s
     return part
 
 
-def read_file(write: Callable[[Path], Path], read: Callable[[Path], object]) -> int:
-    """Read one malformed file; the status says how it ended, for :func:`data`."""
-    path = write(Path.cwd())
+def read_file(name: str, memory_bytes: int) -> int:
+    """Read the file of one case; the status says how it ended, for :func:`data`."""
+    import malformed_data
+
+    case = next(case for case in malformed_data.cases() if case.name == name)
+    path = case.write(Path.cwd())
+    campaign_process.bound_memory(memory_bytes)
     try:
-        read(path)
+        case.read(path)
     except (ValueError, TypeError) as error:
         print(f"{type(error).__name__}: {error}"[:2000])
         is_named = path.name in str(error) or path.stem in str(error)
@@ -143,9 +147,7 @@ def data(context: Any, folder: Path, count: int, draw: random.Random, only: str,
     def try_one(numbered: tuple[int, Any]) -> None:
         number, case = numbered
         place = folder / str(number)
-        ended = campaign_process.run(
-            context, place, read_file, case.write, case.read, seconds=DATA_SECONDS, memory_bytes=DATA_MEMORY
-        )
+        ended = campaign_process.run(context, place, read_file, case.name, DATA_MEMORY, seconds=DATA_SECONDS)
         word = "hang" if ended.status is None else words.get(ended.status, f"crash ({ended.status})")
         part.counts[word] += 1
         if ended.status not in wanted[case.accept]:

@@ -47,9 +47,7 @@ def server() -> Any:
     return context
 
 
-def _run(
-    folder: str, variables: Mapping[str, str], memory_bytes: int, function: Callable[..., Any], arguments: Any
-) -> None:
+def _run(folder: str, variables: Mapping[str, str], function: Callable[..., Any], arguments: Any) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ.update(variables)
@@ -57,13 +55,16 @@ def _run(
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()
-    if memory_bytes:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
     import torch
 
     torch.set_num_threads(1)
     sys.exit(function(*arguments))
+
+
+def bound_memory(more_bytes: int) -> None:
+    """Let this process have no more than ``more_bytes`` beyond what it has now."""
+    limit = more_bytes + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def command_line(arguments: Sequence[str]) -> int:
@@ -73,14 +74,9 @@ def command_line(arguments: Sequence[str]) -> int:
 
 
 def start(
-    context: Any,
-    folder: Path,
-    function: Callable[..., Any],
-    *arguments: Any,
-    variables: Mapping[str, str] = {},
-    memory_bytes: int = 0,
+    context: Any, folder: Path, function: Callable[..., Any], *arguments: Any, variables: Mapping[str, str] = {}
 ) -> Any:
-    process = context.Process(target=_run, args=(str(folder), dict(variables), memory_bytes, function, arguments))
+    process = context.Process(target=_run, args=(str(folder), dict(variables), function, arguments))
     process.start()
     return process
 
@@ -122,13 +118,11 @@ def wait(processes: Sequence[Any], seconds: float) -> bool:
     return not any(process.is_alive() for process in processes)
 
 
-def run(
-    context: Any, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float, **options: Any
-) -> Ended:
+def run(context: Any, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float) -> Ended:
     """Run ``function`` in a process and wait for its end, ``seconds`` at most."""
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    process = start(context, folder, function, *arguments, **options)
+    process = start(context, folder, function, *arguments)
     is_over = wait([process], seconds)
     end([process])
     process.join()
