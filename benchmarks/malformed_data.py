@@ -210,7 +210,7 @@ def _parquet_of(rows: int, **values: Any) -> Callable[[Path], Path]:
     """Write one value a column, ``rows`` times, which takes a few bytes."""
 
     def write(folder: Path) -> Path:
-        step = min(rows, 1 << 16)
+        step = min(rows, 1 << 20)
         arrays = {
             name: pa.DictionaryArray.from_arrays(pa.array(np.arange(step, dtype=np.int32) % len(each)), pa.array(each))
             for name, each in values.items()
@@ -369,7 +369,7 @@ def _tables() -> Iterable[Case]:
         None,
         **{f"parquet_flipped_at_{at}": _flipped(parquet, at) for at in (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)},
     )
-    yield Case("table: parquet of 2**29 rows", _parquet_of(1 << 29, a=[1.0, 2.0, 3.0], y=["p", "q"]), table, False)
+    yield Case("table: parquet of 2**28 rows", _parquet_of(1 << 28, a=[1.0, 2.0, 3.0], y=["p", "q"]), table, False)
     yield Case(
         "table: parquet of a text of 1 MB in 65536 rows",
         _parquet_of(1 << 16, c=["z" * 1_000_000, "u"], y=["p", "q"]),
@@ -569,8 +569,8 @@ def _sequences() -> Iterable[Case]:
         False,
     )
     yield Case(
-        "sequences: parquet of 2**29 rows",
-        _parquet_of(1 << 29, id=["1", "2"], step=[1.0], v=[1.0], target=["a", "b"]),
+        "sequences: parquet of 2**28 rows",
+        _parquet_of(1 << 28, id=["1", "2"], step=[1.0], v=[1.0], target=["a", "b"]),
         sequences,
         False,
     )

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_accel.data.bounds import MAX_BYTES, require_allowed
 from lightning_accel.data.graph_lines import number_list, read_graph6
 from lightning_accel.data.graph_tables import read_edge_list, read_graph_targets
 from lightning_accel.data.graph_tasks import Level
+from lightning_accel.data.quoting import listed, shown
 from lightning_accel.data.text_lines import lines_of, parse_object
 
 
@@ -30,6 +32,7 @@ class GraphLayout:
         undirected: whether each edge goes both ways, though it be written once.
         separator: between the fields of a CSV file.
         decimal: the decimal mark of a CSV file.
+        max_bytes: that a compressed file may unpack to, and its nodes take at 64 bytes each.
     """
 
     level: Level | None = None
@@ -39,6 +42,7 @@ class GraphLayout:
     undirected: bool = True
     separator: str = ","
     decimal: str = "."
+    max_bytes: int = MAX_BYTES
 
 
 @dataclass
@@ -105,6 +109,7 @@ def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileG
         layout.separator,
         layout.decimal,
         list(layout.target),
+        layout.max_bytes,
         None if like is None else (like.feature_names, like.relation_names),
     )
     in_nodes = read.node_target is not None
@@ -126,14 +131,14 @@ def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileG
                 f"{path} holds {len(read.ids)} graphs and no target of theirs: give a table with the columns graph and "
                 f"{layout.target[0]} in graphs_path, or one of nodes with {layout.target[0]} in nodes_path"
             )
-        named = layout.graphs_path, read.ids, layout.target, layout.separator, layout.decimal
+        named = layout.graphs_path, read.ids, layout.target, layout.separator, layout.decimal, layout.max_bytes
         found.target = read_graph_targets(*named, by_order=False, edges_path=path)
     return found
 
 
 def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     graphs, targets, places = [], [], []
-    for where, line in lines_of(path, "a graph"):
+    for where, line in lines_of(path, "a graph", layout.max_bytes):
         text, *rest = line.removeprefix(">>graph6<<").split(maxsplit=1)
         graphs.append(read_graph6(text, where))
         targets.append(rest)
@@ -143,7 +148,13 @@ def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGrap
     found = FileGraphs(graphs, [where.split()[1] for where in places], "graph")
     if with_target and layout.graphs_path is not None:
         found.target = read_graph_targets(
-            layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal, by_order=True
+            layout.graphs_path,
+            found.ids,
+            layout.target,
+            layout.separator,
+            layout.decimal,
+            layout.max_bytes,
+            by_order=True,
         )
     elif with_target:
         for target, where in zip(targets, places, strict=True):
@@ -156,6 +167,7 @@ def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGrap
     return found
 
 
+_NODE_BYTES = 64  # of a node that nothing but its number tells of: features, places in batches, and copies of them
 _FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 
 
@@ -163,9 +175,11 @@ def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
     """Lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
     places = []
-    for where, line in lines_of(path, "a graph"):
+    num_nodes = 0  # of the graphs so far
+    for where, line in lines_of(path, "a graph", layout.max_bytes):
         entry = parse_object(line, where, '{"edges": [[0, 1]], "y": 0}')
-        graph = _graph_of_entry(entry, where)
+        graph = _graph_of_entry(entry, where, (num_nodes, path, layout.max_bytes))
+        num_nodes += graph.num_nodes or 0
         found.graphs.append(graph)
         found.ids.append(str(entry.get("id", where.split()[1])))
         places.append(where.split()[1])
@@ -173,12 +187,13 @@ def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
             found.target += _entry_targets(entry, layout, found.level, graph.num_nodes or 0, where)
         _require_known(entry, layout, where)
     if with_target and layout.graphs_path is not None:
-        named = layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal
+        named = layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal, layout.max_bytes
         found.target = read_graph_targets(*named, by_order=False)
     if twice := pd.Series(found.ids)[pd.Series(found.ids).duplicated()].tolist():
         lines = [place for name, place in zip(found.ids, places, strict=True) if name == twice[0]]
         raise ValueError(
-            f"{path} has two lines with id {twice[0]!r}, {' and '.join(lines[:2])}, where a line without a field 'id' "
+            f"{path} has two lines with id {shown(twice[0])}, {' and '.join(lines[:2])}, where a line without "
+            f"a field 'id' "
             "has its number; give each graph its own"
         )
     return found
@@ -190,24 +205,28 @@ def _require_known(entry: dict[str, Any], layout: GraphLayout, where: str) -> No
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"{where} has the field {unknown[0]!r}, which would not be read{hint} Known ones are {', '.join(known)}; "
+            f"{where} has the field {shown(unknown[0])}, which would not be read{hint} Known ones are "
+            f"{', '.join(known)}; "
             "leave out the others, or name a target in target"
         )
 
 
-def _graph_of_entry(entry: dict[str, Any], where: str) -> Data:
+def _graph_of_entry(entry: dict[str, Any], where: str, read: tuple[int, Path, int]) -> Data:
+    """The graph of a line after ``read[0]`` nodes of the file ``read[1]``, which may take ``read[2]`` bytes."""
     if "edges" not in entry:
-        raise ValueError(f"{where} has no field 'edges', a list of pairs of nodes. Its fields: {', '.join(entry)}")
+        raise ValueError(f"{where} has no field 'edges', a list of pairs of nodes. Its fields: {listed(list(entry))}")
     edges = number_list(entry["edges"], "edges", where, whole=True)
     if edges.size and (edges.ndim != 2 or edges.shape[1] != 2):
         raise ValueError(
-            f"'edges' in {where} must hold pairs of nodes, as [[0, 1], [1, 2]]; got {entry['edges']!r:.60}"
+            f"'edges' in {where} must hold pairs of nodes, as [[0, 1], [1, 2]]; got {shown(entry['edges'])}"
         )
     edges = edges.reshape(-1, 2)
     x = None if entry.get("x") is None else number_list(entry["x"], "x", where)
     n = entry.get("num_nodes", len(x) if x is not None else int(edges.max(initial=-1)) + 1)
     if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-        raise ValueError(f"'num_nodes' in {where} must be a whole number; got {n!r:.60}")
+        raise ValueError(f"'num_nodes' in {where} must be a whole number; got {shown(n)}")
+    what = f"the nodes up to {where}, of which that has {shown(n)}, at {_NODE_BYTES} bytes each,"
+    require_allowed((read[0] + n) * _NODE_BYTES, read[1], read[2], what)
     if edges.size and (edges.min() < 0 or edges.max() >= n):
         wrong = edges[(edges < 0).any(1) | (edges >= n).any(1)][0].tolist()
         raise ValueError(f"'edges' in {where} must join nodes 0 to {n - 1}, since it has {n}; got {wrong}")
@@ -236,14 +255,12 @@ def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: 
     for name in layout.target:
         if name not in entry:
             left = [key for key in entry if key not in _FIELDS]
-            raise ValueError(
-                f"{where} has no field {name!r}, the target. Its other fields: {', '.join(left) or 'none'}"
-            )
+            raise ValueError(f"{where} has no field {name!r}, the target. Its other fields: {listed(left) or 'none'}")
     values = [entry[name] for name in layout.target]
     if level == "node":
         for name, value in zip(layout.target, values, strict=True):
             if not isinstance(value, list) or len(value) != n:
-                got = f"{len(value)} entries" if isinstance(value, list) else f"{value!r:.60}"
+                got = f"{len(value)} entries" if isinstance(value, list) else shown(value)
                 raise ValueError(
                     f"{name!r} in {where} must be a list with an entry for each of its {n} nodes; got {got}"
                 )

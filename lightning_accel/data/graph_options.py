@@ -23,6 +23,7 @@ _SERVES: dict[str, set[str]] = {  # the sources for which an option changes anyt
     "test_share": {"path", "dataset", "karate", *_MADE},
     "predict_path": {"path"},
     "predict_nodes_path": {"path"},
+    "max_bytes": {"path"},
 }
 _DEFAULTS: dict[str, Any] = {"undirected": True, "separator": ",", "decimal": ".", "fold": 0, "family": "erdos_renyi"}
 

@@ -292,10 +292,9 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
     present = y[y >= 0].unique().long()
     if len(present) < 2:
         raise ValueError(f"y of {where} holds one class only, {present.tolist()}; two or more are needed")
-    number_of = torch.full((int(present.max()) + 2,), IGNORED)
-    number_of[present] = torch.arange(len(present))
     for graph in graphs:
-        graph.y = number_of[graph.y.long().clamp(min=-1)]  # a class below 0 is none
+        y = graph.y.long()
+        graph.y = torch.searchsorted(present, y).masked_fill(y < 0, IGNORED)  # a class below 0 is none
     return [str(name) for name in present.tolist()]
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch_geometric.data import Data
 
+from lightning_accel.data.quoting import listed, shown
 from lightning_accel.data.tables import as_numbers, as_text, holds_numbers, read_table, require_columns
 
 _ONE = "0"  # the id of the graph of a file that names none
@@ -33,7 +34,13 @@ Names = tuple[list[str] | None, list[str] | None]  # of features of nodes, and o
 
 
 def read_edge_list(
-    path: Path, nodes_path: Path | None, separator: str, decimal: str, target: Sequence[str], known: Names | None
+    path: Path,
+    nodes_path: Path | None,
+    separator: str,
+    decimal: str,
+    target: Sequence[str],
+    max_bytes: int,
+    known: Names | None,
 ) -> EdgeList:
     """Graphs from a table with the columns ``source`` and ``target``, and from one with a column ``node``.
 
@@ -44,11 +51,13 @@ def read_edge_list(
     Raises:
         ValueError: if a column is missing, holds no numbers or lacks values, or an edge has an unknown node.
     """
-    edges = read_table(path, separator, decimal, text_columns=["source", "target", "graph", "type"])
+    written = ["source", "target", "graph", "type"]
+    edges = read_table(path, separator, decimal, text_columns=written, max_bytes=max_bytes)
     require_columns(edges, ["source", "target"], path)
     nodes = None
     if nodes_path is not None:
-        nodes = read_table(nodes_path, separator, decimal, text_columns=["node", "graph", *target])
+        written = ["node", "graph", *target]
+        nodes = read_table(nodes_path, separator, decimal, text_columns=written, max_bytes=max_bytes)
         require_columns(nodes, ["node"], nodes_path)
         if ("graph" in nodes) != ("graph" in edges):
             with_it, without = (nodes_path, path) if "graph" in nodes else (path, nodes_path)
@@ -90,14 +99,17 @@ class _Numbering:
         place = {listed[row]: i for i, row in enumerate(self.rows.tolist())}
         if len(place) < len(listed):
             graph, node = Counter(listed).most_common(1)[0][0]
-            raise ValueError(f"{nodes_path} has two rows of node {node!r}{self._in(graph)}; each node may stand once")
+            raise ValueError(
+                f"{nodes_path} has two rows of node {shown(node)}{self._in(graph)}; each node may stand once"
+            )
         self.names = [listed[row][1] for row in self.rows.tolist()]
         self._of_node = of[self.rows]
         for name, pairs in zip(("source", "target"), ends, strict=True):
             for row, pair in enumerate(pairs, start=1):
                 if pair not in place:
                     raise ValueError(
-                        f"row {row} of {path} has the {name} {pair[1]!r}{self._in(pair[0])}, which {nodes_path} does "
+                        f"row {row} of {path} has the {name} {shown(pair[1])}{self._in(pair[0])}, which "
+                        f"{nodes_path} does "
                         "not list; add the node, or remove the edge"
                     )
         self._ends = np.array([[place[pair] for pair in pairs] for pairs in ends])
@@ -108,7 +120,7 @@ class _Numbering:
         self._first_node = np.searchsorted(self._of_node, graphs)
 
     def _in(self, graph: str) -> str:
-        return f" in graph {graph!r}" if len(self.ids) > 1 else ""
+        return f" in graph {shown(graph)}" if len(self.ids) > 1 else ""
 
     def edges_of(self, graph: int) -> np.ndarray:
         """Rows of the table of edges."""
@@ -126,7 +138,7 @@ def _graph(table: pd.DataFrame, path: Path) -> list[str]:
 
 
 def _text(table: pd.DataFrame, name: str, path: Path) -> list[str]:
-    return as_text(_present(table[name], path)).tolist()
+    return as_text(_present(table[name], path), path).tolist()
 
 
 def _values(table: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
@@ -138,7 +150,7 @@ def _values(table: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
 def _present(column: pd.Series, path: Path) -> pd.Series:
     if (missing := column.isna()).any():
         raise ValueError(
-            f"column {column.name!r} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
             f"{int(missing.to_numpy().argmax()) + 1}. Fill what is missing, or leave the row out"
         )
     return column
@@ -164,7 +176,7 @@ def _edge_attributes(
     text = _text(edges, "type", path)
     types = known or sorted({*text}, key=_by_number)
     if unknown := [name for name in text if name not in types]:
-        raise ValueError(f"{path} has the type {unknown[0]!r}; those trained on are {', '.join(types)}")
+        raise ValueError(f"{path} has the type {shown(unknown[0])}; those trained on are {listed(types)}")
     number = np.array([types.index(name) for name in text])
     if features is None:
         return number, types
@@ -185,7 +197,7 @@ def _node_features(
         if holds_numbers(column, path) if known is None else name in known:
             columns[name] = as_numbers(column, path, "Mend the value").to_numpy()
         else:
-            text = as_text(column).to_numpy()
+            text = as_text(column, path).to_numpy()
             columns |= {f"{name}={value}": (text == value).astype(np.float64) for value in sorted({*text})}
     if known is not None:
         return np.stack([columns.get(name, np.zeros(len(nodes))) for name in known], axis=1), known
@@ -198,6 +210,7 @@ def read_graph_targets(
     target: Sequence[str],
     separator: str,
     decimal: str,
+    max_bytes: int,
     by_order: bool,
     edges_path: Path | None = None,
 ) -> list[list[Any]]:
@@ -207,7 +220,7 @@ def read_graph_targets(
         ValueError: if a column or a graph is missing; or, beside a table of edges ``edges_path``, if there are other
             graphs, whose nodes are not known.
     """
-    table = read_table(path, separator, decimal, text_columns=["graph", *target])
+    table = read_table(path, separator, decimal, text_columns=["graph", *target], max_bytes=max_bytes)
     require_columns(table, list(target), path)
     values: list[list[Any]] = _values(table, target).tolist()
     if "graph" not in table:
@@ -219,15 +232,18 @@ def read_graph_targets(
     names = _text(table, "graph", path)
     of = dict(zip(names, values, strict=True))
     if len(of) < len(names):
-        raise ValueError(f"{path} has two rows of graph {Counter(names).most_common(1)[0][0]!r}; each may stand once")
+        raise ValueError(
+            f"{path} has two rows of graph {shown(Counter(names).most_common(1)[0][0])}; each may stand once"
+        )
     if lacking := [name for name in ids if name not in of]:
         near = difflib.get_close_matches(lacking[0], names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{path} has no row of graph {lacking[0]!r}, nor of {len(lacking) - 1} others{hint}")
+        hint = f"; did you mean {shown(near[0])}?" if near else ""
+        raise ValueError(f"{path} has no row of graph {shown(lacking[0])}, nor of {len(lacking) - 1} others{hint}")
     known = {*ids}
     if edges_path is not None and (unknown := [name for name in names if name not in known]):
         raise ValueError(
-            f"{path} has the graph {unknown[0]!r} and {len(unknown) - 1} others that {edges_path} has no edge of, nor "
+            f"{path} has the graph {shown(unknown[0])} and {len(unknown) - 1} others that {edges_path} has no "
+            f"edge of, nor "
             "a table of nodes any node: list the nodes of graphs without edges in nodes_path, or remove their rows"
         )
     return [of[name] for name in ids]

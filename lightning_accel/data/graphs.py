@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
+from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.graph_features import Features, Scale, apply_features, features_of, fit_scale, scale_features
 from lightning_accel.data.graph_files import FileGraphs, GraphLayout, read_graphs
@@ -117,6 +118,8 @@ class GraphDataModule(L.LightningDataModule):
         predict_path: file to predict, read as ``path`` is, with no need of a target; by default the test graphs, or all
             nodes of one graph.
         predict_nodes_path: table of nodes beside ``predict_path``.
+        max_bytes: of memory that a compressed file may unpack to, and nodes that a file numbers take at 64 bytes each;
+            32 times the size of the file if that is more.
 
     Raises:
         FileNotFoundError: if a file is not there.
@@ -171,6 +174,7 @@ class GraphDataModule(L.LightningDataModule):
         num_workers: int = 0,
         predict_path: str | Path | None = None,
         predict_nodes_path: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
         sources = {"path": path, "task": task, "dataset": dataset}
@@ -188,6 +192,7 @@ class GraphDataModule(L.LightningDataModule):
                 "separator": separator, "decimal": decimal, "fold": fold, "family": family, "num_graphs": num_graphs,
                 "num_neighbors": num_neighbors, "val_share": val_share, "test_share": test_share,
                 "predict_path": predict_path, "predict_nodes_path": predict_nodes_path,
+                "max_bytes": None if max_bytes == MAX_BYTES else max_bytes,
             },
         )  # fmt: skip
         for name, value, choices in (
@@ -197,7 +202,7 @@ class GraphDataModule(L.LightningDataModule):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
         require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
-        require_loading_options(batch_size or 1, seed, num_workers)
+        require_loading_options(batch_size or 1, seed, num_workers, max_bytes)
         named_shares = {"val_share": val_share, "test_share": test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
         usual = USUAL_SHARES.get(self.task or "", (0.1, 0.2))
@@ -216,7 +221,7 @@ class GraphDataModule(L.LightningDataModule):
             for file in (path, predict_path, predict_nodes_path, nodes_path, graphs_path)
         )
         separator = separator.replace("\\t", "\t")  # as a shell passes it
-        self.layout = GraphLayout(level, names or ("y",), nodes, graphs, undirected, separator, decimal)
+        self.layout = GraphLayout(level, names or ("y",), nodes, graphs, undirected, separator, decimal, max_bytes)
         self.datasets = [part for part in (dataset, val_dataset, test_dataset) if part is not None]
         self.transform = transform
         self.counted = names or tuple(SUBSTRUCTURES)

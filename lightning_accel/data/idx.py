@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.idx_files import IdxPart, find_idx, read_idx, require_idx
 from lightning_accel.data.in_memory import require_loading_options, row_loader
@@ -47,6 +48,7 @@ class IdxDataModule(L.LightningDataModule):
         batch_size: rows per process and step.
         num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
         predict_path: IDX file of images to predict; by default the test images.
+        max_bytes: that a gzipped file may take unpacked; 32 times its size if that is more.
 
     Raises:
         FileNotFoundError: if the folder is not there; in ``setup``, if a file is not, naming what was looked for.
@@ -75,9 +77,10 @@ class IdxDataModule(L.LightningDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers)
+        require_loading_options(batch_size, split_seed, num_workers, max_bytes)
         if not 0 < val_share < 1:
             raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
         if not Path(path).is_dir():
@@ -94,6 +97,7 @@ class IdxDataModule(L.LightningDataModule):
         self.split_seed = split_seed
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.max_bytes = max_bytes
 
     def setup(self, stage: str | None = None) -> None:
         if not hasattr(self, "train_rows"):  # a trainer calls setup once a stage
@@ -105,7 +109,7 @@ class IdxDataModule(L.LightningDataModule):
 
     def _set_up_training(self) -> None:
         path = self._file("train-images", self.train_images)
-        images = _read_images(path)
+        images = self._read_images(path)
         labels = self._read_labels("train-labels", self.train_labels, images, path)
         if labels is not None:
             classes, labels = np.unique(labels, return_inverse=True)
@@ -141,7 +145,7 @@ class IdxDataModule(L.LightningDataModule):
         if not self.labelled:
             return None
         path = self._file(part, name)
-        labels = read_idx(path)
+        labels = read_idx(path, self.max_bytes)
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise ValueError(
                 f"labels must be one whole number for each image, (N,); {path} holds {labels.shape} {labels.dtype}"
@@ -150,8 +154,19 @@ class IdxDataModule(L.LightningDataModule):
             raise ValueError(f"{of} holds {len(images)} images and {path} {len(labels)} labels; give files that belong")
         return labels
 
+    def _read_images(self, path: Path) -> np.ndarray:
+        images = read_idx(path, self.max_bytes)
+        if images.ndim < 2:
+            raise ValueError(f"images must be (N, H, W), or rows (N, D); {path} holds {images.shape} {images.dtype}")
+        if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
+            row, *place = np.argwhere(~finite)[0].tolist()
+            raise ValueError(
+                f"images must be finite; {path} holds {images[(row, *place)]} in row {row}, at {tuple(place)}"
+            )
+        return images
+
     def _read_like_training(self, path: Path) -> np.ndarray:
-        images = _read_images(path)
+        images = self._read_images(path)
         trained = self.train_rows.images.numpy()
         if images.shape[1:] != trained.shape[1:] or images.dtype != trained.dtype:
             raise ValueError(
@@ -256,16 +271,6 @@ class ImageRows(Dataset[tuple[Tensor, ...]]):
         images = images.float() if images.dtype in (torch.uint8, torch.int8, torch.int16) else images.double()
         images = images.sub_(least).div_(greatest - least).clamp_(0, 1).float()
         return images.gt(0.5).float() if self.binarize else images
-
-
-def _read_images(path: Path) -> np.ndarray:
-    images = read_idx(path)
-    if images.ndim < 2:
-        raise ValueError(f"images must be (N, H, W), or rows (N, D); {path} holds {images.shape} {images.dtype}")
-    if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
-        row, *place = np.argwhere(~finite)[0].tolist()
-        raise ValueError(f"images must be finite; {path} holds {images[(row, *place)]} in row {row}, at {tuple(place)}")
-    return images
 
 
 def _limits_of(images: np.ndarray, path: Path) -> Limits:

@@ -5,9 +5,13 @@ import math
 import re
 import zlib
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+
+from lightning_accel.data.bounds import MAX_BYTES, require_allowed
+from lightning_accel.data.quoting import shown
+from lightning_accel.data.tables import regular_file
 
 IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
 
@@ -15,47 +19,62 @@ _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E
 _GZIP = b"\x1f\x8b"
 
 
-def read_idx(path: str | Path) -> np.ndarray:
+def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> np.ndarray:
     """Read the array of an IDX file, gzipped or not, whatever its name.
+
+    Args:
+        path: the file.
+        max_bytes: that a gzipped file may take unpacked; 32 times its size if that is more.
 
     Returns:
         Of the file's own type, uint8, int8, int16, int32, float32 or float64, in the machine's byte order; writable.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no IDX file, is cut short, is longer than its header says, or holds no values.
+        ValueError: if it is no IDX file, is cut short, is longer than its header says, holds no values, or is too large
+            unpacked; or if there is a folder or a device.
 
     Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, the format at the page's end
     """
-    path = Path(path)
-    content = _read(path)
-    dtype, shape, begin = _read_header(content, path)
-    promised, found = math.prod(shape) * dtype.itemsize, len(content) - begin
+    path = regular_file(path)
+    with path.open("rb") as start:
+        is_packed = start.read(2) == _GZIP
+    try:
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            return _read(file, path, max_bytes, None if is_packed else path.stat().st_size)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is gzipped and cannot be unpacked: {error}. Fetch or write it again") from error
+
+
+def _read(file: Any, path: Path, max_bytes: int, size: int | None) -> np.ndarray:
+    """Read the array of a file of ``size`` bytes, None where they are not known before they are unpacked."""
+    header = file.read(4)
+    header += file.read(4 * header[3]) if len(header) == 4 else b""
+    dtype, shape, begin = _read_header(header, path)
+    promised = math.prod(shape) * dtype.itemsize
     if promised == 0:
         raise ValueError(f"{path} holds no values: its shape is {shape}")
+    if size is None:
+        require_allowed(promised, path, max_bytes, f"{path}, whose header says {shown(shape, 100)},")
+    found = promised if size is None else size - begin
+    values = np.empty(math.prod(shape) if found == promised else 0, dtype)
+    if found == promised:
+        room, found = values.view(np.uint8).data, 0
+        while found < promised and (count := file.readinto(room[found:])):
+            found += count
+        found += len(file.read(1)) if size is None else 0
     if found < promised:
         raise ValueError(
-            f"{path} is cut short: its header says {shape} of {dtype.itemsize} bytes each, {promised} bytes, and "
-            f"{found} are there. Fetch or write it again"
+            f"{path} is cut short: its header says {shown(shape, 99)} of {dtype.itemsize} bytes each, "
+            f"{shown(promised)} bytes, and {found} are there. Fetch or write it again"
         )
     if found > promised:
         raise ValueError(
-            f"{path} is longer than its header says: {shape} of {dtype.itemsize} bytes each are {promised} bytes, and "
-            f"{found} are there. Write it again, with the right shape"
+            f"{path} is longer than its header says: {shown(shape, 100)} of {dtype.itemsize} bytes each are "
+            f"{shown(promised)} bytes, and "
+            f"{found}{' or more' if size is None else ''} are there. Write it again, with the right shape"
         )
-    return np.frombuffer(content, dtype, offset=begin).reshape(shape).astype(dtype.newbyteorder("="))
-
-
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    content = path.read_bytes()
-    if not content.startswith(_GZIP):
-        return content
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is gzipped and cannot be unpacked: {error}. Fetch or write it again") from error
+    return values.reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
 def _read_header(content: bytes, path: Path) -> tuple[np.dtype, tuple[int, ...], int]:

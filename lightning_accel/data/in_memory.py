@@ -37,10 +37,11 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[chosen] for tensor in self.tensors)
 
 
-def require_loading_options(batch_size: int, split_seed: int, num_workers: int) -> None:
+def require_loading_options(batch_size: int, split_seed: int, num_workers: int, max_bytes: int = 1) -> None:
     """Raise a ValueError for a number out of range, before any data is read."""
     for name, value, least in (
         ("batch_size", batch_size, 1), ("split_seed", split_seed, 0), ("num_workers", num_workers, 0),
+        ("max_bytes", max_bytes, 1),
     ):  # fmt: skip
         if value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")

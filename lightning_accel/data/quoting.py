@@ -32,8 +32,8 @@ def listed(names: Sequence[object], most: int = 20) -> str:
 
 
 def cut(name: object, most: int = 60) -> str:
-    """Return ``str(name)`` in at most ``most`` characters, without quotation marks."""
-    text = name if isinstance(name, str) else shown(name, most)
+    """Return ``str(name)`` of a text, number or error in at most ``most`` characters."""
+    text = str(name)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -9,13 +9,16 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from lightning_accel.data.bounds import MAX_BYTES, allowed_bytes, require_allowed
+from lightning_accel.data.quoting import cut, listed, shown
 from lightning_accel.data.tables import as_numbers, as_text, read_table, require_columns
-from lightning_accel.data.text_lines import lines_of, parse_object
+from lightning_accel.data.text_lines import holds_booleans, lines_of, parse_object
 
 TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 
 _TOKEN_FIELDS = ("tokens", "input_ids")
 _SEQUENCE_FIELDS = ("values", *_TOKEN_FIELDS, "text")
+_TOKEN_BYTES = 256  # of a token of a vocabulary, what a narrow embedding takes
 _LARGEST = 1e30  # as in tables: the normalisation squares it
 
 
@@ -33,6 +36,7 @@ class Layout:
         ignore: columns that are none of these.
         separator: between the fields of a CSV file.
         decimal: the decimal mark of a CSV file.
+        max_bytes: that a compressed file may unpack to, and the vocabulary of its tokens take at 256 bytes each.
     """
 
     kind: TargetKind = "classification"
@@ -43,6 +47,7 @@ class Layout:
     ignore: Sequence[str] = ()
     separator: str = ","
     decimal: str = "."
+    max_bytes: int = MAX_BYTES
 
 
 @dataclass
@@ -86,18 +91,22 @@ def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
     sequences: list[np.ndarray] = []
     targets, ids, places = [], [], []
     field = ""
-    for where, line in lines_of(path, "a sequence"):
+    most_tokens = allowed_bytes(path, layout.max_bytes) // _TOKEN_BYTES
+    for where, line in lines_of(path, "a sequence", layout.max_bytes):
         entry = parse_object(line, where, '{"values": [1, 2], "target": 0}')
         field = field or _sequence_field(entry, layout, where)
         _require_field(entry, field, where)
         sequences.append(_read_sequence(entry[field], field, where))
+        if field in _TOKEN_FIELDS and len(sequences[-1]) and (largest := int(sequences[-1].max())) >= most_tokens:
+            what = f"a vocabulary up to the token {largest} in {where}, of {_TOKEN_BYTES} bytes each,"
+            require_allowed((largest + 1) * _TOKEN_BYTES, path, layout.max_bytes, what)
         ids.append(str(entry.get(layout.id, where.split()[1])))
         places.append(where)
         if with_target:
             _require_field(entry, layout.target, where)
             targets.append(_checked_target(entry[layout.target], len(sequences[-1]), layout, where))
     if twice := pd.Series(ids)[pd.Series(ids).duplicated()].tolist():
-        raise ValueError(f"{path} has two lines with {layout.id} {twice[0]!r}; give each sequence its own")
+        raise ValueError(f"{path} has two lines with {layout.id} {shown(twice[0])}; give each sequence its own")
     steps = _join(sequences, places)
     names = [field] if steps.ndim == 1 else [f"{field}_{i}" for i in range(steps.shape[1])]
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
@@ -112,15 +121,15 @@ def _sequence_field(entry: dict[str, Any], layout: Layout, where: str) -> str:
             return name
     raise ValueError(
         f"{where} has no field {', '.join(_SEQUENCE_FIELDS)}; name the field of the sequence in values. Its fields: "
-        f"{', '.join(entry)}"
+        f"{listed(list(entry))}"
     )
 
 
 def _require_field(entry: dict[str, Any], name: str, where: str) -> None:
     if name not in entry:
         near = difflib.get_close_matches(name, entry, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"{where} has no field {name!r}{hint} Its fields: {', '.join(entry)}")
+        hint = f"; did you mean {shown(near[0])}?" if near else "."
+        raise ValueError(f"{where} has no field {name!r}{hint} Its fields: {listed(list(entry))}")
 
 
 def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
@@ -128,7 +137,11 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
     if isinstance(found, str) and field not in _TOKEN_FIELDS:
         return np.frombuffer(found.encode(), dtype=np.uint8)
     if not isinstance(found, list):
-        raise ValueError(f"{field!r} in {where} must hold a list or a text; got {found!r:.60}")
+        raise ValueError(f"{field!r} in {where} must hold a list or a text; got {shown(found)}")
+    if holds_booleans(found):
+        raise ValueError(
+            f"{field!r} in {where} must hold numbers; got booleans among them, which would count as 1 and 0"
+        )
     try:
         steps = np.array(found)
     except (ValueError, OverflowError):  # numpy's message names no step
@@ -136,16 +149,17 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
     if field in _TOKEN_FIELDS:
         if steps.size and (steps.ndim != 1 or steps.dtype.kind not in "iu" or steps.min() < 0):
             raise ValueError(
-                f"{field!r} in {where} must hold whole numbers from 0; got {found!r:.60}. Number words by a tokenizer, "
+                f"{field!r} in {where} must hold whole numbers from 0; got {shown(found)}. Number words by a "
+                f"tokenizer, "
                 "or give the text itself in a field text"
             )
-        return steps.astype(np.int64).reshape(-1)
+        return steps.reshape(-1) if steps.size else np.zeros(0, np.int64)
     if steps.size and (steps.dtype.kind not in "biuf" or steps.ndim > 2):
         raise ValueError(f"{field!r} in {where} must hold numbers, or a list of numbers for each step; {_odd(found)}")
     if steps.size and not (np.abs(steps) <= _LARGEST).all():  # NaN too
         step = int(np.argwhere(~(np.abs(steps) <= _LARGEST))[0][0])
         raise ValueError(
-            f"{field!r} in {where} must hold numbers of at most {_LARGEST:g}; got {found[step]} in step {step}, "
+            f"{field!r} in {where} must hold numbers of at most {_LARGEST:g}; got {shown(found[step])} in step {step}, "
             "counted from 0. Fill what is missing, or leave the step out"
         )
     steps = steps.astype(np.float64)
@@ -161,10 +175,10 @@ def _odd(found: list[Any]) -> str:
     for number, step in enumerate(found):
         inner = step if isinstance(step, list) else [step]
         if wrong := [value for value in inner if not isinstance(value, int | float)]:
-            return f"got {wrong[0]!r:.60} in step {number}, counted from 0"
+            return f"got {shown(wrong[0])} in step {number}, counted from 0"
         if like(step) != like(found[0]):
-            return f"step {number}, counted from 0, is {step!r:.60} and the first one {found[0]!r:.60}"
-    return f"got {found!r:.60}"
+            return f"step {number}, counted from 0, is {shown(step)} and the first one {shown(found[0])}"
+    return f"got {shown(found)}"
 
 
 def _join(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
@@ -180,24 +194,25 @@ def _join(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
             )
         if shape == (0,):
             raise ValueError(f"{places[i]} has steps without values")
-    return np.concatenate([sequences[i] for i in filled])
+    steps = np.concatenate([sequences[i] for i in filled])
+    return steps.astype(np.int64, copy=False) if steps.dtype.kind in "iu" and steps.dtype != np.uint8 else steps
 
 
 def _checked_target(found: Any, length: int, layout: Layout, where: str) -> Any:
     field = f"{layout.target!r} in {where}"
     if layout.kind == "labelling":
         if not isinstance(found, list) or len(found) != length:
-            got = f"{len(found)} of them" if isinstance(found, list) else f"{found!r:.60}"
+            got = f"{len(found)} of them" if isinstance(found, list) else f"{shown(found)}"
             raise ValueError(f"{field} must be a list with a class for each of its {length} steps; got {got}")
         return found
     if layout.kind == "regression":
         numbers = np.array(found) if isinstance(found, int | float | list) else np.array(None)
         if numbers.dtype.kind not in "biuf" or numbers.ndim > 1 or not (np.abs(numbers) <= _LARGEST).all():
-            raise ValueError(f"{field} must be a number, or a list of numbers; got {found!r:.60}")
+            raise ValueError(f"{field} must be a number, or a list of numbers; got {shown(found)}")
         return numbers.reshape(-1)
     if not isinstance(found, str | int | float) or found != found:
         raise ValueError(
-            f"{field} must be a class, a text or a number; got {found!r:.60}. For a target that is a list, set "
+            f"{field} must be a class, a text or a number; got {shown(found)}. For a target that is a list, set "
             "target_kind to labelling or regression"
         )
     return found
@@ -223,10 +238,10 @@ def _read_text_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
             "text and target"
         )
     texts, targets, ids = [], [], []
-    for where, line in lines_of(path, "a sequence"):
+    for where, line in lines_of(path, "a sequence", layout.max_bytes):
         label, tab, text = line.partition("\t")
         if with_target and not tab:
-            raise ValueError(f"{where} has no tab between a label and its text; got {line[:60]!r}")
+            raise ValueError(f"{where} has no tab between a label and its text; got {shown(line)}")
         whole = layout.kind == "forecasting" or not tab
         texts.append((line if whole else text).encode())
         targets.append(label)
@@ -244,16 +259,16 @@ def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSeque
     """Rows in any order, one for each step; the target is the same in all rows of a sequence unless it labels steps."""
     targets = [layout.target] if with_target else []
     as_written = [layout.id, *([] if layout.kind == "regression" else targets)]
-    table = read_table(path, layout.separator, layout.decimal, text_columns=as_written)
+    table = read_table(path, layout.separator, layout.decimal, text_columns=as_written, max_bytes=layout.max_bytes)
     steps = [] if layout.step is None else [layout.step]
     require_columns(table, [layout.id, *steps, *targets, *layout.values, *layout.ignore], path)
     others = [layout.id, *steps, layout.target, *layout.ignore]
     names = list(layout.values) or [name for name in table.columns if name not in others]
     if not names:
-        raise ValueError(f"{path} has no column left for values beside {', '.join(others)}")
+        raise ValueError(f"{path} has no column left for values beside {listed(others)}")
     remedy = "Fill what is missing, leave the row out, or list a column that is no feature under ignore"
     values = np.stack([_present_numbers(table[name], path, remedy) for name in names], axis=1)
-    sequence, ids = pd.factorize(as_text(_present(table[layout.id], path, "Name the sequence of each row")))
+    sequence, ids = pd.factorize(as_text(_present(table[layout.id], path, "Name the sequence of each row"), path))
     order = _row_order(table, sequence, layout, path)
     sequence = sequence[order]
     lengths = np.bincount(sequence).astype(np.int64)
@@ -264,7 +279,7 @@ def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSeque
 def _present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     if (missing := column.isna()).any():
         raise ValueError(
-            f"column {column.name!r} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
             f"{int(missing.to_numpy().argmax()) + 1}. {remedy}"
         )
     return column
@@ -283,8 +298,9 @@ def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: Layout, path: 
     if same.any():
         first, second = sorted(order[same.argmax() :][:2].tolist())
         raise ValueError(
-            f"{path} has two rows of {layout.id} {table[layout.id][first]!r} with {layout.step} "
-            f"{table[layout.step][first]}: rows {first + 1} and {second + 1}. Each step of a sequence may stand once"
+            f"{path} has two rows of {layout.id} {shown(table[layout.id][first])} with {layout.step} "
+            f"{cut(table[layout.step][first])}: rows {first + 1} and {second + 1}. Each step of a sequence "
+            f"may stand once"
         )
     return order
 
@@ -295,8 +311,8 @@ def _sortable(column: pd.Series, path: Path) -> np.ndarray:
     dates = pd.to_datetime(column, errors="coerce", format="ISO8601", utc=True)
     if (wrong := dates.isna()).any():
         raise ValueError(
-            f"column {column.name!r} of {path} must hold numbers, or dates such as 2026-01-31T12:00; got "
-            f"{str(column[wrong].iloc[0])!r} in row {int(wrong.to_numpy().argmax()) + 1}"
+            f"column {shown(column.name)} of {path} must hold numbers, or dates such as 2026-01-31T12:00; got "
+            f"{shown(str(column[wrong].iloc[0]))} in row {int(wrong.to_numpy().argmax()) + 1}"
         )
     return dates.to_numpy()
 
@@ -314,8 +330,8 @@ def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, la
         first = int(changed.argmax())
         raise ValueError(
             f"the target column {layout.target!r} of {path} must be the same in all rows of a sequence; rows "
-            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id}, hold {values[first]} and "
-            f"{values[first + 1]}. For a target of each step, set target_kind to labelling"
+            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id}, hold {cut(values[first])} and "
+            f"{cut(values[first + 1])}. For a target of each step, set target_kind to labelling"
         )
     values = values[np.flatnonzero(np.diff(sequence, prepend=-1))].reset_index(drop=True)
     return values.to_numpy()[:, None] if layout.kind == "regression" else values

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import (
     already_a_batch,
@@ -18,6 +19,7 @@ from lightning_accel.data.in_memory import (
     silence_advice_on_workers,
 )
 from lightning_accel.data.length_sampler import LengthBatchSampler
+from lightning_accel.data.quoting import list_of_names
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.data.sequence_files import Layout, TargetKind
 from lightning_accel.data.sequence_rows import SequenceRows
@@ -86,6 +88,8 @@ class SequenceDataModule(L.LightningDataModule):
         num_workers: processes that fetch batches; 0 is fastest, since the sequences are in memory.
         predict_path: file of sequences to predict, read as ``path`` is, with no need of a target; by default the test
             sequences.
+        max_bytes: of memory that a compressed file may unpack to, and the vocabulary of its tokens take at 256 bytes
+            each; 32 times the size of the file if that is more.
 
     Raises:
         FileNotFoundError: if a file is not there.
@@ -116,10 +120,10 @@ class SequenceDataModule(L.LightningDataModule):
         num_sequences: int | None = None,
         target_kind: TargetKind = "classification",
         target: str = "target",
-        values: Sequence[str] = (),
+        values: str | Sequence[str] = (),
         id_column: str = "id",
         step_column: str | None = "step",
-        ignore: Sequence[str] = (),
+        ignore: str | Sequence[str] = (),
         separator: str = ",",
         decimal: str = ".",
         batch_size: int = 64,
@@ -131,9 +135,10 @@ class SequenceDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers)
+        require_loading_options(batch_size, seed, num_workers, max_bytes)
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "val_share and test_share must be above 0 and leave sequences to train on; "
@@ -147,12 +152,13 @@ class SequenceDataModule(L.LightningDataModule):
         self.layout = Layout(
             target_kind,
             target,
-            (values,) if isinstance(values, str) else tuple(values),
+            tuple(list_of_names(values)),
             id_column,
             step_column,
-            (ignore,) if isinstance(ignore, str) else tuple(ignore),
+            tuple(list_of_names(ignore)),
             separator.replace("\\t", "\t"),  # as a shell passes it
             decimal,
+            max_bytes,
         )
         self.lengths = None if self.task is None else task_lengths(self.task, length, test_length)
         generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
@@ -181,7 +187,7 @@ class SequenceDataModule(L.LightningDataModule):
             raise ValueError(f"{', '.join(given)} would have no effect on {what}, which is not generated")
         if self.path is None and (self.layout != Layout() or self.predict_path is not None):
             raise ValueError(
-                "target_kind, target, columns and predict_path describe files; without a path, "
+                "target_kind, target, columns, max_bytes and predict_path describe files; without a path, "
                 f"task={self.task!r} alone is read. Give path, or leave them out"
             )
 

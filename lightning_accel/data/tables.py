@@ -9,6 +9,10 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import train_test_split
 
+from lightning_accel.data.bounds import MAX_BYTES, require_unpackable
+from lightning_accel.data.parquet_size import require_bounded
+from lightning_accel.data.quoting import cut, listed, shown
+
 _LARGEST = 1e30  # the normalisation squares it
 
 
@@ -18,20 +22,24 @@ def read_table(
     decimal: str = ".",
     missing: Sequence[str] = (),
     text_columns: Sequence[str] = (),
+    max_bytes: int = MAX_BYTES,
 ) -> pd.DataFrame:
     """Read a CSV or Parquet file with at least one row; ``text_columns`` of a CSV file stay as they are written.
 
     Raises:
-        ValueError: if it is neither, cannot be read as one, has no rows, or has columns of one name or of none.
+        ValueError: if it is neither, cannot be read as one, has no rows, has columns of one name or of none, or is too
+            large unpacked, see :mod:`lightning_accel.data.bounds`.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if ".csv" not in suffixes and ".parquet" not in suffixes:
         raise ValueError(f"need a .csv or .parquet file; got {path}")
     try:
         if suffixes[-1] == ".parquet":
+            require_bounded(path, max_bytes)
             table = pd.read_parquet(path)
             table = table.mask(table.isin([*missing, *_numbers_among(missing)])) if missing else table
         else:
+            require_unpackable(path, max_bytes)
             _require_distinct_names(pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str), path)
             with warnings.catch_warnings():
                 # Rows longer than the header: pandas would take their first fields for an index, or drop the last
@@ -47,8 +55,15 @@ def read_table(
                 )
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
-    except (pd.errors.ParserError, pd.errors.ParserWarning, UnicodeDecodeError, OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {error}") from error
+    except (
+        ValueError,
+        pd.errors.ParserWarning,
+        OSError,
+        EOFError,
+    ) as error:  # of pandas and of pyarrow, most of which are ValueErrors
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {cut(error, 200)}") from error
     if table.empty:
         raise ValueError(f"{path} has a header but no rows")
     return table.rename(columns=str)
@@ -61,11 +76,17 @@ def _numbers_among(texts: Sequence[str]) -> list[float]:
 def _require_distinct_names(header: pd.DataFrame, path: Path) -> None:
     names = header.iloc[0]
     if names.duplicated(keep=False).any() and (twice := names[names.duplicated()].dropna()).any():
-        raise ValueError(f"{path} has two columns named {twice.iloc[0]!r}; rename or remove one")
+        raise ValueError(f"{path} has two columns named {shown(twice.iloc[0])}; rename or remove one")
 
 
 def existing_file(path: str | Path) -> Path:
-    path = Path(path)
+    """Return the path of a regular file.
+
+    Raises:
+        FileNotFoundError: if there is none; the message names one of a like name.
+        ValueError: if there is something else, such as a folder.
+    """
+    path = regular_file(path)
     if path.is_file():
         return path
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -75,41 +96,66 @@ def existing_file(path: str | Path) -> Path:
     raise FileNotFoundError(f"no file {path}{hint}")
 
 
+def regular_file(path: str | Path) -> Path:
+    """Return the path unless there is something that is no file, of which a pipe would be waited for without end.
+
+    Raises:
+        ValueError: if there is a folder, a pipe or a device.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or socket"
+        raise ValueError(f"{path} is {kind}; the path of a file was needed")
+    return path
+
+
 def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> None:
     columns = list(table.columns)
     for name in needed:
         if name in columns:
             continue
         near = difflib.get_close_matches(name, columns, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = f"; did you mean {shown(near[0])}?" if near else "."
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
             hint += " There is one column only: set separator to what stands between the fields."
-        raise ValueError(f"{path} has no column {name!r}{hint} Its columns: {', '.join(columns)}")
+        raise ValueError(f"{path} has no column {shown(name)}{hint} Its columns: {listed(columns)}")
 
 
 def read_classes(
     column: pd.Series, path: Path, quantity: str = "a target that is a quantity is not supported"
 ) -> tuple[np.ndarray, list[str]]:
     """Class of each row, (rows,) int64, and the names of the classes in order; ``quantity`` ends a message."""
-    where = f"the target column {column.name!r} of {path}"
+    where = f"the target column {shown(column.name)} of {path}"
     if (missing := column.isna()).any():
         raise ValueError(
             f"{where} lacks {missing.sum()} of {len(column)} values, the first in row {_first_row(missing)}; remove "
             "those rows, or predict them with predict_path"
         )
-    text = as_text(column)
+    text = as_text(column, path)
+    _require_one_kind(column, text, where)
     classes = sorted(text.unique(), key=_numbers_first)
     labels = pd.Categorical(text, categories=classes).codes
     if len(classes) < 2:
-        raise ValueError(f"{where} holds one class only, {classes[0]!r}; two or more are needed")
+        raise ValueError(f"{where} holds one class only, {shown(classes[0])}; two or more are needed")
     counts = np.bincount(labels)
     if counts.min() < 3:
         rarest = classes[int(counts.argmin())]
         raise ValueError(
-            f"{where} holds {len(classes)} classes, of which {rarest!r} has {counts.min()} rows; each needs 3, one for "
+            f"{where} holds {len(classes)} classes, of which {shown(rarest)} has {counts.min()} rows; each "
+            f"needs 3, one for "
             f"each split. Merge rare classes; {quantity}"
         )
     return labels.astype(np.int64), classes
+
+
+def _require_one_kind(column: pd.Series, text: pd.Series, where: str) -> None:
+    """Raise a ValueError where a number and a text look alike, as 1 and "1" do in JSON."""
+    if column.dtype != object:
+        return
+    as_text = {name for name, value in zip(text, column, strict=True) if isinstance(value, str)}
+    as_other = {name for name, value in zip(text, column, strict=True) if not isinstance(value, str)}
+    if both := sorted(as_text & as_other):
+        raise ValueError(f"{where} holds {cut(both[0])} as a number and as a text; write it in one way")
 
 
 def _numbers_first(name: str) -> tuple[float, str]:
@@ -126,24 +172,25 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     Raises:
         ValueError: if some are, naming the first that is not; if it holds dates, or text that never repeats.
     """
-    where = f"column {column.name!r} of {path}"
+    where = f"column {shown(column.name)} of {path}"
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
         return True
     if pd.api.types.is_datetime64_any_dtype(column) or pd.api.types.is_timedelta64_dtype(column):
         raise ValueError(f"{where} holds dates; turn it into numbers first, or list it under ignore")
     present = column.dropna()
-    if present.map(lambda value: isinstance(value, list | dict | np.ndarray)).any():
-        raise ValueError(f"{where} holds lists; spread them over columns, or list it under ignore")
+    if present.map(lambda value: isinstance(value, list | dict | np.ndarray | bytes)).any():
+        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or list it under ignore")
     is_text = pd.to_numeric(present.astype(object), errors="coerce").isna()
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
         raise ValueError(
-            f"{where} holds {str(column[wrong].iloc[0])!r} in row {_first_row(wrong)} among numbers; mend the value, "
+            f"{where} holds {shown(str(column[wrong].iloc[0]))} in row {_first_row(wrong)} among numbers; "
+            f"mend the value, "
             "list it under missing, or list the column under categorical"
         )
     if is_text.any() and present.astype(str).str.fullmatch(r"[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?").all():
         raise ValueError(
-            f"{where} holds {str(present.iloc[0])!r} and the like, which are no numbers as they are written; set "
+            f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written; set "
             "decimal, rewrite them, or list the column under categorical"
         )
     if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
@@ -155,18 +202,30 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
 
 
 def as_numbers(column: pd.Series, path: Path, remedy: str = "Mend the value, or list it under missing") -> pd.Series:
-    numbers = pd.to_numeric(column.astype(object), errors="coerce").astype(np.float64)
+    is_plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
+    numbers = column if is_plain else pd.to_numeric(column.astype(object), errors="coerce")
+    numbers = numbers.astype(np.float64)
     wrong = (numbers.isna() & column.notna()) | (numbers.abs() > _LARGEST)
     if wrong.any():
-        first = str(column[wrong].iloc[0])
+        first = shown(str(column[wrong].iloc[0]))
         raise ValueError(
-            f"column {column.name!r} of {path} must hold numbers of at most {_LARGEST:g}; got {first!r} in row "
+            f"column {shown(column.name)} of {path} must hold numbers of at most {_LARGEST:g}; got {first} in row "
             f"{_first_row(wrong)}. {remedy}"
         )
     return numbers
 
 
-def as_text(column: pd.Series) -> pd.Series:
+def as_text(column: pd.Series, path: Path) -> pd.Series:
+    """Return the values as texts, ``<missing>`` where there is none.
+
+    Raises:
+        ValueError: if they are bytes.
+    """
+    if column.dtype == object and column.map(lambda value: isinstance(value, bytes)).any():
+        raise ValueError(
+            f"column {shown(column.name)} of {path} holds bytes; text or numbers were needed. Decode them, or list the "
+            "column under ignore if it is no feature"
+        )
     # convert_dtypes first: a column of whole numbers is float where values are missing, and 1.0 is no name for 1
     return column.convert_dtypes().astype("string").fillna("<missing>").astype(object)
 

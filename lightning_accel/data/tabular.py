@@ -16,9 +16,11 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
 from lightning_accel.data.preprocessing import RawColumns
+from lightning_accel.data.quoting import list_of_names, shown
 from lightning_accel.data.tables import (
     as_numbers,
     as_text,
@@ -61,6 +63,7 @@ class TabularDataModule(L.LightningDataModule):
         num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
         predict_path: file of rows to predict, with the same feature columns and no need of the target; by default the
             test rows.
+        max_bytes: that a compressed file, or a Parquet file, may take unpacked; 32 times its size if that is more.
 
     Raises:
         FileNotFoundError: if a file is not there.
@@ -80,9 +83,9 @@ class TabularDataModule(L.LightningDataModule):
         path: str | Path,
         target: str,
         *,
-        categorical: Sequence[str] = (),
-        ignore: Sequence[str] = (),
-        missing: Sequence[str] = (),
+        categorical: str | Sequence[str] = (),
+        ignore: str | Sequence[str] = (),
+        missing: str | Sequence[str] = (),
         separator: str = ",",
         decimal: str = ".",
         val_share: float = 0.15,
@@ -91,9 +94,10 @@ class TabularDataModule(L.LightningDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers)
+        require_loading_options(batch_size, split_seed, num_workers, max_bytes)
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "val_share and test_share must be above 0 and leave rows to train on; "
@@ -102,9 +106,9 @@ class TabularDataModule(L.LightningDataModule):
         self.path = existing_file(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.target = target
-        self.categorical = categorical
-        self.ignore = ignore
-        self.missing = missing
+        self.categorical = list_of_names(categorical)
+        self.ignore = list_of_names(ignore)
+        self.missing = list_of_names(missing)
         self.separator = separator.replace("\\t", "\t")  # as a shell passes it
         self.decimal = decimal
         self.val_share = val_share
@@ -112,6 +116,7 @@ class TabularDataModule(L.LightningDataModule):
         self.split_seed = split_seed
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.max_bytes = max_bytes
 
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
@@ -126,10 +131,12 @@ class TabularDataModule(L.LightningDataModule):
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(
                 f"{self.path} has a column without a name, perhaps row numbers that were written with the table; list "
-                f"it under ignore as {nameless[0]!r}, or give it a name"
+                f"it under ignore as {shown(nameless[0])}, or give it a name"
             )
         if not self._feature_columns:
-            raise ValueError(f"{self.path} has no column left for features beside {self.target!r} and those ignored")
+            raise ValueError(
+                f"{self.path} has no column left for features beside {shown(self.target)} and those ignored"
+            )
         features, is_number = self._read_features(table, self.path)
         encoder = self._encoder = _make_encoder(is_number).fit(features.iloc[train])
         self.feature_names = _feature_names(encoder, self.path)
@@ -167,7 +174,7 @@ class TabularDataModule(L.LightningDataModule):
         require_same_data(state_dict, self.state_dict(), f"data than {self.path}", remedy)
 
     def _read(self, path: Path, text_columns: Sequence[str]) -> pd.DataFrame:
-        return read_table(path, self.separator, self.decimal, self.missing, text_columns)
+        return read_table(path, self.separator, self.decimal, self.missing, text_columns, self.max_bytes)
 
     def _read_features(
         self, table: pd.DataFrame, path: Path, is_number: dict[str, bool] | None = None
@@ -179,7 +186,7 @@ class TabularDataModule(L.LightningDataModule):
                 for name in self._feature_columns
             }
         columns = {
-            name: as_numbers(table[name], path) if number else as_text(table[name])
+            name: as_numbers(table[name], path) if number else as_text(table[name], path)
             for name, number in is_number.items()
         }
         return pd.DataFrame(columns, index=table.index), is_number
@@ -216,7 +223,7 @@ def _feature_names(encoder: ColumnTransformer, path: Path) -> list[str]:
     names = [name.partition("__")[2] for name in encoder.get_feature_names_out()]  # less number__ and category__
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
-            f"{path} gives two features the name {twice[0]!r}: a column and what is made of another, or two "
+            f"{path} gives two features the name {shown(twice[0])}: a column and what is made of another, or two "
             "categories; rename a column, or list it under ignore"
         )
     return names

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import require_loading_options
+from lightning_accel.data.quoting import list_of_names
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 from lightning_accel.data.tables import existing_file
 from lightning_accel.data.tokens import (
@@ -97,7 +98,7 @@ class TextDataModule(L.LightningDataModule):
             )
         self.of_python = path is None
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # none where they are in an archive
-        self.paths = modules if path is None else _find_texts(Path(path), suffixes)
+        self.paths = modules if path is None else _find_texts(Path(path), list_of_names(suffixes))
         self.context_length = context_length
         self.batch_size = batch_size
         if not isinstance(tokenizer, Tokenizer | None):
@@ -106,7 +107,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
-        self.prompts = [prompts] if isinstance(prompts, str) else prompts
+        self.prompts = list_of_names(prompts)
         self.cache_dir = Path(cache_dir).expanduser()
         self.num_workers = num_workers
         self.vocab_size = vocabulary_size(self.tokenizer) + 1
@@ -131,12 +132,17 @@ class TextDataModule(L.LightningDataModule):
         splits = _split(windows, self.val_share, self.test_share, self.seed)
         if not all(map(len, splits)):
             raise ValueError(
-                f"the text holds {len(self.stream)} tokens, {windows} windows of context_length={self.context_length}; "
-                f"{3 * _NEIGHBOURS} or more are needed for three splits. Give more text, or a smaller context_length"
+                f"the text of {self._where()} holds {len(self.stream)} tokens, {windows} windows of "
+                f"context_length={self.context_length}; {3 * _NEIGHBOURS} or more are needed for three splits. "
+                "Give more text, or a smaller context_length"
             )
         self.train_windows, self.val_windows, self.test_windows = (
             TokenWindows(self.stream, self.context_length + 1, numbers) for numbers in splits
         )
+
+    def _where(self) -> str:
+        more = f" and {len(self.paths) - 1} more files" if len(self.paths) > 1 else ""
+        return f"{self.paths[0]}{more}" if self.paths else "Python's reference"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -159,8 +165,7 @@ class TextDataModule(L.LightningDataModule):
             "'text' is tokens, vocabulary and checksum, 'split' context_length, shares and seed. Give the text and the "
             "options of its run"
         )
-        where = f"{self.paths[0]}{f' and {len(self.paths) - 1} more files' if len(self.paths) > 1 else ''}"
-        require_same_data(state_dict, now, f"text than that of {where}", remedy)
+        require_same_data(state_dict, now, f"text than that of {self._where()}", remedy)
 
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer
@@ -210,7 +215,7 @@ class TextDataModule(L.LightningDataModule):
 def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         return [existing_file(path)]
-    wanted = {f".{suffix.lstrip('.')}".lower() for suffix in ([suffixes] if isinstance(suffixes, str) else suffixes)}
+    wanted = {f".{suffix.lstrip('.')}".lower() for suffix in suffixes}
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in wanted)
     if not files:
         raise FileNotFoundError(

@@ -1,0 +1,54 @@
+"""Bound the memory that a file asks for beyond its own size, before any is taken."""
+
+import bz2
+import gzip
+import lzma
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 1 << 27  # one option of that name for whatever a file unpacks to, or a number in it stands for
+
+_TIMES = 32  # its own size, which text and numbers that were compressed stay well below
+_OPEN: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_PIECE = 1 << 20
+
+
+def allowed_bytes(path: Path, max_bytes: int) -> int:
+    """Return how many bytes a file may ask for: ``max_bytes``, or 32 times its size where that is more."""
+    return max(max_bytes, _TIMES * path.stat().st_size)
+
+
+def require_allowed(needed: int, path: Path, max_bytes: int, what: str) -> None:
+    """Raise a ValueError if ``what``, in or of the file, would take more bytes than it may ask for."""
+    if needed > (allowed := allowed_bytes(path, max_bytes)):
+        raise ValueError(
+            f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed, the "
+            f"larger of max_bytes={max_bytes} and {_TIMES} times its size. If it is right so, raise max_bytes"
+        )
+
+
+def require_unpackable(path: Path, max_bytes: int) -> None:
+    """Unpack a compressed file piece by piece, which is kept nowhere, to see that it is whole and not too large.
+
+    Raises:
+        ValueError: if it is damaged, or more than it may ask for.
+    """
+    try:
+        if path.suffix.lower() == ".zip":
+            with zipfile.ZipFile(path) as file:
+                _require_size(sum(member.file_size for member in file.infolist()), path, max_bytes)
+        elif (opened := _OPEN.get(path.suffix.lower())) is not None:
+            size = 0
+            with opened(path, "rb") as stream:
+                while piece := stream.read(_PIECE):
+                    size += len(piece)
+                    _require_size(size, path, max_bytes)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be unpacked: {error}. Fetch or write it again") from error
+
+
+def _require_size(size: int, path: Path, max_bytes: int) -> None:
+    require_allowed(size, path, max_bytes, f"{path}, unpacked,")

@@ -1,0 +1,111 @@
+"""Files that are damaged or made to do harm: those of benchmarks/malformed_data.py that once did."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_accel.data import IdxDataModule, SequenceDataModule, TabularDataModule, TextDataModule, read_idx
+from lightning_accel.data.bounds import allowed_bytes
+from lightning_accel.data.graphs import GraphDataModule
+from lightning_accel.data.quoting import cut, list_of_names, listed, shown
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BOMBS = [
+    "table: gz of 3 GB",
+    "sequences: gzip of a line of 3 GB", "sequences: token 2 to 31",
+    "sequences: token 2 to 40", "sequences: token 2 to 63", "graphs: node 10 to 8",
+    "graphs: node 10 to 10", "graphs: num nodes 10 to 30", "graphs: a million nodes in each",
+    "graphs: graph6 of 2 to 36 nodes",
+    "graphs: graph6 of a lone lead", "images: gzip of 960 bytes and 3 GB", "images: gzip that promises 64 GB",
+    "images: 255 dimensions of 2**32 - 1",
+]  # fmt: skip
+UNCLEAR = [
+    "table: class of 3 MB", "table: value of 3 MB", "table: name of 3 MB", "table: a folder", "table: a FIFO",
+    "table: an endless device", "table: xz in name alone", "table: zip of two", "table: zip in name alone",
+    "table: parquet of bytes", "table: parquet of byte classes", "table: formulas as classes",
+    "sequences: deep lists", "sequences: deep objects", "sequences: number of 5000 digits", "sequences: field twice",
+    "sequences: field of 3 MB", "sequences: boolean among numbers", "sequences: one class as number and text",
+    "sequences: surrogate in a target", "sequences: surrogate in an id", "sequences: surrogate in a text",
+    "sequences: pairs of surrogates", "sequences: huge target", "sequences: label of 3 MB",
+    "graphs: deep lists", "graphs: number of 5000 digits", "graphs: boolean as node", "graphs: x boolean among numbers",
+    "graphs: class of 3 MB", "graphs: field twice", "graphs: a FIFO", "images: a FIFO", "text: empty", "text: a FIFO",
+]  # fmt: skip
+
+
+def read_in_a_child(names, room):
+    """Read the cases ``names`` in one process with ``room`` bytes of address space beyond what imports take."""
+    script = (
+        "import resource, sys, json; sys.path.insert(0, sys.argv[1]); import malformed_data\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "cases = {case.name: case for case in malformed_data.cases()}\n"
+        "limit = 4096 * pages + int(sys.argv[2])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "print(json.dumps({name: malformed_data.outcome(cases[name]) for name in sys.argv[3:]}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(BENCHMARKS), str(room), *names],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {name: said for name, said in json.loads(done.stdout.splitlines()[-1]).items() if said}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_file_takes_more_memory_than_it_may_ask_for():
+    """Each asks for gigabytes; the process has room for one."""
+    assert read_in_a_child(BOMBS, 1 << 30) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="makes pipes")
+def test_bad_files_are_refused_by_name_in_few_words():
+    assert read_in_a_child(UNCLEAR, 4 << 30) == {}
+
+
+def test_the_bound_can_be_raised(tmp_path):
+    def tokens(largest, **options):
+        lines = [f'{{"tokens": [1, {largest if i == 5 else 2}], "target": {i % 2}}}' for i in range(40)]
+        (tmp_path / "t.jsonl").write_text("\n".join(lines))
+        data = SequenceDataModule(tmp_path / "t.jsonl", **options)
+        data.setup()
+        return data
+
+    assert tokens(500_000).vocab_size == 500_001
+    with pytest.raises(ValueError, match=r"token 3000000 in line 6 of .*t.jsonl.*7.68e\+08 bytes.*max_bytes=134217728"):
+        tokens(3_000_000)
+    assert tokens(3_000_000, max_bytes=1 << 30).vocab_size == 3_000_001
+    with pytest.raises(ValueError, match="max_bytes must be at least 1; got 0"):
+        tokens(1, max_bytes=0)
+    assert allowed_bytes(tmp_path / "t.jsonl", 1) == 32 * (tmp_path / "t.jsonl").stat().st_size
+
+
+def test_a_text_is_one_name_not_a_name_for_each_letter(tmp_path):
+    (tmp_path / "t.csv").write_text("key,a,y\n" + "".join(f"k{i},{i % 3},{'pq'[i % 2]}\n" for i in range(40)))
+    data = TabularDataModule(tmp_path / "t.csv", "y", ignore="key", categorical="a", missing="7")
+    data.setup()
+    assert data.feature_names == ["a=0", "a=1", "a=2"]
+    (tmp_path / "s.csv").write_text("id,step,key,v,target\n" + "".join(f"{i},0,x{i},{i},{i % 2}\n" for i in range(40)))
+    sequences = SequenceDataModule(tmp_path / "s.csv", ignore="key", values="v")
+    sequences.setup()
+    assert sequences.feature_names == ["v"]
+    assert list_of_names("key") == ["key"]
+    assert TextDataModule(prompts="once", suffixes="txt").prompts == ["once"]
+
+
+def test_what_messages_show_is_bounded():
+    assert len(shown(["z" * 10**6] * 10**4)) <= 60
+    assert len(listed(["z" * 10**6] * 10**4)) < 20 * 62 + 20
+    assert cut("z" * 100, 10) == "zzzzzzz..."
+    assert shown("ab") == "'ab'"
+
+
+@pytest.mark.parametrize("make", [TabularDataModule, SequenceDataModule, GraphDataModule, read_idx])
+def test_a_folder_is_said_to_be_one(make, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder; the path of a file was needed"):
+        make(tmp_path, "y") if make is TabularDataModule else make(tmp_path)
+    with pytest.raises(ValueError, match="is a folder"):
+        IdxDataModule(tmp_path, predict_path=tmp_path)
