@@ -60,6 +60,9 @@ SENSIBLE = {
     r"(gradient_clip_val|max_drop|threshold) (huge|inf)": "a bound that is never met",
     r"(name|save_dir|filename|dirpath)( |\.).*(typo of the value|unicode|long|parent|missing path|text)": "a name",
     r"seed_everything huge": "any number seeds",
+    r"(epochs|steps|total_steps|steps_per_epoch) huge": "that the schedule is longer than the run is told",
+    r"prompts.* (NUL|typo of the value|device)": "any text may be a prompt",
+    r"num_sanity_val_steps (huge|negative)": "all; -1 is how Lightning spells it",
     r"(num_sequences|length|max_shift|batch_size|copies) huge": "more than there are: all",
 }
 SHORT = {

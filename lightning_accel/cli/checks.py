@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_accel.cli.errors import UsageError, nearest
 
-_LARGEST_RATE = 1e6  # of a learning rate or a weight decay; the largest in use, of Boltzmann machines, are about 10
+_LARGEST_RATE = 1e6  # of a learning rate, a decay or a weight of a loss; the largest in use are about 10
 _RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr")
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
@@ -33,9 +33,9 @@ def require_sensible(config: Namespace) -> None:
             name = re.sub(r"\[\d+\]", "", place).rpartition(".")[2]
             if not math.isfinite(value):
                 raise UsageError(f"{place}: expected a finite number; got {value}")
-            is_rate = name in _RATES or name.endswith(("_lr", "_rate"))
-            if is_rate and abs(value) > _LARGEST_RATE:
-                raise UsageError(f"{place}: expected at most {_LARGEST_RATE:g}; got {value:g}, which no run survives")
+            is_rate = name in _RATES or name.endswith(("_lr", "_rate", "_weight"))
+            if is_rate and not 0 <= value <= _LARGEST_RATE:
+                raise UsageError(f"{place}: expected a number from 0 to {_LARGEST_RATE:g}; got {value:g}")
     every = config.get("trainer.log_every_n_steps")
     if every is not None and every < 0:
         raise UsageError(f"trainer.log_every_n_steps: expected 0, which logs nothing, or more; got {every}")

@@ -11,6 +11,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_accel.cli.errors import UsageError
 from lightning_accel.cli.run_lock import RunLocks
 
+_LONGEST_NAME = 200  # bytes; file systems take 255, and suffixes are added
+
 
 class ConfigSaver(SaveConfigCallback):
     """Save the config as ``config_fit.yaml``, ``config_test.yaml`` ... in the run folder; nothing is overwritten.
@@ -102,19 +104,28 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 def require_names(trainer: L.Trainer) -> None:
-    """Refuse names of checkpoints that would put them elsewhere than in the folder of their run.
+    """Refuse names of checkpoints and runs that no file can have, or that lead out of the folder they belong to.
 
     Raises:
         UsageError: naming the option.
     """
-    for keeper in trainer.checkpoint_callbacks:
-        for option in ("filename", "CHECKPOINT_NAME_LAST"):
-            name = getattr(keeper, option, None) or ""
-            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-                raise UsageError(
-                    f"{type(keeper).__name__}.{option} is the name of a file in its dirpath, such as "
-                    f"'{{epoch}}-{{val/loss:.3f}}'; got {name!r}. Give the folder as dirpath"
-                )
+    names = [
+        (f"{type(keeper).__name__}.{option}", getattr(keeper, option, None), "dirpath")
+        for keeper in trainer.checkpoint_callbacks
+        for option in ("filename", "CHECKPOINT_NAME_LAST")
+    ]
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger | TensorBoardLogger):
+            names.append((f"{type(logger).__name__}.name", logger.name, "save_dir"))
+    for option, name, folder in names:
+        path = Path(name or "")
+        if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+            raise UsageError(f"{option} is a name in its {folder}; got {name!r}. Give the folder as {folder}")
+        if longest := [part for part in path.parts if len(part.encode()) > _LONGEST_NAME]:
+            raise UsageError(
+                f"{option} has at most {_LONGEST_NAME} bytes between slashes, so that files can be named by it; got "
+                f"{len(longest[0].encode())}, {longest[0][:40]!r}..."
+            )
 
 
 def require_writable(trainer: L.Trainer) -> None:

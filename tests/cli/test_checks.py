@@ -27,17 +27,19 @@ def options(section: str, **given: object) -> Namespace:
     [
         (options("optimizer", lr=math.nan), r"optimizer\.lr: expected a finite number; got nan"),
         (options("optimizer", weight_decay=math.inf), r"optimizer\.weight_decay: expected a finite number; got inf"),
-        (options("optimizer", lr=2**62), r"optimizer\.lr: expected at most 1e\+06; got 4\.6"),
+        (options("optimizer", lr=2**62), r"optimizer\.lr: expected a number from 0 to 1e\+06; got 4\.6"),
         (
             options("lr_scheduler", max_lr=[0.1, 1e30]),
-            r"lr_scheduler\.max_lr\[1\]: expected at most 1e\+06; got 1e\+30",
+            r"lr_scheduler\.max_lr\[1\]: expected a number from 0 to 1e\+06; got 1e\+30",
         ),
-        (options("model", finetune_lr=2**62), r"model\.finetune_lr: expected at most 1e\+06"),
+        (options("model", finetune_lr=2**62), r"model\.finetune_lr: expected a number from 0 to 1e\+06"),
         (
             options("model", gate=Namespace(class_path="a.G", init_args=Namespace(bias_update_rate=math.inf))),
             r"model\.gate\.bias_update_rate: expected a finite number; got inf",
         ),
-        (options("model", stages=[{"lr": -(10**9)}]), r"model\.stages\[0\]\.lr: expected at most 1e\+06"),
+        (options("lr_scheduler", max_lr=-0.5), r"max_lr: expected a number from 0 to 1e\+06; got -0\.5"),
+        (options("model", balance_weight=1e30), r"balance_weight: expected a number from 0 to 1e\+06"),
+        (options("model", stages=[{"lr": -(10**9)}]), r"model\.stages\[0\]\.lr: expected a number from 0 to 1e\+06"),
         (Namespace(trainer=Namespace(log_every_n_steps=-5)), r"log_every_n_steps: expected 0, .* or more; got -5"),
         (Namespace(trainer=Namespace(strategy="accel_pipelin")), r"'accel_pipelin'; did you mean 'accel_pipeline'\?"),
     ],

@@ -278,12 +278,26 @@ def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints):
     sys.modules.pop("planted")
 
 
-@pytest.mark.parametrize("name", ["/tmp/x", "../x", "a/../../x"])
-def test_checkpoints_stay_in_the_folder_of_their_run(command, run_folder, name):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/tmp/x", "is a name in its dirpath; got '/tmp/x'. Give the folder as dirpath"),
+        ("a/../../x", "is a name in its dirpath"),
+        ("x" * 300, "has at most 200 bytes between slashes, so that files can be named by it; got 300"),
+    ],
+)
+def test_checkpoints_stay_in_the_folder_of_their_run(command, run_folder, name, said):
     keeper = f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {{filename: {name}}}}}"
     result = command(*OURS, keeper)
     assert result.status == 2
-    assert "ModelCheckpoint.filename is the name of a file in its dirpath, such as '{epoch}" in result.err
+    assert f"ModelCheckpoint.filename {said}" in result.err
+    assert not list(run_folder.iterdir())
+
+
+def test_logs_stay_in_the_folder_that_is_given(command, run_folder):
+    result = command(*OURS, "--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: runs, name: ../..}}")
+    assert result.status == 2
+    assert "CSVLogger.name is a name in its save_dir; got '../..'" in result.err
     assert not list(run_folder.iterdir())
 
 
