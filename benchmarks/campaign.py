@@ -50,13 +50,20 @@ class Part(NamedTuple):
 def kills(context: Any, folder: Path, count: int, draw: random.Random, only: str, jobs: int) -> Part:
     subjects = {name: each for name, each in campaign_kills.SUBJECTS.items() if only in name}
 
+    part = Part(Counter(), [], [])
+
     def whole(name: str) -> None:
-        campaign_kills.run_whole(context, folder / name / "whole", subjects[name])
+        try:
+            campaign_kills.run_whole(context, folder / name / "whole", subjects[name])
+        except RuntimeError as error:
+            part.failures.append(f"{name}: {error}")
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(whole, subjects))
-    names = itertools.cycle(subjects)
-    part = Part(Counter(), [], [])
+    running = [name for name in subjects if (folder / name / "whole/seconds").exists()]
+    if not running:
+        return part
+    names = itertools.cycle(running)
 
     def live() -> None:
         name, seed = next(names), draw.randrange(2**32)

@@ -65,7 +65,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "language model": Subject(
         "moe_lm", {**_STEPS, "max_steps": 16, "val_check_interval": 5}, {"num_layers": 1, "dim": 32, "expert_dim": 16},
-        {"batch_size": 4, "prompts": None}, without=("PredictionWriter",),
+        {"batch_size": 4, "prompts": []}, without=("PredictionWriter",),
     ),
     "masks": Subject("compress_mlp", {**_DIGITS, "max_epochs": 4}, {"hidden_dims": [24, 16]}),
     "channels": Subject(

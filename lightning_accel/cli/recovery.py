@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError
-from lightning_accel.cli.run_folder import lock_run_folder
+from lightning_accel.cli.run_folder import lock_run_folder, run_folder_of
 from lightning_accel.cli.run_lock import RunLocks
 from lightning_accel.strategies import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoint_io import newest_checkpoint
@@ -61,8 +61,28 @@ def _warn_of_a_shared_store() -> None:
 
 
 def _take_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
-    if logger._version is None and isinstance(logger.version, int) and logger.version > 0:
-        logger._version = logger.version - 1  # the property has set it to the next free number; nothing public does
+    """Give ``logger`` the numbered folder of the newest fit; those of ``test`` or ``predict`` are passed over."""
+    if logger._version is not None or not isinstance(logger.version, int) or logger.version == 0:
+        return  # the config names it, or there is none; the property has set it to the next free number
+    if "://" in logger.root_dir:
+        logger._version = logger.version - 1  # nothing public sets it
+        return
+    numbers = [path.name.removeprefix("version_") for path in Path(logger.root_dir).glob("version_*") if path.is_dir()]
+    newest_first = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+    for is_taken in (_is_of_fit, _names_no_command):
+        for number in newest_first:
+            if is_taken(Path(logger.root_dir, f"version_{number}")):
+                logger._version = number
+                return
+
+
+def _is_of_fit(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in ("**/config_fit*.yaml", "**/*.ckpt"))
+
+
+def _names_no_command(folder: Path) -> bool:
+    """Whether ``folder`` may be of any command: a Trainer left no config in it, or another process made it just now."""
+    return next(folder.glob("**/config_*.yaml"), None) is None
 
 
 def _keep_metrics(folder: Path) -> None:
@@ -76,8 +96,12 @@ def _keep_metrics(folder: Path) -> None:
 def _places(trainer: L.Trainer) -> list[Path]:
     """Where this run's checkpoints stand: those of ModelCheckpoint, SaveOnSignal, and Lightning's under Slurm."""
     root = Path(trainer.default_root_dir)
-    log_dirs = [log_dir for logger in trainer.loggers[:1] if (log_dir := getattr(logger, "log_dir", None))]
-    places = [Path(log_dirs[0] if log_dirs else root, "checkpoints")]
+    folder = root
+    if trainer.loggers:
+        first = trainer.loggers[0]
+        numbered = isinstance(first, CSVLogger | TensorBoardLogger)
+        folder = run_folder_of(first) if numbered else Path(first.save_dir or root, str(first.name), str(first.version))
+    places = [folder / "checkpoints"]
     return [*places, *_folders_of_keepers(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
 
 

@@ -17,7 +17,7 @@ _LONGEST_NAME = 200  # bytes; file systems take 255, and suffixes are added
 class ConfigSaver(SaveConfigCallback):
     """Save the config as ``config_fit.yaml``, ``config_test.yaml`` ... in the run folder; nothing is overwritten.
 
-    A run without a logger has no folder, and leaves no config.
+    Loggers that have folders of their own get one each. A run without a logger has no folder, and leaves no config.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -28,16 +28,22 @@ class ConfigSaver(SaveConfigCallback):
         if not trainer.is_global_zero:
             return
         assert trainer.state.fn is not None
-        folder = Path(trainer.default_root_dir if log_dir is None else log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         name = "export" if getattr(trainer, "is_exporting", False) else trainer.state.fn.value
-        path = folder / f"config_{name}.yaml"
-        number = 1
-        while path.exists() and path.read_text() != text:
-            number += 1
-            path = folder / f"config_{name}_{number}.yaml"
-        path.write_text(text)
+        others = [logger for logger in trainer.loggers[1:] if isinstance(logger, CSVLogger | TensorBoardLogger)]
+        of_others = [Path(logger.log_dir) for logger in others if "://" not in logger.root_dir]
+        for folder in dict.fromkeys([Path(log_dir or trainer.default_root_dir), *of_others]):
+            _save_beside(folder, f"config_{name}", text)
+
+
+def _save_beside(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.yaml"
+    number = 1
+    while path.exists() and path.read_text() != text:
+        number += 1
+        path = folder / f"{name}_{number}.yaml"
+    path.write_text(text)
 
 
 def take_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
@@ -86,10 +92,14 @@ def lock_run_folder(logger: CSVLogger | TensorBoardLogger, locks: RunLocks) -> N
     Raises:
         UsageError: naming the run that has it.
     """
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    folder = Path(logger.root_dir, version)
+    folder = run_folder_of(logger)
     _make_folder(Path(logger.root_dir))
     locks.require(_lock_file(folder), folder)
+
+
+def run_folder_of(logger: CSVLogger | TensorBoardLogger) -> Path:
+    """Return the folder of a logger's run, where its checkpoints stand; ``log_dir`` may be one within it."""
+    return Path(logger.root_dir, logger.version if isinstance(logger.version, str) else f"version_{logger.version}")
 
 
 def _lock_file(folder: Path) -> Path:

@@ -41,6 +41,44 @@ def test_begins_goes_on_and_stays_in_one_folder(command, run_folder):
 
 
 @pytest.mark.usefixtures("own")
+def test_goes_on_with_the_newest_fit_whatever_ran_since(command, run_folder):
+    """Each logger goes back to its folder of that run, though they number theirs apart."""
+    (run_folder / "b/version_4").mkdir(parents=True)
+    loggers = [
+        "--trainer.logger+={class_path: TensorBoardLogger, init_args: {save_dir: ., name: a, sub_dir: within}}",
+        "--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: ., name: b}}",
+    ]
+    wanted = [*QUIET, *OWN, *loggers]
+
+    def folders(name, pattern):
+        return sorted(path.parent.name for path in (run_folder / name).glob(pattern))
+
+    first = command("fit", *wanted, "--trainer.max_epochs=1", "--ckpt_path=auto")
+    assert first.status == 0, first.err
+    for other in ("test", "validate", "predict"):
+        result = command(other, *wanted, "--ckpt_path=last")
+        assert result.status == 0, result.err
+        assert re.search(r"last checkpoint of the newest run\S* \S*a/version_0/checkpoints/epoch=0-step=4", result.log)
+    for _ in range(2):  # a folder that says of no command may be anybody's; one that says fit comes first
+        second = command("fit", *wanted, "--trainer.max_epochs=2", "--ckpt_path=auto")
+        assert second.status == 0, second.err
+        assert re.search(r"auto: going on from \S*a/version_0/checkpoints/epoch=[01]-step=[48].ckpt", second.log)
+        (run_folder / "a/version_9").mkdir(exist_ok=True)
+    assert folders("a", "*/checkpoints") == ["version_0"]
+    assert folders("a", "*/within/config_fit.yaml") == folders("a", "*/within/config_fit_2.yaml") == ["within"]
+    assert folders("b", "*/metrics_1.csv") == folders("b", "*/config_fit.yaml") == ["version_4"]
+
+
+@pytest.mark.usefixtures("own")
+def test_begins_anew_where_only_others_ran(command, run_folder):
+    assert command("test", *QUIET, *OWN).status == 0
+    result = command(*AUTO, "--trainer.max_epochs=1")
+    assert (result.status, "no checkpoint yet, a new run begins" in result.log) == (0, True)
+    folders = [path.parent.name for path in (run_folder / "lightning_logs").glob("*/config_fit.yaml")]
+    assert folders == ["version_1"]
+
+
+@pytest.mark.usefixtures("own")
 def test_auto_is_for_fit(command):
     result = command("test", *QUIET, *OWN, "--ckpt_path=auto")
     assert result.status == 2
