@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel.nn.features import require_floating, require_rows, require_width
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 
 
@@ -57,6 +58,8 @@ class Classifier(L.LightningModule):
                 raise ValueError(f"{name} must be at least 1; got {values}")
         self.save_hyperparameters(ignore="optimizer")
         hint_at_removed_channels(self)
+        self.in_features = in_features
+        self.takes_images = bool(channels)
         layers: list[nn.Module] = []
         width = in_features
         for number, out in enumerate(channels):
@@ -73,7 +76,18 @@ class Classifier(L.LightningModule):
         self.test_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, C) of ``x``."""
+        """Logits (B, C) of ``x``.
+
+        Raises:
+            TypeError: if ``x`` is not floating, or its dtype another than that of the weights without autocast.
+            ValueError: if it has another shape than the classifier was made for.
+        """
+        if self.takes_images:
+            shape = "images (B, {}, H, W)"
+            require_width(self, x, "in_features", self.in_features, shape, ndim=4, dim=1)
+        else:
+            require_rows(self, x, "in_features", self.in_features)
+        require_floating(self, x, "inputs", self.network.parameters())
         logits: Tensor = self.network(x)
         return logits
 

@@ -22,6 +22,7 @@ from lightning_accel.models.hooks import (
 )
 from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
+from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.expert_mlp import Activation
@@ -114,6 +115,7 @@ class MoEClassifier(L.LightningModule):
         self.make_optimizer = optimizer
         self.dim = dim
         self.encoder = encoder
+        self.takes_rows = encoder is None  # an encoder that was given knows what it takes
         self.mixture = MixtureOfExperts(
             dim,
             expert_dim,
@@ -185,6 +187,10 @@ class MoEClassifier(L.LightningModule):
         """Score rows ``x`` (B, ...)."""
         if self.encoder is None or self.head is None:
             raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
+        if self.takes_rows:
+            assert self.num_features is not None
+            require_rows(self, x, "num_features", self.num_features)
+            require_floating(self, x, "rows", self.encoder.parameters())
         features = self.encoder(x)  # (B, D)
         mixed, report = self.mixture(self.norm(features))
         logits = self.head(features + self.dropout(mixed))

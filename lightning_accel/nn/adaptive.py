@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_accel.nn.features import require_floating, require_width
+
 State: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
@@ -65,6 +67,9 @@ class AdaptiveComputation(nn.Module):
         """
         if x.ndim != 2:
             raise ValueError(f"x must be (B, I), one step of a sequence; got {tuple(x.shape)}. Call it for each step")
+        if isinstance(self.cell, nn.RNNCellBase):
+            require_width(self, x, "cell.input_size - 1", self.cell.input_size - 1, "x (B, {})")
+            require_floating(self, x, "x", self.cell.parameters(recurse=False))
         rows = torch.arange(len(x), device=x.device)
         run = _Running(x, state, None, None)
         finished: list[tuple[Tensor, ...]] = []

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from lightning_accel.nn.features import require_width
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible, RectifiedHidden
 from lightning_accel.nn.stack_fit import kind_of, own_units, require_fit
@@ -360,12 +361,8 @@ class RBMStack(nn.Module):
         return states[:, : states.shape[1] - self.layers[layer].num_labels]
 
     def _require_shape(self, visible: Tensor) -> None:
-        if visible.ndim != 2 or visible.shape[1] != self.num_visible:
-            hint = ". Labels go apart" if self.num_labels else ""
-            raise ValueError(
-                f"the stack has {self.num_visible} visible units and takes rows (B, {self.num_visible}); got "
-                f"{tuple(visible.shape)}{hint}"
-            )
+        rows = "rows (B, {}), labels apart" if self.num_labels else "rows (B, {})"
+        require_width(self, visible, "num_visible", self.num_visible, rows, ndim=2)
 
     def one_hot(self, labels: Tensor, like: Tensor) -> Tensor:
         """Labels (B,) as (B, C), of the dtype and device of ``like`` (B, ...); see :meth:`join_labels`."""

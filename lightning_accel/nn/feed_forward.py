@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
 
 
@@ -33,6 +34,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""
+        require_width(self, x, "dim", getattr(self.up, "in_features", -1), "x (..., {})")  # it may be replaced
+        require_floating(self, x, "x", self.up.parameters(recurse=False))
         act = ACTIVATIONS[self.activation].function
         hidden = self.up(x)
         if not self.gated:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_accel.nn.features import require_floating, require_width
+
 _FEW = 4  # experts a token
 _MANY_PASSES = 1000  # more than micro-batches are accumulated
 
@@ -149,6 +151,8 @@ class TopKGate(nn.Module):
 
         A token of NaNs visits ``k`` experts with weights NaN, so that it shows and no other token is touched.
         """
+        require_width(self, x, "dim", self.weight.shape[1], "tokens (N, {})", ndim=2)
+        require_floating(self, x, "tokens")
         if self.training and self.bias_steps is not None and not torch.compiler.is_compiling():
             self._warn_if_untold()
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -255,6 +259,8 @@ class ExpertChoiceGate(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """Route tokens ``x`` (N, D), of any floating dtype; those where ``mask`` (N,) is False are not chosen."""
+        require_width(self, x, "dim", self.weight.shape[1], "tokens (N, {})", ndim=2)
+        require_floating(self, x, "tokens")
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x, self.weight.to(x.dtype))  # (N, E)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.feed_forward import FeedForward, require_sizes
 from lightning_accel.nn.gating import ExpertChoiceGate, GateFactory, GateReport, TopKGate
 from lightning_accel.nn.moe_weights import read_dense
@@ -110,6 +111,7 @@ class MixtureOfExperts(nn.Module):
             raise ValueError(f"capacity_factor must be above 0, or None for no bound; got {capacity_factor}")
         if not callable(gate):
             raise TypeError(f"gate must be called to make the gate, such as the class TopKGate; got {gate!r}")
+        self.dim = dim
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
         self.gate = gate(dim, num_experts, k)
@@ -121,7 +123,13 @@ class MixtureOfExperts(nn.Module):
 
         Tokens where ``mask`` (...), bool, is False, such as padding, visit none: they get 0 (or what the shared expert
         gives), and count in no loss and no statistic.
+
+        Raises:
+            TypeError: if ``x`` is not floating, or its dtype another than that of the experts without autocast.
+            ValueError: if its width, or the shape of ``mask``, is wrong.
         """
+        require_width(self, x, "dim", self.dim, "tokens (..., {})")
+        require_floating(self, x, "tokens", self.experts.parameters(recurse=False))
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
             raise ValueError(f"mask must be bool of shape {tuple(x.shape[:-1])}; got {mask.dtype} {tuple(mask.shape)}")
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)

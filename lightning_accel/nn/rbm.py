@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from lightning_accel.nn.features import require_width
 from lightning_accel.nn.partition import (
     LogZ,
     Method,
@@ -141,6 +142,7 @@ class RBM(nn.Module):
 
     def hidden_activation(self, visible: Tensor) -> Tensor:
         """The hidden units' W x + c of ``visible`` (B, V), (B, H), at least float32."""
+        self._require_visible(visible)
         return (
             at_least_float32(F.linear(self.visible_units.input(visible).to(self.weight.dtype), self.weight))
             + self.hidden_bias
@@ -148,6 +150,7 @@ class RBM(nn.Module):
 
     def visible_activation(self, hidden: Tensor) -> Tensor:
         """The visible units' h W + b of ``hidden`` (B, H), (B, V), at least float32."""
+        self._require_hidden(hidden)
         return at_least_float32(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
 
     def forward(self, visible: Tensor) -> Tensor:
@@ -170,6 +173,8 @@ class RBM(nn.Module):
 
     def energy(self, visible: Tensor, hidden: Tensor) -> Tensor:
         """Energy of ``visible`` (B, V) with ``hidden`` (B, H), (B,) in nats."""
+        self._require_visible(visible)
+        self._require_hidden(hidden)
         with without_autocast(visible):
             hidden = at_least_float32(hidden)
             interaction = (hidden * self.hidden_activation(at_least_float32(visible))).sum(dim=-1)
@@ -177,6 +182,7 @@ class RBM(nn.Module):
 
     def free_energy(self, visible: Tensor) -> Tensor:
         """Minus the log of the unnormalised probability of ``visible`` (B, V), (B,) in nats; lower is likelier."""
+        self._require_visible(visible)
         with without_autocast(visible):
             visible = at_least_float32(visible)
             log_partition = self.hidden_units.log_partition(self.hidden_activation(visible))
@@ -184,6 +190,7 @@ class RBM(nn.Module):
 
     def hidden_free_energy(self, hidden: Tensor) -> Tensor:
         """Minus the log of the unnormalised probability of ``hidden`` (B, H), (B,) in nats."""
+        self._require_hidden(hidden)
         with without_autocast(hidden):
             hidden = at_least_float32(hidden)
             log_partition = self.visible_units.log_partition(self.visible_activation(hidden), self.visible_bias)
@@ -313,6 +320,13 @@ class RBM(nn.Module):
         except ValueError as fault:
             raise ValueError(f"clamp does not fit, with free units at their means: {fault}") from fault
         return clamp
+
+    def _require_visible(self, visible: Tensor) -> None:
+        units = "rows (..., {}), labels included" if self.num_labels else "rows (..., {})"
+        require_width(self, visible, "num_visible", self.visible_bias.shape[0], units)
+
+    def _require_hidden(self, hidden: Tensor) -> None:
+        require_width(self, hidden, "num_hidden", self.hidden_bias.shape[0], "hidden states (..., {})")
 
     def _energy_of(self, visible: Tensor) -> Tensor:
         return self.visible_units.energy(visible, self.visible_bias)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
+from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.recurrent_layer import CELLS, CellName, RecurrentLayer, States
 from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SortedLayout, WholeLayout
 from lightning_accel.nn.sequence_pooling import POOLINGS, AttentionPooling, pool
@@ -190,8 +191,8 @@ class DynamicRNN(nn.Module):
         """
         if self.bidirectional:
             raise ValueError("a bidirectional DynamicRNN reads the last step first and cannot run step by step")
-        if x.ndim != 2 or x.shape[1] != self.input_size:
-            raise ValueError(f"step needs x of shape (B, {self.input_size}); got {tuple(x.shape)}")
+        require_width(self, x, "input_size", self.input_size, "a step x (B, {})", ndim=2)
+        require_floating(self, x, "x")
         ends: list[States] = []
         for layer, states in zip(self.layers, self._split_state(state, x), strict=True):
             assert isinstance(layer, RecurrentLayer)

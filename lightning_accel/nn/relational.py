@@ -10,6 +10,7 @@ from torch_geometric.nn import Linear, MessagePassing
 from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.edge_weights import make_edge_weights
 from lightning_accel.nn.estimate import Estimate
+from lightning_accel.nn.features import require_width
 from lightning_accel.nn.triple_mlp import TripleMLP
 from lightning_accel.nn.triple_product import MAPS, ProductKernel
 from lightning_accel.nn.triple_sums import (
@@ -211,7 +212,7 @@ class RelationalOrder3Pooling(nn.Module):
         self, x: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None, triples: Triples
     ) -> None:
         nodes = self.terms.maps if isinstance(self.terms, ProductKernel) else self.terms.nodes
-        _check_width(self, x, nodes.in_channels)
+        require_width(self, x, "in_channels", nodes.in_channels, "x (N, {})")
         _check_batch(self, batch, size, triples)
         _check_edge_attr(self, self._edge_map, edge_attr)
 
@@ -326,7 +327,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
             triples: of the same graph, where they have been found before.
         """
         triples = _found(self, x, edge_index, triples)
-        _check_width(self, x, self.maps.in_channels)
+        require_width(self, x, "in_channels", self.maps.in_channels, "x (N, {})")
         _check_edge_attr(self, self.edge_weights, edge_attr)
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
@@ -404,13 +405,6 @@ def _found(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} needs x (N, F), one row for each node; got {found}")
     return triples_of(edge_index, x.shape[0]) if triples is None else triples
-
-
-def _check_width(layer: nn.Module, x: Tensor, width: int) -> None:
-    if width >= 0 and x.shape[1] != width:
-        raise ValueError(
-            f"{type(layer).__name__} was made for in_channels={width}, and needs x (N, {width}); got {tuple(x.shape)}"
-        )
 
 
 def _check_edge_attr(layer: nn.Module, edge_map: nn.Module | None, edge_attr: Tensor | None) -> None:

@@ -5,7 +5,7 @@ Shapes: N nodes, F features, M arcs, B graphs, k marks, T copies, R nodes of all
 
 import inspect
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -14,11 +14,13 @@ from torch_geometric.nn.inits import reset
 
 from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.estimate import Estimate
+from lightning_accel.nn.features import require_floating
 from lightning_accel.nn.graph_copies import Copies, GraphLayout, copy_graphs, lay_out, mark_nodes
 from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
 from lightning_accel.nn.running_moments import RunningMoments
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
+_MISFITS = "shapes cannot be multiplied", "same dtype", "scalar type"  # as torch says it of a linear layer or a sum
 _MOST_COPIES = 2**23
 
 
@@ -175,7 +177,7 @@ class RelationalPooling(nn.Module):
             optional["edge_attr"] = edge_attr[copies.arc]
         if "batch" in self._takes:
             optional["batch"] = copies.copy
-        h = self.base_gnn(mark_nodes(x, copies), copies.edge_index, **optional)
+        h = self._embed(mark_nodes(x, copies), copies.edge_index, optional)
         if not isinstance(h, Tensor) or h.dim() != 2 or len(h) != len(copies.node):
             found = tuple(h.shape) if isinstance(h, Tensor) else type(h).__name__
             raise ValueError(f"base_gnn must give one row for each of {len(copies.node)} nodes, got {found}")
@@ -185,9 +187,27 @@ class RelationalPooling(nn.Module):
         value = self.head(readout if weight is None else readout.to(weight.dtype))
         return copies.node if self.level == "node" else graph, at_least_float32(value)
 
+    def _embed(self, x: Tensor, edge_index: Tensor, optional: dict[str, Tensor]) -> Any:
+        """Call the base; what torch says of its first layer's width or dtype does not tell of the marks."""
+        try:
+            return self.base_gnn(x, edge_index, **optional)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _MISFITS):
+                raise
+            weight = next(self.base_gnn.parameters(), None)
+            if weight is not None and weight.dtype != x.dtype:
+                require_floating(self, x, "x", self.base_gnn.parameters())
+            width = x.shape[1] - self.marks
+            raise ValueError(
+                f"RelationalPooling calls its base_gnn with rows of {x.shape[1]} features, {width} of a node and "
+                f"{self.marks} marks; {type(self.base_gnn).__name__} does not take them: {error}"
+            ) from error
+
     def _lay_out(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None
     ) -> GraphLayout:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor (nodes, features), got a {type(x).__name__}")
         if x.dim() != 2 or not x.is_floating_point():
             raise ValueError(f"x must be floating, (nodes, features), got {x.dtype}, {tuple(x.shape)}")
         if edge_attr is not None and "edge_attr" not in self._takes:

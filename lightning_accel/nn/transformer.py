@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.gating import GateReport
 from lightning_accel.nn.moe import MixtureOfExperts
 
@@ -62,6 +63,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Map ``x`` (B, T, D) to the same shape; with a ``cache``, ``x`` goes on from the tokens that it holds."""
+        width = getattr(self.query_key_value, "in_features", -1)  # it may be replaced
+        require_width(self, x, "dim", width, "x (B, T, {})", ndim=3)
+        require_floating(self, x, "x", self.query_key_value.parameters(recurse=False))
         heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, T, M, 3, F); M of this device
         queries, keys, values = heads.permute(3, 0, 2, 1, 4).unbind()  # (B, M, T, F) each
         start = 0 if cache is None else cache.length
@@ -113,6 +117,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> BlockOutput:
         """Map ``x`` (B, T, D) to the same shape; for ``cache`` see :class:`CausalSelfAttention`."""
+        width = getattr(self.attention_norm, "normalized_shape", (-1,))[-1]  # it may be replaced
+        require_width(self, x, "dim", width, "x (B, T, {})", ndim=3)
+        require_floating(self, x, "x")
         x = x + self.dropout(self.attention(self.attention_norm(x), cache))
         out, report = self.feed_forward(self.feed_forward_norm(x)), None
         if isinstance(self.feed_forward, MixtureOfExperts):

@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.nn.features import require_floating, require_width
+
 
 class TreeLevels(NamedTuple):
     """The order in which :class:`TreeRNN` visits the nodes of a forest: those farthest from their root first."""
@@ -157,15 +159,17 @@ class TreeRNN(nn.Module):
             parent: (N,) int64, -1 for roots; or what :func:`plan_levels` made of it, where it is used more than once.
 
         Raises:
-            TypeError: if ``parent`` is not int64.
+            TypeError: if ``parent`` is not int64, ``x`` not floating, or its dtype another than that of the weights.
             ValueError: if there is not one row of ``x`` a node, or ``parent`` is no forest.
         """
+        require_width(self, x, "input_size", self.input_size, "x (N, {})", ndim=2)
         levels = plan_levels(parent) if isinstance(parent, Tensor) else parent
-        if x.shape != (len(levels.order), self.input_size):
+        if len(x) != len(levels.order):
             raise ValueError(
                 f"x must be (N, I), here {(len(levels.order), self.input_size)}, a row for each parent; "
                 f"got {tuple(x.shape)}. Give inner nodes without features rows of zeros"
             )
+        require_floating(self, x, "x", self.of_input.parameters(recurse=False))
         gates = self.of_input(x.index_select(0, levels.order))
         step = self._lstm if self.cell == "lstm" else self._gru
         states, below = [], None

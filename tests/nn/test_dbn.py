@@ -473,7 +473,7 @@ ROWS = torch.ones(2, 6)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: STACK.transform(torch.ones(2, 8)), r"takes rows \(B, 6\); got \(2, 8\). Labels go apart"),
+        (lambda: STACK.transform(torch.ones(2, 8)), r"takes rows \(B, 6\), labels apart; got \(2, 8\)"),
         (lambda: PLAIN.transform(torch.ones(6)), r"takes rows \(B, 6\); got \(6,\)"),
         (lambda: PLAIN.transform(ROWS, 3), r"num_layers must lie in \[0, 2\], the RBMs of the stack; got 3"),
         (lambda: PLAIN.require_support(ROWS * 2), "Bernoulli visible units take values in"),

@@ -67,7 +67,7 @@ class TopK(nn.Module):
 
 def test_passes_layers_that_are_invariant():
     data = batch_of_two()
-    assert_permutation_invariant(RO3Pooling(), data)
+    assert_permutation_invariant(RO3Pooling(edge_dim=2), data)
     network = nn.Linear(3, 4)
     assert_permutation_invariant(GINEConv(network, edge_dim=2), data, level="node")
     assert_permutation_invariant(lambda data: global_add_pool(data.x, data.batch), data)

@@ -329,7 +329,7 @@ def test_inputs_that_cannot_be(arguments, error, message):
 def test_step_is_refused_where_it_cannot_be():
     with pytest.raises(ValueError, match="reads the last step first"):
         make("gru", bidirectional=True).step(torch.ones(2, INPUT))
-    with pytest.raises(ValueError, match=r"step needs x of shape \(B, 3\); got \(2, 1, 3\)"):
+    with pytest.raises(ValueError, match=r"DynamicRNN\(input_size=3\) takes a step x \(B, 3\); got \(2, 1, 3\)"):
         make("gru").step(torch.ones(2, 1, INPUT))
     with pytest.raises(ValueError, match=r"proj_size=2"):
         DynamicRNN.from_torch(nn.LSTM(INPUT, HIDDEN, proj_size=2))

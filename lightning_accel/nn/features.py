@@ -1,0 +1,65 @@
+"""Checks of the features that layers are given: their width and dtype, which cost microseconds, not their values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def require_width(layer: nn.Module, x: Any, size: str, width: int, shape: str, *, ndim: int = 0, dim: int = -1) -> None:
+    """Raise an error that names ``layer`` unless ``x`` is a tensor of ``width`` features.
+
+    Args:
+        layer: where ``x`` enters.
+        x: what has entered.
+        size: name of the layer's argument that ``width`` is.
+        width: how many features the layer was made for; any number if it is negative.
+        shape: what it takes, beginning with the name of ``x``, with a place for the width, such as ``x (N, {})``.
+        ndim: dimensions of ``x``; 0 for any number of them.
+        dim: the dimension of the features.
+
+    Raises:
+        TypeError: if ``x`` is no tensor.
+        ValueError: if it has another shape.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{_takes(layer, size, width, shape)}; got a {type(x).__name__}. Make it a tensor")
+    if x.ndim == 0 or (ndim and x.ndim != ndim) or (x.shape[dim] != width and width >= 0):
+        raise ValueError(f"{_takes(layer, size, width, shape)}; got {tuple(x.shape)}")
+
+
+def require_rows(layer: nn.Module, x: Any, size: str, width: int) -> None:
+    """Raise an error that names ``layer`` unless ``x`` is (B, ...) with ``width`` values in a row, once flattened."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1:].numel() != width:
+        found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        error = ValueError if isinstance(x, Tensor) else TypeError
+        raise error(f"{_takes(layer, size, width, 'rows (B, ...) of {} values')}; got {found}")
+
+
+def require_floating(layer: nn.Module, x: Tensor, name: str, weights: Iterator[Tensor] | None = None) -> None:
+    """Raise a TypeError unless ``x``, which the message calls ``name``, is floating and fits the layer's weights.
+
+    Args:
+        layer: where ``x`` enters.
+        x: what has entered.
+        name: what to call it.
+        weights: parameters, the first of which ``x`` is multiplied with as it is; None if the layer converts ``x``.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"{type(layer).__name__} takes floating-point {name}; got {x.dtype}. Convert with .float()")
+    weight = None if weights is None else next(weights, None)
+    # a weight that a strategy has sharded (a DTensor) or a quantizer packed has another dtype when it is used
+    if weight is None or weight.dtype == x.dtype or type(weight) not in (Tensor, nn.Parameter):
+        return
+    device = x.device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # float64 excepted
+    if weight.is_floating_point() and not (is_cast and torch.float64 not in (x.dtype, weight.dtype)):
+        raise TypeError(
+            f"{type(layer).__name__} has {weight.dtype} weights and takes {weight.dtype} {name}; got {x.dtype}. "
+            f"Convert them with .to({weight.dtype}), or the layer with .to({x.dtype})"
+        )
+
+
+def _takes(layer: nn.Module, size: str, width: int, shape: str) -> str:
+    return f"{type(layer).__name__}({size}={width}) takes {shape.format(width)}"
