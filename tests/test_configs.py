@@ -33,6 +33,7 @@ def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_moe_lm_reaches_what_it_promises(command, run_folder):
     path = next(path for path in CONFIGS if path.stem == "moe_lm")
     result = command("fit", "--config", path)
