@@ -27,6 +27,8 @@ from lightning_accel.nn import (
 from lightning_accel.nn.relational import RO3Conv, RO3Pooling
 from lightning_accel.nn.relational_pooling import RelationalPooling
 
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # of a block's norm, once a process
+
 WIDTH = 6
 EDGES = torch.tensor([[0, 1, 2, 1], [1, 2, 1, 0]])
 PARENT = torch.tensor([-1, 0, 0])
@@ -128,7 +130,6 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # of a block's norm, before attention refuses
 @pytest.mark.parametrize("name", LAYERS)
 def test_wrong_widths_and_dtypes_are_refused_by_the_layers_name(name):
     make, of_width, takes_integers, converts = LAYERS[name]
