@@ -159,6 +159,7 @@ def data(context: Any, folder: Path, count: int, draw: random.Random, only: str,
         part.counts[word] += 1
         if ended.status not in wanted[case.accept]:
             part.failures.append(f"{word}: {case.name}\n    {ended.output.strip()[-400:]}")
+            print(f"  {number} of {len(cases)}, {part.failures[-1]}", flush=True)
         shutil.rmtree(place)
 
     cases = [case for case in malformed_data.cases() if only in case.name]

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import lightning as L
 
-PRELOADED = ["lightning_accel.cli.command", "lightning_accel.callbacks", "lightning_accel.compress", "campaign_process"]
+PRELOADED = [
+    "lightning_accel.cli.command", "lightning_accel.callbacks", "lightning_accel.compress", "campaign_process",
+    "malformed_data",
+]  # fmt: skip
 _LOG = "log.txt"
 
 

@@ -26,6 +26,7 @@ from lightning_accel.callbacks.distillation_loss import (
 )
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weights, plan_of, restore_
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
 
 _OWN = "initial", "dense"  # teachers that are the student as it was
@@ -106,7 +107,9 @@ class Distillation(L.Callback):
         self.teacher, self.checkpoint = teacher, checkpoint
         self.weight, self.temperature, self.loss = weight, temperature, loss
         self.module = module
-        self.features = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
+        self.features = (
+            dict(features) if isinstance(features, Mapping) else {name: name for name in list_of_names(features)}
+        )
         self.feature_loss, self.feature_weight = feature_loss, feature_weight
         self.class_dim, self.ignore_index = class_dim, ignore_index
         self._copy: WholeCopy | None = None

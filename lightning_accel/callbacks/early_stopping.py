@@ -19,6 +19,7 @@ from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.callbacks.logged import require_logged
 from lightning_accel.callbacks.metric_watch import Goal, Marks, Smoother, Smoothing, Watch
+from lightning_accel.ops.names import list_of_names
 
 Unit: TypeAlias = Literal["checks", "steps", "epochs", "seconds", "minutes", "hours"]
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
@@ -111,7 +112,7 @@ class EarlyStopping(_Unlisted):
         strict: bool = True,
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
-        names = [monitor] if isinstance(monitor, str) else list(monitor)
+        names = list_of_names(monitor)
         if not names:
             raise ValueError("EarlyStopping needs the name of a metric to monitor, such as 'val/loss'; got none")
         if len(set(names)) < len(names):

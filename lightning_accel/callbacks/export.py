@@ -41,6 +41,7 @@ from lightning_accel.compress.export import (
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.report import Report, describe_layers
 from lightning_accel.compress.structure import named_tensors, restore
+from lightning_accel.ops.names import list_of_names
 
 
 class Export(L.Callback):
@@ -119,9 +120,9 @@ class Export(L.Callback):
         self.module = module
         self.preprocess = preprocess
         self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
-        self.class_names = class_names
+        self.class_names = None if class_names is None else list_of_names(class_names)
         self.dynamic = dynamic
-        self.outputs = outputs
+        self.outputs = None if outputs is None else list_of_names(outputs)
         self.verify = verify
         self.num_batches = num_batches
         self.tolerance = tolerance

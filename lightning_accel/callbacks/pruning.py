@@ -25,6 +25,7 @@ from lightning_accel.callbacks.several_prunings import (
 )
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
 from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
+from lightning_accel.ops.names import list_of_names
 
 CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "batchnorm", "random"]
 _MEASURED = "movement", "taylor", "wanda"  # in steps before weights are pruned
@@ -149,7 +150,7 @@ class Pruning(L.Callback):
         self.module = module
         self.round_to = round_to
         self.left_out: dict[str, str] = {}
-        names = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        names = tuple(list_of_names(exclude))
         self._options = StructureOptions(structure, criterion, scope, names, regrowth, seed, self.target)
         self._masks: Structure = self._make_structure()
         self._rewinding = Rewinding()

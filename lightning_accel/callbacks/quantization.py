@@ -39,6 +39,7 @@ from lightning_accel.compress.quantized import (
     require_form,
 )
 from lightning_accel.compress.report import Report, describe_speedup
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
@@ -118,12 +119,12 @@ class Quantization(L.Callback):
             raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
         if not seconds > 0:
             raise ValueError(f"seconds must be above 0; got {seconds}")
-        if batch_sizes is not None and (not batch_sizes or min(batch_sizes) < 1):
-            raise ValueError(f"batch_sizes must be numbers of rows, at least one; got {list(batch_sizes)}")
+        if batch_sizes is not None and (isinstance(batch_sizes, str) or not batch_sizes or min(batch_sizes) < 1):
+            raise ValueError(f"batch_sizes must be numbers of rows, at least one; got {batch_sizes!r}")
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate
-        self.skip = [skip] if isinstance(skip, str) else list(skip)
+        self.skip = list_of_names(skip)
         self.monitor = monitor
         self.monitor_mode = monitor_mode
         self.max_drop = max_drop

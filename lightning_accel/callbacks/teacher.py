@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 from lightning_accel.strategies.named_code import code_named_in
 
@@ -30,7 +31,7 @@ class Teacher:
             [(one, one.requires_grad) for one in module.parameters()],
         )
         self.module = module.requires_grad_(False).eval()
-        self.features = list(features)
+        self.features = list_of_names(features)
         self._copies: dict[torch.device, tuple[nn.Module, CallRecorder]] = {}
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:

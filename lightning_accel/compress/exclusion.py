@@ -5,6 +5,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_accel.ops.names import list_of_names
+
 
 def excluded_parameters(module: nn.Module, exclude: Sequence[str | type[nn.Module]]) -> set[str]:
     """Names of the parameters and buffers that ``exclude`` means.
@@ -23,7 +25,7 @@ def excluded_parameters(module: nn.Module, exclude: Sequence[str | type[nn.Modul
     modules = dict(module.named_modules())
     tensors = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
     found: set[str] = set()
-    for entry in exclude:
+    for entry in list_of_names(exclude):
         inside = [name for name, part in modules.items() if _is(entry, name, part)]
         named = [name for name in tensors if isinstance(entry, str) and fnmatchcase(name, entry)]
         if not inside and not named:

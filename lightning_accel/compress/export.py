@@ -25,6 +25,7 @@ from lightning_accel.compress.onnx_operators import translations
 from lightning_accel.compress.program_archive import METADATA
 from lightning_accel.compress.quiet import quietly
 from lightning_accel.compress.structure import bind, describe, in_order, named_tensors, plain_values, restore
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.atomic import put_in_place
 
 Format: TypeAlias = Literal["pt2", "aoti", "onnx"]
@@ -420,7 +421,7 @@ def _about(
         "plain_inputs": plain_values(flat.arguments),
         "outputs": describe(flat.output, kept=set(flat.kept)),
         "output_names": flat.kept,
-        "class_names": None if class_names is None else [str(name) for name in class_names],
+        "class_names": None if class_names is None else [str(name) for name in list_of_names(class_names)],
         "probabilities": isinstance(flat.postprocess, Probabilities | nn.Softmax),
         "preprocess": None if flat.preprocess is None else type(flat.preprocess).__name__,
     }

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from lightning_accel.compress.calls import Inputs, Run
 from lightning_accel.compress.structure import bind, named_tensors, restore
 from lightning_accel.nn.moe import Experts
+from lightning_accel.ops.names import list_of_names
 
 
 class FromTensors(nn.Module):
@@ -36,6 +37,7 @@ class FromTensors(nn.Module):
 
     def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs], outputs: Sequence[str] | None) -> None:
         """Decide which outputs the file gives: ``outputs``, or those whose size follows that of the call."""
+        outputs = None if outputs is None else list_of_names(outputs)
         self.example = example
         self.arguments = bind(self.signature, *example)
         self.output = live(*example[0], **example[1])
@@ -44,7 +46,7 @@ class FromTensors(nn.Module):
         if outputs is not None and (unknown := [name for name in outputs if name not in known]):
             raise ValueError(f"no output {unknown[0]!r}; there are: {', '.join(known)}")
         follow = [name for name in known if any(one.get(name) != found[0][name] for one in found)]
-        self.kept = list(outputs) if outputs is not None else follow or known
+        self.kept = outputs if outputs is not None else follow or known
         self.left_out = [name for name in known if name not in self.kept]
 
     def tensors_of(self, call: Inputs) -> dict[str, Tensor]:

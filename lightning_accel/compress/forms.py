@@ -15,6 +15,7 @@ from lightning_accel.compress.macs import count_macs
 from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.quant_form import Compiled
 from lightning_accel.compress.report import Row, count_parameters
+from lightning_accel.ops.names import list_of_names
 
 MAX_REPEATS = 2  # of what is too close to call
 
@@ -74,6 +75,7 @@ def measure_forms(
     Returns:
         Rows by name: latencies and notes of all, and of the plain ones parameters and multiply-accumulates too.
     """
+    contenders = list_of_names(contenders)
     plain = plain_forms(module) if plain is None else plain
     runs = {**plain, **(forms or {})}
     progress = Progress(None) if progress is None else progress

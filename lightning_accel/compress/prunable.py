@@ -7,6 +7,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_accel.ops.names import list_of_names
+
 Exclusion = str | type[nn.Module]
 
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
@@ -46,6 +48,7 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
     >>> [one.name for one in found], left_out
     (['1.weight'], {'0.weight': 'an embedding', '1.bias': 'a bias'})
     """
+    exclude = list_of_names(exclude)
     modules = {clean_name(name): one for name, one in module.named_modules()}
     excluded, unused = _excluded(modules, exclude)
     owners: dict[int, list[tuple[str, str, nn.Module]]] = {}

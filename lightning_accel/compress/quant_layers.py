@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.prunable import clean_name
+from lightning_accel.ops.names import list_of_names
 
 Skip = Iterable[str | type[nn.Module]]
 QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -32,7 +33,7 @@ def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
     Raises:
         ValueError: if an entry of ``skip`` is no layer's, or nothing is left.
     """
-    skip = list(skip)
+    skip = list_of_names(skip)
     skipped = _skipped(module, skip)
     quantized: dict[str, nn.Module] = {}
     left: dict[str, str] = {}

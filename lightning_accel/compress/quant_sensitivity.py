@@ -10,6 +10,7 @@ from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.fake_quant import FakeQuantized, attach
 from lightning_accel.compress.quant_inputs import noise_share
 from lightning_accel.compress.uncompiled import uncompile_
+from lightning_accel.ops.names import list_of_names
 
 MAX_INPUTS = 4  # calls that the error is measured on
 
@@ -30,7 +31,7 @@ def rank_layers(
         ranges: of what goes into them, where training found them.
     """
     copied = uncompile_(copy.deepcopy(module))
-    attached = attach({name: copied.get_submodule(name) for name in names})
+    attached = attach({name: copied.get_submodule(name) for name in list_of_names(names)})
     inputs = inputs[:MAX_INPUTS]
     wanted = [copied(*args, **kwargs) for args, kwargs in inputs]
     errors = {}

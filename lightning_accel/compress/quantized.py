@@ -29,6 +29,7 @@ from lightning_accel.compress.quant_torch import (
     torchao_weight_only,
 )
 from lightning_accel.compress.report import Layer, Report, Row, describe_layers
+from lightning_accel.ops.names import list_of_names
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
 Backend: TypeAlias = Literal["auto", "pt2e", "onnxruntime", "torchao", "inductor"]
@@ -182,6 +183,7 @@ def quantize(
     require_form(mode, backend, device.type, file_format)
     if not inputs:
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
+    skip = list_of_names(skip)
     layers = find_layers(module, skip)
     progress = Progress(None) if progress is None else progress
     makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}

@@ -1,7 +1,7 @@
 """What messages show of data, which may be of any size."""
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -35,8 +35,3 @@ def cut(name: object, most: int = 60) -> str:
     """Return ``str(name)`` of a text, number or error in at most ``most`` characters."""
     text = str(name)
     return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def list_of_names(names: str | Iterable[str]) -> list[str]:
-    """Return a list of names, of which a text alone is one, not a name for each of its letters."""
-    return [names] if isinstance(names, str) else list(names)

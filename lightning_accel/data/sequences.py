@@ -19,7 +19,6 @@ from lightning_accel.data.in_memory import (
     silence_advice_on_workers,
 )
 from lightning_accel.data.length_sampler import LengthBatchSampler
-from lightning_accel.data.quoting import list_of_names
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.data.sequence_files import Layout, TargetKind
 from lightning_accel.data.sequence_rows import SequenceRows
@@ -34,6 +33,7 @@ from lightning_accel.data.sequence_splits import (
     task_lengths,
 )
 from lightning_accel.data.tables import existing_file
+from lightning_accel.ops.names import list_of_names
 
 
 class SequenceDataModule(L.LightningDataModule):

@@ -20,7 +20,7 @@ from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
 from lightning_accel.data.preprocessing import RawColumns
-from lightning_accel.data.quoting import list_of_names, shown
+from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables import (
     as_numbers,
     as_text,
@@ -31,6 +31,7 @@ from lightning_accel.data.tables import (
     require_columns,
     split_rows,
 )
+from lightning_accel.ops.names import list_of_names
 
 
 class TabularDataModule(L.LightningDataModule):

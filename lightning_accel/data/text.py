@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import require_loading_options
-from lightning_accel.data.quoting import list_of_names
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 from lightning_accel.data.tables import existing_file
 from lightning_accel.data.tokens import (
@@ -28,6 +27,7 @@ from lightning_accel.data.tokens import (
     map_file,
     vocabulary_size,
 )
+from lightning_accel.ops.names import list_of_names
 
 _NEIGHBOURS = 16  # windows that go to one split together, so that few of them border on another
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_accel.nn import GateReport
+from lightning_accel.ops.names import list_of_names
 
 
 def is_logging_step(module: L.LightningModule) -> bool:
@@ -62,7 +63,8 @@ def take_from_datamodule(module: L.LightningModule, **plain: Callable[[Any], obj
 
 
 def list_of_str(names: Sequence[object]) -> list[str]:
-    return [str(name) for name in names]
+    """Return plain texts of names, such as NumPy's; a text alone is one name."""
+    return [str(name) for name in list_of_names(names)]
 
 
 def keep_plain_hyperparameters(module: L.LightningModule) -> None:

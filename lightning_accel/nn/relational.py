@@ -23,6 +23,7 @@ from lightning_accel.nn.triple_sums import (
     weighted_neighbour_sum,
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.triple_memo import triples_of
 from lightning_accel.ops.triples import Triples
 
@@ -100,6 +101,7 @@ class RelationalOrder3Pooling(nn.Module):
     ) -> None:
         super().__init__()
         _check_kernel(kernel, mlp, samples)
+        types = list_of_names(types)
         _check_types(types, ["triangle", "wedge"] if kernel == "mlp" else list(MAPS), kernel)
         _check_reduce(reduce)
         self.in_channels = in_channels

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_accel.ops.names import list_of_names
+
 _CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 tensor cores
 _MULTIPLE = 16  # of both sides of a weight, which their float8 matrix products ask for
 
@@ -36,7 +38,7 @@ class Float8Precision(MixedPrecision):
                 "Float8Precision needs torchao, which is not installed: pip install torchao, or use AmpPrecision()"
             )
         super().__init__("bf16-mixed", "cuda")
-        self.exclude = tuple(exclude)
+        self.exclude = tuple(list_of_names(exclude))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)

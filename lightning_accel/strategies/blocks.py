@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from lightning_accel.ops.names import list_of_names
+
 
 def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
     """The repeated blocks of ``module``, in order, none inside another.
@@ -22,7 +24,7 @@ def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> 
     [Linear(in_features=2, out_features=3, bias=True), Linear(in_features=3, out_features=3, bias=True)]
     """
     if class_names is not None:
-        blocks = _of_classes(module, class_names)
+        blocks = _of_classes(module, list_of_names(class_names))
     elif callable(declared := getattr(module, "repeated_blocks", None)):
         blocks = list(declared())
         if strangers := [block for block in blocks if not any(block is one for one in module.modules())]:

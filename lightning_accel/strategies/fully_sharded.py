@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.atomic import (
     find_written,
     partial_path,
@@ -124,7 +125,7 @@ class FullyShardedStrategy(DDPStrategy):
             raise ValueError("save_in_background needs checkpoints='sharded'; a whole one is written by one process")
         if expert_parallel_size != 1 and (shard_size is not None or cpu_offload):
             raise ValueError("expert_parallel_size does not go with shard_size or cpu_offload; leave those out")
-        self.blocks = blocks
+        self.blocks = None if blocks is None else list_of_names(blocks)
         self.shard_size = shard_size
         self.expert_parallel_size = expert_parallel_size
         self.activation_checkpointing = activation_checkpointing

@@ -10,7 +10,7 @@ import pytest
 from lightning_accel.data import IdxDataModule, SequenceDataModule, TabularDataModule, TextDataModule, read_idx
 from lightning_accel.data.bounds import allowed_bytes
 from lightning_accel.data.graphs import GraphDataModule
-from lightning_accel.data.quoting import cut, list_of_names, listed, shown
+from lightning_accel.data.quoting import cut, listed, shown
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BOMBS = [
@@ -92,7 +92,6 @@ def test_a_text_is_one_name_not_a_name_for_each_letter(tmp_path):
     sequences = SequenceDataModule(tmp_path / "s.csv", ignore="key", values="v")
     sequences.setup()
     assert sequences.feature_names == ["v"]
-    assert list_of_names("key") == ["key"]
     assert TextDataModule(prompts="once", suffixes="txt").prompts == ["once"]
 
 

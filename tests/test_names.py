@@ -1,0 +1,109 @@
+"""A text where several names may stand is one name, wherever the package takes names."""
+
+from collections import OrderedDict
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruning, Quantization
+from lightning_accel.callbacks.several_prunings import names_of
+from lightning_accel.callbacks.teacher import Teacher
+from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
+from lightning_accel.compress.exclusion import excluded_parameters
+from lightning_accel.compress.export_flat import FromTensors
+from lightning_accel.compress.quant_layers import find_layers
+from lightning_accel.compress.quant_sensitivity import rank_layers
+from lightning_accel.compress.quantized import quantize
+from lightning_accel.models import DeepBeliefNetwork, MoEClassifier, SequenceModel
+from lightning_accel.models.relational import RelationalGNN
+from lightning_accel.nn.relational import RO3Pooling
+from lightning_accel.ops.names import list_of_names
+from lightning_accel.precision import Float8Precision
+from lightning_accel.strategies import FullyShardedStrategy, find_blocks
+
+CALL = ((torch.ones(3, 4),), {})
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x):
+        return {"a": x + 1, "logits": x * 2}
+
+
+def net():
+    return nn.Sequential(OrderedDict(first=nn.Linear(4, 6), between=nn.ReLU(), last=nn.Linear(6, 2)))
+
+
+def kept_outputs(outputs):
+    flat = FromTensors(TwoOutputs(), None, None, dense=False)
+    flat.keep(flat.module, CALL, [CALL], outputs)
+    return flat.kept
+
+
+def refused_skip(skip):
+    with pytest.raises(ValueError, match="skip has") as refused:
+        quantize(net(), [CALL], skip=skip)
+    return str(refused.value)
+
+
+TAKERS = {
+    "MoEClassifier": ("ab", lambda names: MoEClassifier(class_names=names).class_names),
+    "DeepBeliefNetwork": ("ab", lambda names: DeepBeliefNetwork(class_names=names).class_names),
+    "RelationalGNN": ("ab", lambda names: RelationalGNN(class_names=names).class_names),
+    "SequenceModel": ("ab", lambda names: SequenceModel(class_names=names).class_names),
+    "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
+    "Export outputs": ("logits", lambda names: Export(outputs=names).outputs),
+    "export outputs": ("logits", kept_outputs),
+    "EarlyStopping": ("val/loss", lambda names: list(EarlyStopping(names).goals)),
+    "Distillation": ("net", lambda names: Distillation("initial", features=names).features),
+    "Teacher": ("first", lambda names: Teacher(net(), names).features),
+    "Pruning": ("head", lambda names: names_of(Pruning(0.5, exclude=names)._options.exclude)),
+    "Quantization": ("head", lambda names: Quantization(skip=names).skip),
+    "quantize": ("head", refused_skip),
+    "find_layers": ("Linear", lambda names: find_layers(nn.ModuleList([net(), nn.Conv1d(1, 1, 1)]), names).left_float),
+    "rank_layers": ("first", lambda names: list(rank_layers(net(), [CALL], names))),
+    "find_prunable": ("Conv1d", lambda names: find_prunable(nn.Sequential(net(), nn.Conv1d(1, 1, 1)), names)[1]),
+    "prune_": ("first", lambda names: list(prune_(net(), 0.5, exclude=names))),
+    "excluded_parameters": ("first", lambda names: excluded_parameters(net(), names)),
+    "find_channel_groups": ("Linear", lambda names: find_channel_groups(net(), *CALL, exclude=names).layers),
+    "find_blocks": ("Linear", lambda names: [one.in_features for one in find_blocks(net(), names)]),
+    "FullyShardedStrategy": ("Linear", lambda names: FullyShardedStrategy(blocks=names).blocks),
+    "RO3Pooling": ("wedge", lambda names: RO3Pooling(types=names).types),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_text_is_one_name(taker):
+    name, take = TAKERS[taker]
+    assert take(name) == take([name])
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+def test_float8_leaves_out_one_name():
+    assert Float8Precision("head").exclude == ("head",)
+
+
+def test_a_class_alone_is_one_class_too():
+    assert list_of_names(nn.Linear) == [nn.Linear]
+    assert excluded_parameters(net(), nn.Linear) == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    assert find_prunable(net(), nn.Linear)[0] == []
+    assert Quantization(skip=nn.Linear).skip == [nn.Linear]
+
+
+def test_a_contender_is_one_form(monkeypatch):
+    asked = []
+    monkeypatch.setattr("lightning_accel.compress.forms.ties", lambda latencies, names: asked.append(names) or [])
+    forms = {"a": net(), "b": net(), "ab": net()}
+    measure_forms(net(), CALL, forms, plain={}, batches=[3], seconds=1e-3, contenders="ab")
+    assert asked[0] == ["ab"]
+
+
+def test_an_exported_file_holds_one_class_name(tmp_path):
+    export(nn.Linear(4, 1), [CALL], tmp_path / "m.pt2", class_names="only", verify=False)
+    assert load_compressed(tmp_path / "m.pt2").class_names == ["only"]
+
+
+def test_texts_are_no_numbers_of_rows():
+    with pytest.raises(ValueError, match="batch_sizes must be numbers of rows, at least one; got '12'"):
+        Quantization(batch_sizes="12")
