@@ -1,11 +1,12 @@
 """What a trained model costs and is worth, beside its plain forms and the model that it was at first."""
 
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_accel.callbacks.deployment import (
@@ -19,7 +20,8 @@ from lightning_accel.callbacks.deployment import (
     run_folder,
     use_in_first_process,
 )
-from lightning_accel.compress.calls import Run, first_line, num_rows, smallest_call
+from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.compress.calls import Run, num_rows, smallest_call
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.compress.progress import Progress
@@ -69,17 +71,15 @@ class CompressionReport(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
-        copied, folder = self._copy.make(trainer, pl_module), run_folder(trainer)
-        use_in_first_process(trainer, copied, lambda made: self._report(trainer, made, folder), "report")
+        folder = run_folder(trainer)
+        with spare_fit("CompressionReport failed"):
+            make = partial(self._copy.make, trainer, pl_module)
+            use_in_first_process(trainer, make, lambda made: self._report(trainer, made, folder), "report")
 
     def _report(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
-        try:
-            self.report = self._measure(trainer, copied)
-        except Exception as error:  # the run is over, and what it trained is worth more than a table
-            rank_zero_warn(f"CompressionReport failed: {first_line(error)}")
-        else:
-            self.report.print()
-            self.report.save(folder)
+        self.report = self._measure(trainer, copied)
+        self.report.print()
+        self.report.save(folder)
 
     def _measure(self, trainer: L.Trainer, copied: L.LightningModule) -> Report:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector

@@ -95,19 +95,44 @@ def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModu
 
 
 def use_in_first_process(
-    trainer: L.Trainer, copied: L.LightningModule | None, use: Callable[[L.LightningModule], None], purpose: str
+    trainer: L.Trainer,
+    make: Callable[[], L.LightningModule | None],
+    use: Callable[[L.LightningModule], None],
+    purpose: str,
 ) -> None:
-    """Call ``use`` with what :class:`WholeCopy` made, while other processes wait; if it fails, it fails in all.
+    """Call ``use`` with what ``make`` gives, while other processes wait; if either fails, it fails in all.
+
+    Args:
+        trainer: of the run.
+        make: called in all processes, such as :meth:`WholeCopy.make`; gives a module in the first process alone.
+        use: called where a module was made.
+        purpose: told in the other processes where it fails.
 
     Raises:
-        Exception: what ``use`` raises; in the other processes a RuntimeError that tells it, and the ``purpose``.
+        Exception: what ``make`` or ``use`` raises; in the other processes a RuntimeError that tells it, and the
+            ``purpose``.
+    """
+
+    def run() -> None:
+        made = make()
+        if made is not None:
+            use(in_float32(trainer, made))
+
+    fail_together(trainer, run, purpose)
+
+
+def fail_together(trainer: L.Trainer, run: Callable[[], None], purpose: str) -> None:
+    """Call ``run`` in all processes, wait for the first one, and fail in all where it does.
+
+    Raises:
+        Exception: what ``run`` raises; in the other processes a RuntimeError that tells what the first one's did, and
+            the ``purpose``.
     """
     failure: Exception | None = None
-    if copied is not None:
-        try:
-            use(in_float32(trainer, copied))
-        except Exception as error:
-            failure = error
+    try:
+        run()
+    except Exception as error:
+        failure = error
     message = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
@@ -139,10 +164,12 @@ def try_out(
     Raises:
         Exception: as :func:`use_in_first_process`.
     """
-    is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
-    made: L.LightningModule | None = None
-    if trainer.is_global_zero:
-        made = copied.at_start() if is_split else copied.make(trainer, pl_module)
+
+    def make() -> L.LightningModule | None:
+        if not trainer.is_global_zero:
+            return None
+        is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
+        return copied.at_start() if is_split else copied.make(trainer, pl_module)
 
     def run(module: L.LightningModule) -> None:
         before = random_state()
@@ -154,7 +181,7 @@ def try_out(
         finally:
             set_random_state(before)
 
-    use_in_first_process(trainer, made, run, purpose)
+    use_in_first_process(trainer, make, run, purpose)
 
 
 def _first_batches(trainer: L.Trainer) -> Any:

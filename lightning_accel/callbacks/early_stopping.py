@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
+from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.callbacks.logged import require_logged
 from lightning_accel.callbacks.metric_watch import Goal, Marks, Smoother, Smoothing, Watch
 from lightning_accel.ops.names import list_of_names
@@ -341,7 +342,8 @@ class EarlyStopping(_Unlisted):
                 f"EarlyStopping never looked at {', '.join(self.goals)}: no validation logged all of them. Logged: "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"
             )
-        if not self._best:
+        # a stage of a pipeline may have no weights of its own
+        if not self.restore_best or not trainer.strategy.reduce_boolean_decision(bool(self._best), all=False):
             return
         averaging = [one for one in _callbacks(trainer) if isinstance(one, StochasticWeightAveraging)]
         if any(trainer.current_epoch - 1 >= one.swa_end for one in averaging):
@@ -349,14 +351,17 @@ class EarlyStopping(_Unlisted):
             return
         name = next(iter(self.watches))
         what = f"the weights of step {self.best_step}, the best by {name} ({self._best_of(name)})"
-        if not self._best.fits(trainer, pl_module):
+        measured = self._measured(trainer, pl_module)  # which its callback copies to the module in its own on_train_end
+        targets = [pl_module] if measured is pl_module else [pl_module, measured]
+        fits = all(self._best.fits(trainer, target) for target in targets)
+        if not trainer.strategy.reduce_boolean_decision(fits):  # else parts of processes would be of different steps
             rank_zero_warn(f"EarlyStopping cannot restore {what}: names or shapes have changed since")
             return
-        self._best.put_into(trainer, pl_module)
-        if (measured := self._measured(trainer, pl_module)) is not pl_module:
-            self._best.put_into(trainer, measured)  # which its callback copies to the module in its own on_train_end
+        with spare_fit(f"EarlyStopping could not restore {what}"):
+            for target in targets:
+                self._best.put_into(trainer, target)
+            rank_zero_info(f"EarlyStopping restored {what}")
         self._best.forget()
-        rank_zero_info(f"EarlyStopping restored {what}")
 
     def _measured(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
         """Whose weights validations run with: an average of them, where WeightAveraging keeps one."""

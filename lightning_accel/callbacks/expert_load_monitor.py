@@ -10,6 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from lightning_accel.callbacks.deployment import run_folder
+from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
 
 _MOST_COLUMNS = 400  # of a picture; beyond, two neighbours become one
@@ -113,10 +115,10 @@ class ExpertLoadMonitor(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._draw(trainer)
+            self._try_to_draw(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._draw(trainer)
+        self._try_to_draw(trainer)
         self._let_go()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -127,12 +129,15 @@ class ExpertLoadMonitor(L.Callback):
             hook.remove()
         self._hooks, self._own = [], ExpertLoad([])
 
-    def _draw(self, trainer: L.Trainer) -> None:
-        log_dir = trainer.log_dir  # asked for on every process: it is a broadcast
+    def _try_to_draw(self, trainer: L.Trainer) -> None:
+        folder = run_folder(trainer)
         if not (trainer.is_global_zero and self.steps and self.names) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        with spare_fit("ExpertLoadMonitor drew no picture"):
+            self._draw(trainer, folder / self.filename)
+
+    def _draw(self, trainer: L.Trainer, path: Path) -> None:
         figure = draw_load(self.steps, self.loads, self.names)
-        path = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.filename
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         logger: Any

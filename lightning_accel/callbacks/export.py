@@ -4,6 +4,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, get_args
@@ -26,7 +28,8 @@ from lightning_accel.callbacks.deployment import (
     try_out,
     use_in_first_process,
 )
-from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows
+from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.compress.calls import Inputs, Run, smallest_call
 from lightning_accel.compress.compressed import load_compressed
 from lightning_accel.compress.export import (
     SUFFIXES,
@@ -39,6 +42,7 @@ from lightning_accel.compress.export import (
     try_export,
 )
 from lightning_accel.compress.forms import measure_forms, plain_forms
+from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.report import Report, describe_layers
 from lightning_accel.compress.structure import named_tensors, restore
 from lightning_accel.ops.names import list_of_names
@@ -180,21 +184,15 @@ class Export(L.Callback):
             self._run(trainer, pl_module)
 
     def _run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        copied = self._copy.make(trainer, pl_module)
-        folder = run_folder(trainer)
-        use_in_first_process(trainer, copied, lambda made: self._try_to_export(trainer, made, folder), "export")
-
-    def _try_to_export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
-        """Warn where a fit fails with it: what was trained, and a file that was checked, are worth more."""
         self.exported = None
-        try:
-            self._export(trainer, copied, folder)
-        except Exception as error:
-            if trainer.state.fn != TrainerFn.FITTING:
-                raise
-            what = "wrote no file" if self.exported is None else f"wrote {self.exported.path}, but made no report of it"
-            reason = str(error) if isinstance(error, ExportError) else first_line(error)
-            rank_zero_warn(f"Export {what}: {reason}")
+        folder = run_folder(trainer)
+        with self._spared(trainer, "Export wrote no file"):
+            make = partial(self._copy.make, trainer, pl_module)
+            use_in_first_process(trainer, make, lambda made: self._export(trainer, made, folder), "export")
+
+    def _spared(self, trainer: L.Trainer, failed: str) -> AbstractContextManager[None]:
+        """Warn where a fit fails with it; a pass whose purpose is the file fails."""
+        return spare_fit(failed) if trainer.state.fn == TrainerFn.FITTING else nullcontext()
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -232,9 +230,10 @@ class Export(L.Callback):
         )
         _tell(self.exported)
         label = f"{format} file" if result is None else f"{result.name}, {format} file"
-        self.report = self._measure(trainer, copied, deployed, loader, label, raw)
-        self.report.print()
-        self.report.save(folder)
+        with self._spared(trainer, f"Export wrote {self.exported.path}, but made no report of it"):
+            self.report = self._measure(trainer, copied, deployed, loader, label, raw)
+            self.report.print()
+            self.report.save(folder)
 
     def _measure(
         self,
@@ -252,7 +251,8 @@ class Export(L.Callback):
         if raw is not None:
             files = {name: raw.put_before(run) for name, run in files.items()}
         plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
-        rows = measure_forms(deployed.module, deployed.inputs[0], files, plain=plain)
+        progress = Progress(rank_zero_info, "export")
+        rows = measure_forms(deployed.module, deployed.inputs[0], files, plain=plain, progress=progress)
         judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
         judged |= {name: _InPlace(deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
@@ -261,11 +261,12 @@ class Export(L.Callback):
         for name, row in rows.items():
             comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
             if not row.note and comparable:
+                progress(f"validates {name}", if_slow=True)
                 metrics = evaluate(copied, loader, deployed.name, judged[name], limits, datamodule)
                 row = row._replace(metrics=metrics)
             report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
-        args, kwargs = first_rows(deployed.inputs[0], 1)
-        report.layers = describe_layers(deployed.module, args, kwargs, left_out_of(trainer, deployed.name))
+        call = smallest_call(deployed.module, deployed.inputs[0])
+        report.layers = describe_layers(deployed.module, *call, left_out_of(trainer, deployed.name))
         return report
 
     def _format(self, result: Any) -> Format:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from lightning_accel.callbacks.deployment import fail_together
+
 
 class PredictionWriter(BasePredictionWriter):
     """Write what ``predict_step`` returns to one CSV file, a line a row of the data, in the order of the data.
@@ -67,16 +69,22 @@ class PredictionWriter(BasePredictionWriter):
             raise TypeError("PredictionWriter has nothing to write: no loader gave a batch. Give predict some rows")
         _warn_of_order(trainer, batch_indices)
         tables = [_gather(make_table(batches, rows)) for batches, rows in zip(loaders, batch_indices, strict=True)]
-        if trainer.is_global_zero:
-            filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
-            table = tables[0] if len(tables) == 1 else pd.concat(filled, names=["loader"])
-            names = getattr(trainer.datamodule, "predict_ids", None)  # type: ignore[attr-defined]  # set by a connector
-            if names is not None and len(tables) == 1 and "id" not in table:
-                table.insert(0, "id", [names[row] for row in table.index])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            table.to_csv(path)
-            rank_zero_info(f"wrote {len(table)} predictions to {path}")
-        trainer.strategy.barrier()  # the file is whole when predict returns, on every process
+
+        def write() -> None:
+            if trainer.is_global_zero:
+                self._write(trainer, tables, path)
+
+        fail_together(trainer, write, "write predictions")  # the file is whole when predict returns, on every process
+
+    def _write(self, trainer: L.Trainer, tables: Sequence[pd.DataFrame], path: Path) -> None:
+        filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
+        table = tables[0] if len(tables) == 1 else pd.concat(filled, names=["loader"])
+        names = getattr(trainer.datamodule, "predict_ids", None)  # type: ignore[attr-defined]  # set by a connector
+        if names is not None and len(tables) == 1 and "id" not in table:
+            table.insert(0, "id", [names[row] for row in table.index])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(path)
+        rank_zero_info(f"wrote {len(table)} predictions to {path}")
 
 
 def _warn_of_order(trainer: L.Trainer, rows: Sequence[Any]) -> None:

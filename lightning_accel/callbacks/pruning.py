@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
+from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.moments import num_steps, require_moment, to_step
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
@@ -358,7 +359,8 @@ class Pruning(L.Callback):
         self._masks.detach(pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rank_zero_info(table(self.report_rows()))
+        with spare_fit("Pruning could not tell what is left of each layer"):
+            rank_zero_info(table(self.report_rows()))
         if self.structure == "channel" and self.is_final_phase:
             rank_zero_info(
                 "checkpoints hold the smaller module; outside of this Trainer load them with "

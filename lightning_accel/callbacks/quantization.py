@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,8 +25,9 @@ from lightning_accel.callbacks.deployment import (
     use_in_first_process,
 )
 from lightning_accel.callbacks.export import Export
+from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.callbacks.logged import require_logged
-from lightning_accel.compress.calls import Inputs, first_line, num_rows
+from lightning_accel.compress.calls import Inputs, num_rows
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.latency import speedup
 from lightning_accel.compress.progress import Progress
@@ -245,26 +247,26 @@ class Quantization(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
-        copied = self._copy.make(trainer, pl_module)
-        detach(pl_module)  # what other callbacks make of it is in float
         if self.mode == "qat" and not any(layer.ready for layer in self._layers.values()):
+            detach(pl_module)  # what other callbacks make of it is in float
             rank_zero_warn("no step was trained in int8: the run ended before start; nothing is quantized")
             return
         folder = run_folder(trainer)
-        use_in_first_process(trainer, copied, lambda made: self._convert(trainer, made, folder), "quantize")
+        try:
+            with spare_fit("Quantization failed, and the model is kept in float"):
+                make = partial(self._copy.make, trainer, pl_module)
+                use_in_first_process(trainer, make, lambda made: self._convert(trainer, made, folder), "quantize")
+        finally:
+            detach(pl_module)
 
     def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
         try:
-            report = self.convert(copied.to(self.device), *loaders, datamodule).report
-        except Exception as error:  # the run is over, and what it trained is worth more than a form of it
-            report = getattr(error, "report", None)
-            reason = str(error) if isinstance(error, NothingPickedError) else first_line(error)
-            rank_zero_warn(f"Quantization failed, and the model is kept in float: {reason}")
-        if isinstance(report, Report):
-            report.print()
-            report.save(folder)
+            _show(self.convert(copied.to(self.device), *loaders, datamodule).report, folder)
+        except NothingPickedError as error:
+            _show(error.report, folder)
+            raise
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._in_batch = None  # other processes may not have come this far
@@ -343,6 +345,14 @@ class Quantization(L.Callback):
             file_format=self._file_format,
             progress=Progress(rank_zero_info, "quantization"),
         )
+
+
+def _show(report: Report | None, folder: Path) -> None:
+    """Print a report and write its files, without which what was picked is as good."""
+    if report is not None:
+        with spare_fit("Quantization could not write its report"):
+            report.print()
+            report.save(folder)
 
 
 def _file_format(trainer: L.Trainer) -> str | None:

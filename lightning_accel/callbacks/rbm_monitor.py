@@ -1,6 +1,6 @@
 """How restricted Boltzmann machines of a module learn, in pictures. Shapes: B rows, V visible units, H hidden units."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lightning_accel.callbacks.deployment import run_folder
+from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.callbacks.rbm_pictures import RBMView, draw_rbm, picture_shape, plain_copy
 from lightning_accel.callbacks.samplings import samplings_of
 from lightning_accel.nn import RBM, ContrastiveDivergence
@@ -157,11 +159,18 @@ class RBMMonitor(L.Callback):
             self._measure(trainer, pl_module, views)
         self._num_validations += 1
         if self._num_validations % self.every_n_validations == 0:
-            self._draw(trainer, views)
+            self._try_to_draw(trainer, run_folder(trainer), lambda: views)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._drawn_at != trainer.global_step:
-            self._draw(trainer, self._look(pl_module))
+            self._try_to_draw(trainer, run_folder(trainer), lambda: self._look(pl_module))
+
+    def _try_to_draw(self, trainer: L.Trainer, folder: Path, look: Callable[[], Mapping[str, RBMView]]) -> None:
+        self._drawn_at = trainer.global_step
+        with spare_fit("RBMMonitor drew no picture"):
+            views = look()
+            if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self._draw(trainer, views, folder / self.folder)
 
     def _look(self, pl_module: L.LightningModule) -> dict[str, RBMView]:
         """What is to be drawn, by name; every process has to call it, for weights that are sharded."""
@@ -194,12 +203,7 @@ class RBMMonitor(L.Callback):
             self.gaps[name] = [*(points[::2] if len(points) >= _MOST_POINTS else points), (trainer.global_step, gap)]
             pl_module.log(f"val/free_energy_gap/{name}", gap, rank_zero_only=True)
 
-    def _draw(self, trainer: L.Trainer, views: Mapping[str, RBMView]) -> None:
-        log_dir = trainer.log_dir  # asked for on every process: it is a broadcast
-        self._drawn_at = trainer.global_step
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        folder = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.folder
+    def _draw(self, trainer: L.Trainer, views: Mapping[str, RBMView], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, view in views.items():
             lowest = (*view.below, view.rbm)[0]

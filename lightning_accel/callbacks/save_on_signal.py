@@ -13,6 +13,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_accel.callbacks.fit_end import spare_fit
+
 
 class SaveOnSignal(L.Callback):
     """On SIGTERM, save a checkpoint after the optimizer step that runs and end all processes with status 143.
@@ -82,7 +84,8 @@ class SaveOnSignal(L.Callback):
             self._obey(received, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._remove_outdated(trainer)
+        with spare_fit("SaveOnSignal left a file that a later checkpoint replaces"):
+            self._remove_outdated(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"files": self._files} if self._files else {}

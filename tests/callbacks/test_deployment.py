@@ -99,7 +99,7 @@ def test_what_a_precision_cast_takes_batches_of_loaders_in_the_end(precision):
             def use(made):
                 self.dtype, self.figures = made.net[0].weight.dtype, evaluate(made, DataLoader(ROWS, 5))
 
-            use_in_first_process(trainer, self.copy.make(trainer, pl_module), use, "evaluate")
+            use_in_first_process(trainer, lambda: self.copy.make(trainer, pl_module), use, "evaluate")
 
     evaluated, module = Evaluate(), Own()
     fit(module, DataLoader(ROWS, 5), callbacks=[evaluated], precision=precision)

@@ -214,6 +214,50 @@ def test_a_report_that_fails_leaves_the_file(tmp_path, monkeypatch):
     assert callback.exported.path.stat().st_size == callback.exported.file_bytes
 
 
+class Mixes(Own):
+    """Takes which row reads which, as dense networks of graphs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Neighbours()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(*batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx), batch_size=7)
+
+
+class Neighbours(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x, adjacency):
+        return adjacency @ super().forward(x)
+
+
+class Graphs(L.LightningDataModule):
+    def __init__(self, graph):
+        super().__init__()
+        self.graph = graph
+
+    def train_dataloader(self):
+        return DataLoader([self.graph], batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
+def test_what_has_no_single_rows_is_reported_and_told_of(tmp_path, caplog):
+    graph = torch.randn(7, 3), torch.rand(7, 7)
+    callback = Export(compare=False)
+    with caplog.at_level("INFO"):
+        fit(Mixes(), [callback], tmp_path, Graphs(graph))
+    assert [(layer.name, layer.parameters) for layer in callback.report.layers] == [("", 8)]
+    assert list(callback.report.rows[0].latencies) == [7]
+    assert "export: measures 2 forms at batch 7" in caplog.text
+
+
 @dataclass
 class Outputs(OrderedDict):
     """Is a dict and a dataclass, as the outputs of transformers are."""
