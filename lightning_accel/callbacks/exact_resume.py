@@ -210,7 +210,7 @@ class ExactResume(L.Callback):
     def _restore_sampler_seeds(self) -> None:
         """Give the samplers that Lightning deals rows with the seed of the run; theirs is that of this start of it."""
         for order, seed in zip(self._orders, self._sampler_seeds, strict=False):
-            if isinstance(order.rows, DistributedSampler):
+            if isinstance(order.rows, DistributedSampler) and seed is not None:  # none of a run of one process
                 order.rows.seed = seed
 
     def _seen_in_validation(self) -> dict[int, int]:

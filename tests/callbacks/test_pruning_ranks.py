@@ -1,5 +1,7 @@
 """Masks over processes: those of one process with the same weights."""
 
+import warnings
+
 import lightning as L
 import pytest
 import torch
@@ -43,7 +45,9 @@ def first_masks(options, **trainer):
     """Of the weights that each module begins with, which are equal."""
     torch.manual_seed(4)
     pruning = Pruning(**at_start(**options))
-    fit(Wide(), pruning, max_epochs=1, limit_train_batches=1, limit_val_batches=0, **trainer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Pruning covers")  # fewer values than a layer has in N:M
+        fit(Wide(), pruning, max_epochs=1, limit_train_batches=1, limit_val_batches=0, **trainer)
     return pruning.masks(), pruning.sparsity(), pruning.left_out
 
 
