@@ -90,7 +90,7 @@ def config_of(subject: Subject) -> dict[str, Any]:
     trainer = config["trainer"]
     trainer.update(
         subject.trainer, accelerator="cpu", devices=subject.world_size, strategy=subject.strategy,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
     )  # fmt: skip
     trainer["logger"] = [each for each in trainer["logger"] if "CSVLogger" in each["class_path"]]
     config["model"]["init_args"].update(subject.model)

@@ -1,5 +1,6 @@
 """A run that is killed and resumed ends with the bits of one that never was."""
 
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class ExactResume(L.Callback):
         self._orders: list[EpochOrder] = []
         self._replaced: Callable[[], object] = lambda: None  # the loaders in whose place those of _orders are
         self._before_validation: dict[str, Any] | None = None
+        self._before_sanity_check: dict[str, Any] | None = None  # counters of the validation that ran last
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer  # in other stages, too, which read checkpoints
@@ -73,7 +75,7 @@ class ExactResume(L.Callback):
             return
         require_dealable_batches(trainer)
         self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
-        self._kept = KeptCheckpoints()
+        self._kept, self._before_sanity_check = KeptCheckpoints(), None
         # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
         # first iteration, and after every other on_train_start. Nothing public stands around the loop.
         trainer.strategy.process_dataloader = self._process_dataloader  # type: ignore[method-assign]
@@ -106,6 +108,10 @@ class ExactResume(L.Callback):
         self._saved, self._saved_once = state_dict["ranks"], state_dict
         mine = self._saved[min(self._trainer.global_rank, len(self._saved) - 1)]
         self._seed, self._sampler_seeds = mine["seed"], mine.get("sampler_seeds", [])
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        self._before_sanity_check = copy.deepcopy(progress.state_dict())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -154,6 +160,8 @@ class ExactResume(L.Callback):
         if not loop.is_resuming:
             type(loop).run(loop)
             return
+        if self._before_sanity_check is not None:  # it runs in resumed fits too, and ends with counters of nothing
+            loop.epoch_loop.val_loop.batch_progress.load_state_dict(self._before_sanity_check)
         moment: Moment = self._saved_once.get("moment") or moment_of(self._trainer)
         self._resumed = ResumedFit(self._trainer, moment, self._kept)
         self._resumed.run()

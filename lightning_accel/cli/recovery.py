@@ -99,8 +99,10 @@ def _places(trainer: L.Trainer) -> list[Path]:
     folder = root
     if trainer.loggers:
         first = trainer.loggers[0]
-        numbered = isinstance(first, CSVLogger | TensorBoardLogger)
-        folder = run_folder_of(first) if numbered else Path(first.save_dir or root, str(first.name), str(first.version))
+        if isinstance(first, CSVLogger | TensorBoardLogger):
+            folder = run_folder_of(first)
+        else:
+            folder = Path(first.save_dir or root, str(first.name), str(first.version))
     places = [folder / "checkpoints"]
     return [*places, *_folders_of_keepers(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
 

@@ -174,6 +174,14 @@ def test_a_kill_after_any_checkpoint(tmp_path, options):
         check(folder, {"disk": StopAfterWriting(number)}, whole=whole, **options)
 
 
+def test_a_run_that_is_stopped_before_it_writes_its_last_file(tmp_path):
+    """What is left is no validation, so that the counters of the last one stay, whatever the sanity check counts."""
+    written = StopAfterWriting()
+    whole = whole_run(tmp_path / "whole", disk=written, scheduler="plateau val", accumulated=2)
+    last = {"disk": StopAfterWriting(written.written - 1)}  # one more is that of the comparison
+    check(tmp_path, last, whole=whole, scheduler="plateau val", accumulated=2)
+
+
 def check_ranks(rank, folder):
     options = {"devices": 2, "strategy": "ddp", "scheduler": "plateau train"}
     for moment in ("within an epoch", "before validation", "after validation"):
