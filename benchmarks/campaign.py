@@ -37,6 +37,7 @@ import torch
 DATA_MEMORY = 2 << 30  # bytes beyond what the process has when it begins to read
 DATA_SECONDS = 60
 CONFIG_SECONDS = 120
+KILLS_SECONDS = 2400  # after which no further run is begun
 
 
 class Part(NamedTuple):
@@ -48,6 +49,7 @@ class Part(NamedTuple):
 
 
 def kills(context: Any, folder: Path, count: int, draw: random.Random, only: str, jobs: int) -> Part:
+    until = time.monotonic() + KILLS_SECONDS
     subjects = {name: each for name, each in campaign_kills.SUBJECTS.items() if only in name}
 
     part = Part(Counter(), [], [])
@@ -86,7 +88,7 @@ def kills(context: Any, folder: Path, count: int, draw: random.Random, only: str
         print(f"  {part.counts['kills']} kills, {name}: {len(outcome.failures)} failures", flush=True)
 
     def work(_: int) -> None:
-        while part.counts["kills"] < count:
+        while part.counts["kills"] < count and time.monotonic() < until:
             live()
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -136,7 +136,8 @@ def kill_and_compare(
     while True:
         (folder / "started").unlink(missing_ok=True)
         processes = start_ranks(context, folder, _COMMAND, subject.world_size)
-        if done < kills and _reach(processes, folder, draw.uniform(0, 0.9 * duration)):
+        is_killed = done < kills and _reach(processes, folder, draw.uniform(0, 0.9 * duration))
+        if is_killed:
             number = signal.SIGTERM if draw.random() < 0.2 else signal.SIGKILL
             end([draw.choice(processes)] if draw.random() < 0.3 else processes, number)
             if not wait(processes, TIME_LIMIT_S):
@@ -153,7 +154,7 @@ def kill_and_compare(
             return Outcome(done, [*failures, f"no end within {TIME_LIMIT_S} s: {output(folder)[-1000:]}"], [])
         if all(process.exitcode == 0 for process in processes):
             break
-        if done >= kills and any(process.exitcode not in (0, 143, -15, -9) for process in processes):
+        if not is_killed:
             return Outcome(done, [*failures, f"ended with an error: {output(folder)[-1500:]}"], [])
     differences, others = differences_of(folder, whole)
     return Outcome(done, failures + differences, others)
