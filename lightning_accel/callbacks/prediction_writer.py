@@ -26,6 +26,10 @@ class PredictionWriter(BasePredictionWriter):
     several data loaders give a column ``loader``; columns that only some of them have are blank for the others.
     Where the datamodule has ``predict_ids``, a list with a name for each row, they become the column ``id``.
 
+    Texts are written as they are: a class or id that begins with ``=``, ``+``, ``-`` or ``@`` is a formula to a
+    spreadsheet that opens the file; an escape would change names such as ``-1``. Where strangers name the classes or
+    ids, import the columns as text.
+
     Args:
         filename: absolute, or relative to the run folder (the Trainer's ``log_dir``).
 

@@ -34,20 +34,30 @@ class Features:
     has_x: bool = True
 
 
-def features_of(graphs: Sequence[Data], where: str) -> Features:
-    """What these graphs have, of which all must have the same.
+def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -> Features:
+    """Return the features that these graphs have, of which all must have the same.
+
+    Args:
+        graphs: with at least ``edge_index``.
+        where: they come from, for messages.
+        lines: of that file in which they stand, if each has one.
 
     Raises:
-        ValueError: if they differ, or hold what is no feature; the message names the graph.
+        ValueError: if they differ, or hold what is no feature; the message names the graph and its line.
     """
-    for number, graph in enumerate(graphs):
-        _require_edges(graph, f"edge_index of graph {number} of {where}")
-    nodes, edges = (_kind(graphs, key, where) for key in ("x", "edge_attr"))
+    names = [_name(number, lines) for number in range(len(graphs))]
+    for name, graph in zip(names, graphs, strict=True):
+        _require_edges(graph, f"edge_index of {name} of {where}")
+    nodes, edges = (_kind(graphs, names, key, where) for key in ("x", "edge_attr"))
     node_types, width = nodes if nodes else (None, 1)
     edge_types, edge_width = edges if edges else (None, None)
     if edge_types is not None and len(edge_types) == 1:
         return Features(width, node_types, edge_types, None, edge_types[0], nodes is not None)
     return Features(width, node_types, edge_types, edge_width, None, nodes is not None)
+
+
+def _name(number: int, lines: Sequence[str]) -> str:
+    return f"graph {number} (line {lines[number]})" if lines else f"graph {number}"
 
 
 def _require_edges(graph: Data, what: str) -> None:
@@ -59,32 +69,32 @@ def _require_edges(graph: Data, what: str) -> None:
         raise ValueError(f"{what} names node {wrong} of {graph.num_nodes}, which are counted from 0")
 
 
-def _kind(graphs: Sequence[Data], key: str, where: str) -> tuple[list[int] | None, int] | None:
+def _kind(graphs: Sequence[Data], names: Sequence[str], key: str, where: str) -> tuple[list[int] | None, int] | None:
     """Values of each column, None for floating ones, and features that they make; None if there is nothing."""
     first: Any = next((graph.to_dict().get(key) for graph in graphs if _has_rows(graph, key)), None)
     most: Tensor | None = None
-    for number, graph in enumerate(graphs):
+    for name, graph in zip(names, graphs, strict=True):
         if not _has_rows(graph, key):
             continue  # of no edges, no features tell anything
         found = graph.to_dict().get(key)
         rows = graph.num_nodes if key == "x" else graph.num_edges
         if (found is None) != (first is None):
-            raise ValueError(f"graph {number} of {where} and its first one differ: one alone has {key}")
+            raise ValueError(f"{name} of {where} and its first one differ: one alone has {key}")
         if found is None:
             continue
         if not isinstance(found, Tensor) or found.ndim not in (1, 2) or len(found) != rows:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"{key} of graph {number} of {where} must be ({rows}, ...) of numbers; got {got}")
+            raise ValueError(f"{key} of {name} of {where} must be ({rows}, ...) of numbers; got {got}")
         if _columns(found).shape[1] != _columns(first).shape[1] or _is_typed(found) != _is_typed(first):
             raise ValueError(
-                f"{key} must be alike in all graphs of {where}; graph {number} has {tuple(found.shape)} of "
-                f"{found.dtype}, the first one {tuple(first.shape)} of {first.dtype}"
+                f"{key} must be alike in all graphs of {where}; {name} has {_columns(found).shape[1]} of "
+                f"{found.dtype} a row, the first one {_columns(first).shape[1]} of {first.dtype}"
             )
         if found.is_floating_point() and not found.isfinite().all():
-            raise ValueError(f"{key} of graph {number} of {where} holds {found[~found.isfinite()][0]}; fill it in")
+            raise ValueError(f"{key} of {name} of {where} holds {found[~found.isfinite()][0]}; fill it in")
         if _is_typed(found) and len(found):
             if found.min() < 0:
-                raise ValueError(f"{key} of graph {number} of {where} holds the type {int(found.min())}; 0 or more")
+                raise ValueError(f"{key} of {name} of {where} holds the type {int(found.min())}; 0 or more")
             largest = _columns(found).amax(0)
             most = largest if most is None else torch.maximum(most, largest)
     if first is None:

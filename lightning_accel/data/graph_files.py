@@ -56,6 +56,7 @@ class FileGraphs:
     target: list[list[Any]] = field(default_factory=list)  # for each graph, or node, a value of each target; or none
     feature_names: list[str] | None = None
     relation_names: list[str] | None = None  # of typed edges
+    lines: list[str] = field(default_factory=list)  # numbers of the lines in which graphs stand, if each has one
 
 
 def read_graphs(
@@ -145,7 +146,8 @@ def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGrap
         places.append(where)
     if layout.level == "node":
         raise ValueError(f"{path} has no room for targets of nodes; write a .jsonl file, or leave level out")
-    found = FileGraphs(graphs, [where.split()[1] for where in places], "graph")
+    numbers = [where.split()[1] for where in places]
+    found = FileGraphs(graphs, numbers, "graph", lines=numbers)
     if with_target and layout.graphs_path is not None:
         found.target = read_graph_targets(
             layout.graphs_path,
@@ -174,7 +176,6 @@ _FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     """Lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
-    places = []
     num_nodes = 0  # of the graphs so far
     for where, line in lines_of(path, "a graph", layout.max_bytes):
         entry = parse_object(line, where, '{"edges": [[0, 1]], "y": 0}')
@@ -182,7 +183,7 @@ def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
         num_nodes += graph.num_nodes or 0
         found.graphs.append(graph)
         found.ids.append(str(entry.get("id", where.split()[1])))
-        places.append(where.split()[1])
+        found.lines.append(where.split()[1])
         if with_target and layout.graphs_path is None:
             found.target += _entry_targets(entry, layout, found.level, graph.num_nodes or 0, where)
         _require_known(entry, layout, where)
@@ -190,7 +191,7 @@ def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
         named = layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal, layout.max_bytes
         found.target = read_graph_targets(*named, by_order=False)
     if twice := pd.Series(found.ids)[pd.Series(found.ids).duplicated()].tolist():
-        lines = [place for name, place in zip(found.ids, places, strict=True) if name == twice[0]]
+        lines = [line for name, line in zip(found.ids, found.lines, strict=True) if name == twice[0]]
         raise ValueError(
             f"{path} has two lines with id {shown(twice[0])}, {' and '.join(lines[:2])}, where a line without "
             f"a field 'id' "

@@ -242,7 +242,7 @@ class GraphDataModule(L.LightningDataModule):
         splits, read, source = self._read()
         self._digests = splits.digest(), None if source is None else splits.digest_of_source(source)
         where = self._where()
-        features = features_of(splits.graphs, where)
+        features = features_of(splits.graphs, where, [] if read is None else read.lines)
         splits.graphs = [apply_features(graph, features, where) for graph in splits.graphs]
         scales = {} if read is None else self._fit_scales(splits)
         scale_features(splits.graphs, scales)
@@ -372,7 +372,8 @@ class GraphDataModule(L.LightningDataModule):
         layout = replace(self.layout, nodes_path=self.predict_nodes_path, graphs_path=None)
         read = read_graphs(path, layout, with_target=False, like=trained)
         graphs = [self._transformed(graph) for graph in read.graphs]
-        graphs = [apply_features(graph, features, str(path)) for graph in graphs]
+        places = [f"line {line} of {path}" for line in read.lines] or [str(path)] * len(graphs)
+        graphs = [apply_features(graph, features, place) for graph, place in zip(graphs, places, strict=True)]
         scale_features(graphs, scales)
         return self._all_of(graphs, read.ids, read.node_ids)
 

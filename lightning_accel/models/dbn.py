@@ -205,7 +205,8 @@ class DeepBeliefNetwork(L.LightningModule):
             raise ValueError(
                 "DeepBeliefNetwork needs num_visible, and num_classes where it knows classes; got "
                 f"num_visible={self.num_visible}, num_classes={self.num_classes}. Pass them, or train with a "
-                "datamodule that has attributes num_features and num_classes"
+                "datamodule that has attributes num_features and num_classes, as DigitsDataModule, IdxDataModule, "
+                "BarsAndStripesDataModule and TabularDataModule have"
             )
         if self._needs_classes and self.class_names is not None and len(self.class_names) != self.num_classes:
             raise ValueError(f"num_classes is {self.num_classes}, but there are {len(self.class_names)} class_names")

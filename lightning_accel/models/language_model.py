@@ -201,7 +201,8 @@ class MoELanguageModel(L.LightningModule):
             self._ask_datamodule()
         if self.vocab_size is None:
             raise ValueError(
-                "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute"
+                "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute, as "
+                "TextDataModule has"
             )
         self.embedding = nn.Embedding(self.vocab_size, self.dim)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)

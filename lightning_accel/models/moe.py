@@ -153,7 +153,8 @@ class MoEClassifier(L.LightningModule):
                 return
             raise ValueError(
                 f"MoEClassifier needs num_features and num_classes; got num_features={self.num_features}, "
-                f"num_classes={self.num_classes}. Pass them, or train with a datamodule that has attributes so named."
+                f"num_classes={self.num_classes}. Pass them, or train with a datamodule that has attributes so named, "
+                "as TabularDataModule, DigitsDataModule and IdxDataModule have"
             )
         if self.class_names is not None and len(self.class_names) != self.num_classes:
             raise ValueError(f"num_classes is {self.num_classes}, but there are {len(self.class_names)} class_names")

@@ -212,12 +212,12 @@ class RelationalGNN(L.LightningModule):
             raise ValueError(
                 f"RelationalGNN needs level, one of {', '.join(get_args(Level))}, and target_kind, one of "
                 f"{', '.join(get_args(TargetKind))}; got {known}. Pass them, or train with a datamodule that has "
-                "attributes so named"
+                "attributes so named, as GraphDataModule has"
             )
         if self._num_scores() is None or self.num_features is None:
             raise ValueError(
                 f"RelationalGNN needs num_features of nodes, and num_classes or num_targets; got {known}. Pass them, "
-                "or train with a datamodule that has attributes so named"
+                "or train with a datamodule that has attributes so named, as GraphDataModule has"
             )
         if self.level == "node" and (self.triple_readout or self.readout_name != "sum"):
             raise ValueError("readout and triple_readout have no effect on level='node': leave them out")

@@ -201,12 +201,13 @@ class SequenceModel(L.LightningModule):
         if self.target_kind not in get_args(TargetKind):
             raise ValueError(
                 f"SequenceModel needs target_kind, one of {', '.join(get_args(TargetKind))}; got {self.target_kind!r}. "
-                "Pass it, or train with a datamodule that has an attribute so named"
+                "Pass it, or train with a datamodule that has an attribute so named, as SequenceDataModule has"
             )
         if self._num_scores() is None or (self.num_features is None and self.vocab_size is None):
             raise ValueError(
                 "SequenceModel needs num_features or vocab_size of what comes in, and num_classes of classes that come "
-                f"out; got {given}. Pass them, or train with a datamodule that has attributes so named"
+                f"out; got {given}. Pass them, or train with a datamodule that has attributes so named, as "
+                "SequenceDataModule has"
             )
         names = self.class_names if self.target_kind in ("classification", "labelling") else None
         if names is not None and len(names) != self.num_classes:

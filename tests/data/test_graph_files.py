@@ -181,10 +181,10 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [[0, 1]], "edge_attr": [1, 2], "y": "ring"}, "an entry for each of its 1 edges; got 2"),
         ({"edges": [[0, 1]], "num_nodes": "2", "y": "ring"}, "'num_nodes' in line 13 .* got '2'"),
         ({"edges": [[0, 1]], "z": 1}, "line 13 .* has no field 'y', the target. Its other fields: z"),
-        ({"edges": [[0, 1]], "y": "ring"}, "graph 12 of .* and its first one differ: one alone has x"),
+        ({"edges": [[0, 1]], "y": "ring"}, r"graph 12 \(line 13\) of .* and its first one differ: one alone has x"),
         (
             {"edges": [[0, 1]], "x": [[1], [2]], "edge_attr": [0], "y": "ring"},
-            r"x must be alike .* graph 12 has \(2, 1\)",
+            r"x must be alike .* graph 12 \(line 13\) has 1 of torch.float64 a row",
         ),
         (lines()[0], "two lines with id 'g0', 1 and 13"),
         ({"edges": [], "edge_atr": [], "y": "ring"}, "line 13 .* the field 'edge_atr', .*; did you mean 'edge_attr'"),
@@ -356,6 +356,28 @@ def test_a_file_to_predict_is_read_as_the_training_graphs_were(make, write):
     ):
         with pytest.raises(ValueError, match=said):
             make(predict_path=write("new.jsonl", [new[0] | wrong]))
+
+
+def test_errors_about_a_graph_name_its_line(make, write):
+    def written(**change):
+        entries = lines()
+        entries[5] = entries[5] | change
+        return write("graphs.jsonl", entries)
+
+    for change, said in (
+        (
+            {"x": [[1.0], [2.0], [3.0]]},
+            r"in all graphs of .*; graph 5 \(line 6\) has 1 of .* a row, the first one 2 of",
+        ),
+        ({"x": None}, r"graph 5 \(line 6\) of .* and its first one differ: one alone has x"),
+        ({"edge_attr": [-1, 0, 1]}, r"edge_attr of graph 5 \(line 6\) of .* holds the type -1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            GraphDataModule(written(**change)).setup()
+    unlabelled = [{key: value for key, value in line.items() if key != "y"} for line in lines()]
+    unlabelled[2] |= {"edge_attr": [3, 0]}
+    with pytest.raises(ValueError, match=r"line 3 of .*new.jsonl holds the type 3"):
+        make(predict_path=write("new.jsonl", unlabelled))
 
 
 def test_graphs_to_predict_have_features_if_and_only_if_those_trained_on_have(make, write):
