@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_accel.callbacks.deployment import (
+    Deployed,
     WholeCopy,
     all_rows,
     evaluate,
@@ -18,6 +19,7 @@ from lightning_accel.callbacks.deployment import (
     require_deployable,
     require_validation,
     run_folder,
+    try_out,
     use_in_first_process,
 )
 from lightning_accel.callbacks.fit_end import spare_fit
@@ -49,7 +51,8 @@ class CompressionReport(L.Callback):
 
     Raises:
         TypeError: before training, if there is no ``validation_step``.
-        ValueError: before training, if there is no submodule ``module``, or no validation data.
+        ValueError: before training, if there is no submodule ``module``, no validation data, or ``validation_step``
+            calls no module with parameters. What else fails on a validation batch is raised then, too.
     """
 
     def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
@@ -67,6 +70,7 @@ class CompressionReport(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "CompressionReport")
+        try_out(trainer, pl_module, self._copy, _try_layers, "report", self.module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
@@ -110,6 +114,10 @@ class CompressionReport(L.Callback):
             found.module, *smallest_call(found.module, found.inputs[0]), left_out_of(trainer, found.name)
         )
         return report
+
+
+def _try_layers(found: Deployed) -> None:
+    describe_layers(found.module, *smallest_call(found.module, found.inputs[0]))
 
 
 def _file_bytes(form: Run) -> int | None:

@@ -32,6 +32,7 @@ class Deployed(NamedTuple):
     name: str  # "" is the LightningModule itself
     module: nn.Module
     inputs: list[Inputs]  # positional and keyword arguments of each call, detached
+    figures: Mapping[str, float]  # that validation_step logs on these batches
 
 
 class WholeCopy:
@@ -102,6 +103,8 @@ def use_in_first_process(
 ) -> None:
     """Call ``use`` with what ``make`` gives, while other processes wait; if either fails, it fails in all.
 
+    Random numbers go on as if nothing had been called.
+
     Args:
         trainer: of the run.
         make: called in all processes, such as :meth:`WholeCopy.make`; gives a module in the first process alone.
@@ -114,9 +117,13 @@ def use_in_first_process(
     """
 
     def run() -> None:
-        made = make()
-        if made is not None:
-            use(in_float32(trainer, made))
+        before = random_state()  # other processes draw none meanwhile
+        try:
+            made = make()
+            if made is not None:
+                use(in_float32(trainer, made))
+        finally:
+            set_random_state(before)
 
     fail_together(trainer, run, purpose)
 
@@ -147,8 +154,9 @@ def try_out(
     use: Callable[[Deployed], None],
     purpose: str,
     name: str | None = None,
+    of_training: bool = False,
 ) -> None:
-    """Do before training, on one validation batch, what would fail after it; all processes call it.
+    """Do before training, on one batch, what would fail after it; all processes call it.
 
     Works on a copy, with loaders of its own and random numbers that are put back, so that training is as it would be
     without. Nothing is tried where a loader cannot be read without a trace, as that of an iterable dataset.
@@ -160,6 +168,7 @@ def try_out(
         use: called in the first process with what is deployed.
         purpose: told in the other processes where it fails.
         name: of the submodule to deploy, as :func:`find_deployed` takes it.
+        of_training: whether the batch is one of training, else one of validation.
 
     Raises:
         Exception: as :func:`use_in_first_process`.
@@ -172,22 +181,19 @@ def try_out(
         return copied.at_start() if is_split else copied.make(trainer, pl_module)
 
     def run(module: L.LightningModule) -> None:
-        before = random_state()
-        try:
-            loader = _first_batches(trainer)
-            if loader is not None:
-                datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-                use(find_deployed(module, loader, name, 1, datamodule))
-        finally:
-            set_random_state(before)
+        loader = _first_batches(trainer, of_training)
+        if loader is not None:
+            datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+            use(find_deployed(module, loader, name, 1, datamodule))
 
     use_in_first_process(trainer, make, run, purpose)
 
 
-def _first_batches(trainer: L.Trainer) -> Any:
-    """Return loaders of the first validation batches, which share no state with the user's; None if there is no way."""
+def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
+    """Return loaders of the first batches, which share no state with the user's; None if there is no way."""
     # loaders given to fit are kept nowhere else
-    loaders = all_rows(trainer.fit_loop.epoch_loop.val_loop._data_source.dataloader())
+    loop = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
+    loaders = all_rows(loop._data_source.dataloader())
     leaves = tree_leaves(loaders)
     if not all(isinstance(one, DataLoader) and _can_be_read_twice(one) for one in leaves):
         return None
@@ -297,7 +303,7 @@ def find_deployed(
         if name in (None, path) and any(True for _ in one.parameters())
     ]
     try:
-        evaluate(module, loader, limit_batches=num_batches, datamodule=datamodule)
+        figures = evaluate(module, loader, limit_batches=num_batches, datamodule=datamodule)
     finally:
         for handle in handles:
             handle.remove()
@@ -308,7 +314,7 @@ def find_deployed(
         )
     sizes = {path: sum(value.numel() for value in module.get_submodule(path).parameters()) for path in calls}
     found = max(sizes, key=lambda path: sizes[path])  # the first of equals is the outermost
-    return Deployed(found, module.get_submodule(found), calls[found])
+    return Deployed(found, module.get_submodule(found), calls[found], figures)
 
 
 def evaluate(

@@ -208,7 +208,7 @@ class EarlyStopping(_Unlisted):
         if self.strict and not self._at_epoch_end and trainer.callback_metrics:
             stems = {_stem(name) for name in trainer.callback_metrics}
             missing = [name for name in self.goals if _stem(name) in stems and name not in trainer.callback_metrics]
-            require_logged("EarlyStopping", missing, trainer, _AT_EPOCH_END)
+            require_logged("EarlyStopping", missing, trainer.callback_metrics, _AT_EPOCH_END)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._loaded:
@@ -321,7 +321,7 @@ class EarlyStopping(_Unlisted):
         missing = [name for name, gone in zip(names, columns[len(names) :], strict=False) if any(gone)]
         if missing and not self.strict:
             return {}, 0.0
-        require_logged("EarlyStopping", missing, trainer, _AT_EPOCH_END)
+        require_logged("EarlyStopping", missing, trainer.callback_metrics, _AT_EPOCH_END)
         for name, column in zip(names, columns, strict=False):
             if len(set(map(repr, column))) > 1 and name not in self._told_of:
                 self._told_of.add(name)

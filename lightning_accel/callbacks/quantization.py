@@ -22,15 +22,18 @@ from lightning_accel.callbacks.deployment import (
     find_deployed,
     require_deployable,
     run_folder,
+    try_out,
     use_in_first_process,
 )
 from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.callbacks.logged import require_logged
-from lightning_accel.compress.calls import Inputs, num_rows
+from lightning_accel.compress.calls import Inputs, first_line, first_rows, num_rows, smallest_call
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.latency import speedup
 from lightning_accel.compress.progress import Progress
+from lightning_accel.compress.quant_form import CannotConvertError, export
+from lightning_accel.compress.quant_inputs import Flat, noise_share, tensors_of
 from lightning_accel.compress.quant_layers import find_layers
 from lightning_accel.compress.quantized import (
     Backend,
@@ -184,8 +187,43 @@ class Quantization(L.Callback):
         is_run = self.mode == "qat" and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
         if is_run and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
             raise ValueError(f"start={self.start} is an epoch, counted from 0, and the run ends after {last}; lower it")
+        self._try(trainer, pl_module)
         if self.mode == "qat":
             self._attach(pl_module)
+
+    def _try(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Fail before training where nothing could be measured after it."""
+        try_out(trainer, pl_module, self._copy, self._try_calls, "quantize", self.module, of_training=True)
+        if self.monitor is not None:
+            try_out(trainer, pl_module, self._copy, self._try_monitor, "quantize", self.module)
+
+    def _try_calls(self, found: Deployed) -> None:
+        call = found.inputs[0]
+        is_cut = num_rows(smallest_call(found.module, call)) == 1
+        for size in (self.batch_sizes or (1, num_rows(call))) if is_cut else (num_rows(call),):
+            try:
+                _call_flat(found.module, first_rows(call, size))
+            except Exception as error:
+                raise ValueError(
+                    f"Quantization would fail at the end of the run: it measures {type(found.module).__name__} on "
+                    f"{size} rows, and that fails with {first_line(error)}. Name what takes batches of any number of "
+                    "rows and returns tensors by module, or give other batch_sizes"
+                ) from error
+        if self.backend == "pt2e":
+            try:
+                export(found.module, [call])
+            except CannotConvertError:
+                try:
+                    export(found.module, [call], strict=True)
+                except CannotConvertError as error:
+                    raise ValueError(
+                        f"Quantization would fail at the end of the run: backend='pt2e' needs a graph of "
+                        f"{type(found.module).__name__}, and {error}. Take backend='auto', or name a part by module"
+                    ) from error
+
+    def _try_monitor(self, found: Deployed) -> None:
+        if self.monitor is not None and self.monitor not in found.figures:
+            require_logged("Quantization", [self.monitor], found.figures)
 
     def _attach(self, pl_module: L.LightningModule) -> None:
         inside = f"{self.module}." if self.module else ""
@@ -204,7 +242,7 @@ class Quantization(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before training where the Trainer tries validation first, as it does unless told otherwise."""
         if self.monitor is not None and trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
-            require_logged("Quantization", [self.monitor], trainer)
+            require_logged("Quantization", [self.monitor], trainer.callback_metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.mode == "qat" and isinstance(self.start, float):
@@ -345,6 +383,14 @@ class Quantization(L.Callback):
             file_format=self._file_format,
             progress=Progress(rank_zero_info, "quantization"),
         )
+
+
+@torch.no_grad()
+def _call_flat(module: nn.Module, call: Inputs) -> None:
+    """Take a call and its result apart and put them together, as forms of ``module`` do."""
+    flat = Flat(module, call)
+    result = flat.see_result(call)
+    noise_share(result, flat.rebuild(flat(*tensors_of(call))))
 
 
 def _show(report: Report | None, folder: Path) -> None:

@@ -16,7 +16,10 @@ from tests.ranks import run_ranks
 def fit(folder, *callbacks, model=None, data=None, **options):
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
-        max_epochs=1, enable_checkpointing=False, default_root_dir=folder, callbacks=list(callbacks), **quiet | options
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **quiet | {"max_epochs": 1} | options,
     )
     model = Classifier(hidden_dims=[12]) if model is None else model
     trainer.fit(model, DigitsDataModule(batch_size=256) if data is None else data)
@@ -111,9 +114,22 @@ def test_one_process_reports_what_is_split(tmp_path):
 
 
 class Failing(Classifier):
+    has_trained = False
+
+    def on_train_end(self):
+        self.has_trained = True
+
     def validation_step(self, batch, batch_idx):
-        if self._trainer is not None and not self.trainer.state.fn == "fit":
+        self(batch[0])
+        if self.has_trained:
             raise OSError("no more")
+
+
+class Calls(Classifier):
+    """Its validation step has weights of its own, and calls no module."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", next(self.parameters()).sum())
 
 
 def check_a_failure_ends_no_run(rank, folder):
@@ -146,6 +162,8 @@ def test_what_cannot_be_reported_is_refused(tmp_path):
 
     with pytest.raises(TypeError, match="CompressionReport needs a validation_step of Untested"):
         fit(tmp_path, CompressionReport(), model=Untested())
+    with pytest.raises(ValueError, match="validation_step of Calls calls no module, so what is to be deployed is not"):
+        fit(tmp_path, CompressionReport(), model=Calls(), max_epochs=-1)
     rows = DataLoader(TensorDataset(torch.randn(6, 64), torch.arange(6)), 3)
     with pytest.raises(ValueError, match="CompressionReport measures on validation batches, and this run has none"):
         fit(tmp_path, CompressionReport(compiled=False), data=rows)

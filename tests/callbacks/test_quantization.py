@@ -127,9 +127,41 @@ def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, con
         Quantization(batch_sizes=[])
 
 
+class Chosen(nn.Linear):
+    def forward(self, x):
+        if len(x) > 9:
+            raise RuntimeError("at most 9 rows")
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+class Chooses(Plain):
+    """Takes a path by its values, which no graph does, and few rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Chosen(6, 3)
+
+
+def test_what_forms_cannot_be_made_of_is_refused_before_training(tmp_path, converted):
+    for options, message in [
+        ({"monitor": "val/acuracy"}, "monitors 'val/acuracy', which is not logged; did you mean 'val/accuracy'"),
+        ({"batch_sizes": [1, 16]}, "would fail at the end of the run: it measures Chosen on 16 rows.*at most 9 rows"),
+        ({"backend": "pt2e"}, r"the end of the run: backend='pt2e' needs a graph of Chosen, and torch\.export cannot"),
+    ]:
+        module, rows = Chooses(), DataLoader(ROWS, 8)
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+            callbacks=[Quantization(**options)], default_root_dir=tmp_path,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(module, rows, rows)
+        assert not module.seen
+
+
 def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
     found = []
-    for callbacks in ([Quantization("static", calibrate=20)], []):
+    reported = CompressionReport(compiled=False, seconds=0.01)
+    for callbacks in ([Quantization("static", calibrate=20, monitor="val/accuracy"), reported], []):
         torch.manual_seed(0)
         module = Plain()
         fit(module, callbacks, tmp_path)
@@ -147,7 +179,7 @@ def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
     assert all(any(torch.equal(row, other) for other in ROWS.tensors[0]) for row in rows)
     assert converted.figures[1]["val/loss"] == pytest.approx(math.log(3), rel=1e-5)
     assert converted.figures[0]["val/loss"] != converted.figures[1]["val/loss"]
-    assert options["limit"].monitor is None
+    assert options["limit"].monitor == "val/accuracy"
 
 
 def test_calibration_reads_what_the_sampler_of_training_reads(tmp_path, converted):
