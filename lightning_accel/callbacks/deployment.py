@@ -192,7 +192,7 @@ def try_out(
 def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     """Return loaders of the first batches, which share no state with the user's; None if there is no way."""
     # loaders given to fit are kept nowhere else
-    loop = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
+    loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
     loaders = all_rows(loop._data_source.dataloader())
     leaves = tree_leaves(loaders)
     if not all(isinstance(one, DataLoader) and _can_be_read_twice(one) for one in leaves):
