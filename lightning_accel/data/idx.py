@@ -118,7 +118,8 @@ class IdxDataModule(L.LightningDataModule):
         self._mean = float(images.mean(dtype=np.float64))
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
-        train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, path)
+        split_by = path if labels is None else self._file("train-labels", self.train_labels)
+        train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, split_by)
         self._digest = digest_of(images, *([] if labels is None else [labels]))
         every = self._rows(images, labels)
         self.train_rows, self.val_rows = every.only(train), every.only(val)
