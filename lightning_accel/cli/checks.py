@@ -90,13 +90,21 @@ class MonitorCheck(L.Callback):
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logged = list(trainer.callback_metrics)
-        stages = tuple({re.split("[/_]", name)[0] for name in logged if re.search("[/_]", name)})  # val of val/loss
+        stages = tuple({_stage(name) for name in logged if re.search("[/_]", name)})  # val of val/loss
         for asker, monitor in _monitors(trainer):
-            if logged and monitor not in logged and (monitor.startswith(stages) or nearest(monitor, logged)):
+            if not logged or monitor in logged:
+                continue
+            # train/loss is near val/loss, and may be logged all the same: its stage has to be near, too
+            is_misspelt = nearest(monitor, logged) and nearest(_stage(monitor), [_stage(name) for name in logged])
+            if monitor.startswith(stages) or is_misspelt:
                 raise UsageError(
                     f"{asker} monitors {monitor!r}, which validation does not log{nearest(monitor, logged)}\n"
                     f"It logs: {', '.join(sorted(logged))}"
                 )
+
+
+def _stage(name: str) -> str:
+    return re.split("[/_]", name)[0]
 
 
 def _monitors(trainer: L.Trainer) -> Iterator[tuple[str, str]]:

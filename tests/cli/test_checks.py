@@ -2,12 +2,15 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from lightning_accel.cli.checks import require_sensible, tell_unused_part
+from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unused_part
 from lightning_accel.cli.errors import UsageError
 
 SHORT = [
@@ -78,6 +81,36 @@ def test_what_shows_when_training_starts_is_one_message(command, arguments, said
     assert result.err.startswith("lightning-accel: error: ")
     assert "Traceback" not in result.err
     assert re.search(said, result.err, re.DOTALL), result.err
+
+
+@pytest.mark.parametrize("asker", ["ReduceLROnPlateau", "EarlyStopping"])
+@pytest.mark.parametrize(
+    ("monitor", "is_refused"),
+    [
+        ("train/accuracy", False),  # near val/accuracy, and logged by training
+        ("train_loss", False),
+        ("loss", False),
+        ("val/accuracy", False),
+        ("val/acc", True),
+        ("vl/accuracy", True),
+        ("vall/loss", True),
+    ],
+)
+def test_figures_of_training_may_be_monitored(asker, monitor, is_refused):
+    plateau = asker == "ReduceLROnPlateau"
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
+    config = LRSchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), reduce_on_plateau=True)
+    config.monitor = monitor
+    trainer = SimpleNamespace(
+        callback_metrics={"val/accuracy": 0.5, "val/loss": 1.0},
+        callbacks=[] if plateau else [EarlyStopping(monitor)],
+        lr_scheduler_configs=[config] if plateau else [],
+    )
+    if is_refused:
+        with pytest.raises(UsageError, match=f"{asker} monitors '{monitor}', which validation does not log"):
+            MonitorCheck().on_sanity_check_end(trainer, None)
+    else:
+        MonitorCheck().on_sanity_check_end(trainer, None)
 
 
 @pytest.mark.parametrize(("total", "steps", "is_told"), [(100, 6, True), (100, 95, False), (100, math.inf, False)])
