@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_accel.callbacks.epoch_order import EpochOrder, can_be_entered_anywhere
 from lightning_accel.callbacks.kept_checkpoints import KeptCheckpoints
-from lightning_accel.callbacks.logged_state import logged_state, set_logged_state
+from lightning_accel.callbacks.logged_state import logged_state, rewrite_metrics_at_once, set_logged_state
 from lightning_accel.callbacks.random_state import derived_seed, random_state, seed_random_state, set_random_state
 from lightning_accel.callbacks.resumed_fit import Moment, ResumedFit, moment_of
 from lightning_accel.callbacks.samplings import samplings_of
@@ -76,6 +76,7 @@ class ExactResume(L.Callback):
         require_dealable_batches(trainer)
         self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
         self._kept, self._before_sanity_check = KeptCheckpoints(), None
+        rewrite_metrics_at_once(trainer)
         # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
         # first iteration, and after every other on_train_start. Nothing public stands around the loop.
         trainer.strategy.process_dataloader = self._process_dataloader  # type: ignore[method-assign]

@@ -1,11 +1,16 @@
 """What a run has logged so far within an epoch, as values that a checkpoint may hold."""
 
 import builtins
+import csv
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -16,6 +21,26 @@ _OPTIONS = (
     "metric_attribute",
 )  # fmt: skip
 _FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def rewrite_metrics_at_once(trainer: L.Trainer) -> None:
+    """Have CSVLoggers put a file with more columns in the place of the one before, so that no kill leaves it empty."""
+    for logger in trainer.loggers:
+        is_here = isinstance(logger, CSVLogger) and trainer.is_global_zero and "://" not in str(logger.log_dir)
+        if is_here and type(logger.experiment) is ExperimentWriter:
+            logger.experiment.__class__ = _WholeWriter
+
+
+class _WholeWriter(ExperimentWriter):
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Write the rows so far under the header ``fieldnames``; Lightning's own empties the file to do so."""
+        path = Path(self.metrics_file_path)
+        partial = path.with_name(f".{path.name}.partial")
+        with path.open(newline="") as old, partial.open("w", newline="") as new:
+            writer = csv.DictWriter(new, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(csv.DictReader(old))
+        os.replace(partial, path)
 
 
 def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:

@@ -214,3 +214,36 @@ def test_real_signals(tmp_path):
     assert run_in_a_process(parts, "StopAt('on_validation_start', 1, signal.SIGKILL)") == -signal.SIGKILL
     assert run_in_a_process(parts, "StopAt('on_train_batch_start', 5, signal.SIGTERM)") == 128 + signal.SIGTERM
     check(tmp_path, whole=whole, scheduler="plateau val")
+
+
+def test_a_kill_while_columns_are_added_leaves_the_rows(tmp_path):
+    """A CSVLogger writes its file anew when a figure is logged for the first time, as those of validation are."""
+    program = f"""
+import os
+from pathlib import Path
+import lightning as L
+from lightning.pytorch.loggers import CSVLogger
+from tests.callbacks.test_resumed_metrics import Logging
+from lightning_accel.callbacks import ExactResume
+logger = CSVLogger({str(tmp_path)!r})
+callback = ExactResume()
+trainer = L.Trainer(logger=logger, callbacks=[callback], accelerator="cpu", enable_checkpointing=False)
+callback.setup(trainer, Logging("plateau val"), "fit")
+for step in range(3):
+    logger.log_metrics({{"train/loss": 0.5}}, step)
+    logger.save()
+opened = Path.open
+def open_and_die(path, *arguments, **options):
+    file = opened(path, *arguments, **options)
+    if "w" in arguments:
+        os._exit(9)
+    return file
+Path.open = open_and_die
+logger.experiment._fs.open = lambda path, mode, **options: open_and_die(Path(path), mode, **options)
+logger.log_metrics({{"val/loss": 0.25}}, 3)
+logger.save()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 9
+    rows = next(tmp_path.rglob("metrics.csv")).read_text().split()
+    assert rows == ["step,train/loss", "0,0.5", "1,0.5", "2,0.5"]
