@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_accel.cli.errors import UsageError, nearest
 
 _LARGEST_RATE = 1e6  # of a learning rate, a decay or a weight of a loss; the largest in use are about 10
-_RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr")
+_RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr", "momentum", "eps", "gamma", "factor")
+_COUNTS = ("accumulate_grad_batches", "step_size", "val_check_interval")  # 0 divides by zero in mid-run
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
 
@@ -36,9 +37,14 @@ def require_sensible(config: Namespace) -> None:
             is_rate = name in _RATES or name.endswith(("_lr", "_rate", "_weight"))
             if is_rate and not 0 <= value <= _LARGEST_RATE:
                 raise UsageError(f"{place}: expected a number from 0 to {_LARGEST_RATE:g}; got {value:g}")
+            if name in _COUNTS and value <= 0:
+                raise UsageError(f"{place}: expected more than 0; got {value}")
     every = config.get("trainer.log_every_n_steps")
     if every is not None and every < 0:
         raise UsageError(f"trainer.log_every_n_steps: expected 0, which logs nothing, or more; got {every}")
+    clip = config.get("trainer.gradient_clip_val")
+    if clip is not None and clip < 0:
+        raise UsageError(f"trainer.gradient_clip_val: expected 0, which clips nothing, or more; got {clip}")
     strategy = config.get("trainer.strategy")
     known = [*StrategyRegistry.available_strategies(), "auto"]
     if isinstance(strategy, str) and strategy.lower() not in known:
@@ -73,7 +79,7 @@ def tell_unused_part(scheduler: LRScheduler, steps: float, interval: str) -> Non
     """
     lengths = {name: getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")}
     name, total = next(((name, total) for name, total in lengths.items() if isinstance(total, int)), ("", 0))
-    if steps < 0.9 * total:
+    if 0 < steps < 0.9 * total:  # -1: unknown
         rank_zero_info(
             f"{type(scheduler).__name__} is planned for {total} of its lr_interval, {interval!r}, and the run takes "
             f"{steps:.0f}: the learning rate goes through the first {100 * steps / total:.0f} % of its schedule alone. "

@@ -18,6 +18,7 @@ from lightning_accel.compress.program_archive import METADATA, load_program
 from lightning_accel.compress.structure import named_tensors, plain_values, rebuild
 
 FORMAT_VERSION = 1
+_KEYS = ("format_version", "arguments", "inputs", "plain_inputs", "outputs", "output_names", "probabilities")
 _OF_TORCHAO = b"quantized_decomposed", b"torchao"
 
 
@@ -231,7 +232,13 @@ def _read_metadata(text: str, path: Path) -> dict[str, Any]:
             f"{path} was not written by lightning_accel: it says nothing of its inputs. Load it with torch.export.load "
             "or onnxruntime.InferenceSession"
         )
-    about: dict[str, Any] = json.loads(text)
+    try:
+        about: dict[str, Any] = json.loads(text)
+        missing = [key for key in _KEYS if key not in about]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} was changed: what it says of itself is no JSON that was written here") from error
+    if missing or not isinstance(about["format_version"], int):
+        raise ValueError(f"{path} was changed: it does not say its {', '.join(missing) or 'format_version, a number'}")
     if about["format_version"] > FORMAT_VERSION:
         raise ValueError(
             f"{path} was written by lightning_accel {about['lightning_accel']} in version {about['format_version']} of "

@@ -123,6 +123,11 @@ def export(
     """
     path = Path(path)
     require_exportable(format, path)
+    if not isinstance(inputs, Sequence) or not all(isinstance(call, tuple) and _is_call(call) for call in inputs):
+        raise TypeError(
+            "inputs is a list of calls of the module, each a tuple of its positional arguments and a dict of the named "
+            f"ones, such as [((x,), {{}})]; got {type(inputs).__name__}"
+        )
     if not inputs:
         raise ValueError("export needs at least one call of the module to trace and to compare with; got none")
     if isinstance(quantized, bytes) and format != "onnx":
@@ -302,6 +307,10 @@ def _without(call: Inputs, names: Sequence[str], flat: FromTensors) -> Inputs:
     while args and order[len(args) - 1] in names:
         args = args[:-1]
     return args, {name: value for name, value in kwargs.items() if name not in names}
+
+
+def _is_call(call: tuple[Any, ...]) -> bool:
+    return len(call) == 2 and isinstance(call[0], tuple | list) and isinstance(call[1], Mapping)
 
 
 def require_exportable(format: str, path: Path | None = None) -> None:

@@ -74,17 +74,21 @@ def checked_archive(path: Path) -> io.BytesIO:
             _require_payload(payload, prefix, {name: len(entries[name]) for name in entries}, f"data/{kind}/")
             entries[config] = json.dumps(payload).encode()
     except (_Refused, zipfile.BadZipFile, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise ValueError(
-            f"{path} is not a whole file of lightning_accel's export, or was changed: {reason[:300]}. It was not "
-            "loaded, since torch would run code that such a file holds. Export the model again"
-        ) from error
+        raise _changed(path, error) from error
     copy = io.BytesIO()
     with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as archive:
         for name, content in entries.items():
             archive.writestr(f"model/{name}", content)
     copy.seek(0)
     return copy
+
+
+def _changed(path: Path, error: Exception) -> ValueError:
+    reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+    return ValueError(
+        f"{path} is not a whole file of lightning_accel's export, or was changed: {reason[:300]}. It was not loaded, "
+        "since torch would run code that such a file may hold. Export the model again"
+    )
 
 
 class _Refused(Exception):
@@ -225,11 +229,18 @@ def _require_payload(payload: Any, prefix: str, sizes: Mapping[str, int], folder
         count = math.prod(size["as_int"] for size in meta["sizes"])
         if count and not sizes[file]:  # torch would make that many zeros
             raise _Refused(f"{name!r} has {count} values in an entry of 0 bytes")
+        strides = [stride["as_int"] for stride in meta["strides"]]
+        last = sum((size["as_int"] - 1) * stride for size, stride in zip(meta["sizes"], strides, strict=True))
+        if count and min(strides, default=0) >= 0 and last + meta["storage_offset"]["as_int"] >= sizes[file]:
+            raise _Refused(f"{name!r} has more values than its entry of {sizes[file]} bytes")
         _require_values(meta, "")
 
 
 def load_program(path: Path) -> tuple[torch.export.ExportedProgram, str]:
     """Load the program in ``path``, checked, and what the file says of itself."""
     extra = {METADATA: ""}
-    program = torch.export.load(checked_archive(path), extra_files=extra)
-    return program, extra[METADATA]
+    archive = checked_archive(path)
+    try:
+        return torch.export.load(archive, extra_files=extra), extra[METADATA]
+    except Exception as error:  # whatever torch raises of a graph that does not fit together
+        raise _changed(path, error) from error

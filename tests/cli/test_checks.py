@@ -43,6 +43,12 @@ def options(section: str, **given: object) -> Namespace:
         (options("lr_scheduler", max_lr=-0.5), r"max_lr: expected a number from 0 to 1e\+06; got -0\.5"),
         (options("model", balance_weight=1e30), r"balance_weight: expected a number from 0 to 1e\+06"),
         (options("model", stages=[{"lr": -(10**9)}]), r"model\.stages\[0\]\.lr: expected a number from 0 to 1e\+06"),
+        (options("optimizer", momentum=1e9), r"momentum: expected a number from 0 to 1e\+06"),
+        (options("lr_scheduler", gamma=1e20), r"gamma: expected a number from 0 to 1e\+06"),
+        (options("lr_scheduler", step_size=0), r"step_size: expected more than 0; got 0"),
+        (Namespace(trainer=Namespace(accumulate_grad_batches=0)), r"accumulate_grad_batches: expected more than 0"),
+        (Namespace(trainer=Namespace(val_check_interval=0.0)), r"val_check_interval: expected more than 0"),
+        (Namespace(trainer=Namespace(gradient_clip_val=-1.0)), r"gradient_clip_val: expected 0, .* or more; got -1"),
         (Namespace(trainer=Namespace(log_every_n_steps=-5)), r"log_every_n_steps: expected 0, .* or more; got -5"),
         (Namespace(trainer=Namespace(strategy="accel_pipelin")), r"'accel_pipelin'; did you mean 'accel_pipeline'\?"),
     ],
@@ -113,7 +119,9 @@ def test_figures_of_training_may_be_monitored(asker, monitor, is_refused):
         MonitorCheck().on_sanity_check_end(trainer, None)
 
 
-@pytest.mark.parametrize(("total", "steps", "is_told"), [(100, 6, True), (100, 95, False), (100, math.inf, False)])
+@pytest.mark.parametrize(
+    ("total", "steps", "is_told"), [(100, 6, True), (100, 95, False), (100, math.inf, False), (100, -1, False)]
+)
 def test_a_schedule_longer_than_the_run_is_told(caplog, total, steps, is_told):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
     schedulers = [

@@ -157,6 +157,18 @@ HOSTILE = {
         e, WEIGHTS, lambda c: next(iter(c["config"].values())).update(path_name="../../models/model.json")
     ),
     "entry of another name": lambda e, m: e | {"data/aotinductor_/model/m.so": b"x"},
+    "larger than its entry": lambda e, m: change(e, WEIGHTS, empty_bomb),
+    "node that takes nothing": lambda e, m: change(e, MODEL, lambda model: first_node(model, inputs=[])),
+    "deep metadata": lambda e, m: e | {"extra/lightning_accel.json": b"[" * 100_000},
+    "no metadata": lambda e, m: e | {"extra/lightning_accel.json": b"{}"},
+    "metadata of nothing": lambda e, m: (
+        e
+        | {
+            "extra/lightning_accel.json": json.dumps(
+                dict.fromkeys(json.loads(e["extra/lightning_accel.json"]))
+            ).encode()
+        }
+    ),
     "deep": lambda e, m: e | {MODEL: b"[" * 200_000},
     "no model": lambda e, m: {name: content for name, content in e.items() if name != MODEL},
 }
@@ -223,3 +235,9 @@ def test_operators_that_reach_outside_of_tensors_are_known():
     }
     assert "aten.from_file.default" in paths
     assert [name for name in paths if not _REFUSED_OPERATORS.fullmatch(name)] == []
+
+
+@pytest.mark.parametrize("inputs", [torch.rand(2, 4), (torch.rand(2, 4),), [torch.rand(2, 4)], [(torch.rand(2, 4),)]])
+def test_inputs_that_are_no_calls_are_named(tmp_path, inputs):
+    with pytest.raises(TypeError, match=r"inputs is a list of calls .* such as \[\(\(x,\), \{\}\)\]"):
+        export(nn.Linear(4, 2), inputs, tmp_path / "m.pt2")
