@@ -47,6 +47,8 @@ class ExactResume(L.Callback):
     Not as in the whole run are: a module's own ``on_train_batch_end`` of the batch at whose end the checkpoint was
     written, which Lightning calls after that, and which is left out; figures logged with a ``sync_dist_group``, and all
     means of an epoch whose checkpoint was written because of an exception within a batch: they cover the rest of it.
+    Within an epoch, callbacks' ``on_train_epoch_start`` is not called a second time, but for Lightning's
+    GradientAccumulationScheduler and StochasticWeightAveraging, whose last epoch, that of batch norms, is refused.
 
     Loaders with a ``state_dict`` of their own (this package's data modules) keep their position themselves. An
     iterable dataset without one starts anew, which a warning says. Random numbers that a dataset draws in worker
@@ -131,8 +133,7 @@ class ExactResume(L.Callback):
         if self._trainer.training and self._replaced() is not (replaced := self._trainer.fit_loop._combined_loader):
             self._release_loaders()  # of an earlier epoch, by reload_dataloaders_every_n_epochs
             self._replaced = (lambda: None) if replaced is None else weakref.ref(replaced)
-        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if self._trainer.training and not stateful:
+        if self._trainer.training and not _keeps_its_position(loader):
             if can_be_entered_anywhere(loader):
                 self._orders.append(EpochOrder(loader, lambda: self._seed, self._position))  # type: ignore[arg-type]
                 self._restore_sampler_seeds()
@@ -144,6 +145,16 @@ class ExactResume(L.Callback):
         if isinstance(loader, DataLoader) and loader.generator is None:  # its iterators draw from the global one
             loader.generator = Generator().manual_seed(self._seed)
         return loader
+
+    def _warn_of_repeated_rows(self) -> None:
+        loaders = self._trainer.fit_loop._combined_loader
+        assert loaders is not None
+        anew = [one for one in loaders.flattened if not (_keeps_its_position(one) or can_be_entered_anywhere(one))]
+        if anew and self._resumed.has_read_rows:
+            rank_zero_warn(
+                f"ExactResume: {' and '.join(map(_described, anew))} began anew within the epoch. Rows of it are "
+                "trained on again, and count twice in its means"
+            )
 
     def _release_loaders(self) -> None:
         for order in self._orders:
@@ -174,6 +185,7 @@ class ExactResume(L.Callback):
             self._part_noise()
             return
         self._resumed.count_back()
+        self._warn_of_repeated_rows()
         if not self._saved:
             rank_zero_warn(
                 "ExactResume: the checkpoint was written without this callback. The order of batches and all random "
@@ -266,6 +278,10 @@ class ExactResume(L.Callback):
         )
         if rank >= before:
             seed_random_state(derived_seed(self._seed, rank))
+
+
+def _keeps_its_position(loader: object) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _described(loader: object) -> str:

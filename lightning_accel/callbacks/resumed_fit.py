@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loops.fit_loop import RestartStage
 
 from lightning_accel.callbacks.kept_checkpoints import KeptCheckpoints
@@ -67,6 +68,8 @@ class ResumedFit:
         loop.on_run_start()
         for each in (loop, self.batches, self.batches.val_loop):
             each._restarting = False
+        if self._goes_on:
+            self._set_up_epoch_again()
         if self.moment == "epoch end" and self.batches.done:
             self._finish_epoch()
         elif self._goes_on:
@@ -89,6 +92,11 @@ class ResumedFit:
         epochs, progress = self.loop.epoch_progress.current, self.batches.batch_progress.current
         return progress.ready > 0 and epochs.started == epochs.ready and not self.batches._num_ready_batches_reached()
 
+    @property
+    def has_read_rows(self) -> bool:
+        """Whether batches of the epoch have been trained on, and more of it are to come."""
+        return self._goes_on and self.batches.batch_progress.current.processed > 0 and not self.batches.done
+
     def count_back(self) -> None:
         """Count as the loop does within the epoch, or before the next; an interrupted batch or validation is undone."""
         epochs, progress = self.loop.epoch_progress, self.batches.batch_progress
@@ -107,6 +115,23 @@ class ResumedFit:
             seen = self.batches.val_loop.batch_progress
             for name, count in vars(seen.current).items():
                 setattr(seen.total, name, getattr(seen.total, name) - count)
+
+    def _set_up_epoch_again(self) -> None:
+        """Call the hook of the epoch's start of those callbacks that set up there what no checkpoint restores."""
+        trainer = self.trainer
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group in groups]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end:
+                raise ValueError(
+                    "StochasticWeightAveraging: the checkpoint was written within the epoch that measures the "
+                    "statistics of batch norms after training, which cannot be entered in its midst. Resume from an "
+                    "earlier one, or take EMAWeightAveraging"
+                )
+            if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        for group, rate in zip(groups, rates, strict=True):  # a scheduler that is made anew sets that of its first step
+            group["lr"] = rate
 
     def _run_rest_of_epoch(self) -> None:
         loop, batches, fetcher = self.loop, self.batches, self.loop._data_fetcher

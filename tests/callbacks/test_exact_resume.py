@@ -258,8 +258,12 @@ class Stream(IterableDataset):
 
 @pytest.mark.filterwarnings("default")
 def test_a_stream_without_a_state_is_told(tmp_path, recwarn):
-    fit(tmp_path, loader=lambda: DataLoader(Stream(), batch_size=4), max_epochs=1, limit_train_batches=2)
+    options = {"loader": lambda: DataLoader(Stream(), batch_size=4), "max_epochs": 1, "limit_train_batches": 2}
+    fit(tmp_path, moments=["step 1"], **options)
     assert "starts the Stream from its beginning, since it has no indices. Give" in messages(recwarn)
+    assert "began anew" not in messages(recwarn)
+    fit(tmp_path, resume=tmp_path / "step 1.ckpt", **options)
+    assert "the Stream began anew within the epoch. Rows of it are trained on again" in messages(recwarn)
 
 
 @pytest.mark.filterwarnings("default")

@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +18,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 from lightning_accel.callbacks import EarlyStopping, ExactResume, SaveOnSignal
 from tests.ranks import run_ranks
-from tests.resumption import StopAfterWriting, StopAt, assert_same_end, ended, newest, run_until_stopped
+from tests.resumption import Killed, StopAfterWriting, StopAt, assert_same_end, ended, newest, run_until_stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* not empty")
 CLOCKS = ("/seconds", "/ExactResume/kept")  # times, and names of files that one kill in the middle of a save leaves out
@@ -72,6 +72,19 @@ class Logging(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
 
 
+class StopAfterBatch(L.Callback):
+    """Save at the start of the ``number``-th batch (from 1), and kill the run."""
+
+    def __init__(self, number, folder):
+        self.left, self.folder = number, folder
+
+    def on_train_batch_start(self, trainer, *_):
+        self.left -= 1
+        if self.left == 0:
+            trainer.save_checkpoint(self.folder / "middle.ckpt")
+            raise Killed
+
+
 class AsUnderAuto(L.Callback):
     """Leave the checkpoint that the run came from to its ModelCheckpoint, as ``fit --ckpt_path auto`` does."""
 
@@ -84,7 +97,7 @@ def loader(count, batch_size, **options):
     return DataLoader(TensorDataset(x, (x.sum(1) > 0).float()), batch_size=batch_size, **options)
 
 
-def fit(folder, scheduler="cycle", accumulated=1, stop=(), disk=None, resume=None, **options):
+def fit(folder, scheduler="cycle", accumulated=1, stop=(), disk=None, resume=None, more=list, **options):
     """Five batches an epoch of each process, the last of them smaller."""
     L.seed_everything(3 if resume is None else 4, verbose=False)
     trainer = L.Trainer(
@@ -92,7 +105,7 @@ def fit(folder, scheduler="cycle", accumulated=1, stop=(), disk=None, resume=Non
         log_every_n_steps=2, logger=CSVLogger(folder, name="", version=f"part_{len(list(folder.glob('part_*')))}"),
         enable_progress_bar=False, enable_model_summary=False, plugins=[disk or StopAfterWriting()],
         callbacks=[
-            *stop, SaveOnSignal(), EarlyStopping("train/loss", patience=9, check_on_train_epoch_end=True),
+            *stop, *more(), SaveOnSignal(), EarlyStopping("train/loss", patience=9, check_on_train_epoch_end=True),
             ExactResume(), EarlyStopping("val/loss", patience=9, restore_best=False), AsUnderAuto(),
             ModelCheckpoint(folder, "best", monitor="val/loss"),
             ModelCheckpoint(folder, "validated-{step}", "val/metric", save_on_train_epoch_end=False),
@@ -146,6 +159,38 @@ CASES = [(*way, moment) for way in WAYS for moment in MOMENTS]
 )
 def test_a_stopped_run_ends_as_the_whole_one(tmp_path, scheduler, accumulated, moment):
     check(tmp_path, MOMENTS[moment](), scheduler=scheduler, accumulated=accumulated)
+
+
+def change_accumulation():
+    return [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]
+
+
+def average_weights():
+    return [StochasticWeightAveraging(0.1, swa_epoch_start=2, annealing_epochs=5, annealing_strategy="linear")]
+
+
+@pytest.mark.parametrize("more", [change_accumulation, average_weights])
+def test_callbacks_that_are_set_up_at_the_start_of_an_epoch(tmp_path, more):
+    moments = [MOMENTS["within an epoch"](), {"stop": [StopAt("on_train_batch_start", 6)]}]  # of epochs 1 and 2
+    check(tmp_path, *moments, scheduler="plateau val", more=more)
+
+
+def test_the_epoch_of_batch_norms_is_not_entered_in_its_midst(tmp_path):
+    def run(resume=None, stop=()):
+        module = Logging("plateau val")
+        module.net.insert(1, nn.BatchNorm1d(4))
+        trainer = L.Trainer(
+            max_epochs=2, accelerator="cpu", devices=1, logger=False, limit_val_batches=0, enable_progress_bar=False,
+            callbacks=[*stop, *average_weights(), ExactResume(), ModelCheckpoint(tmp_path, every_n_train_steps=2)],
+            enable_model_summary=False,
+        )  # fmt: skip
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.02)
+        trainer.fit(module, loader(18, 4), ckpt_path=resume)
+        return trainer
+
+    run_until_stopped(lambda: run(stop=[StopAfterBatch(13, tmp_path)]))
+    with pytest.raises(ValueError, match="statistics of batch norms after training, which"):
+        run(tmp_path / "middle.ckpt")
 
 
 def test_a_run_that_is_stopped_again_and_again(tmp_path):
