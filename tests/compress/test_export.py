@@ -359,19 +359,19 @@ def test_aoti_file_is_compiled_for_this_machine(tmp_path, monkeypatch):
     module = Classifier(1, 3, channels=[4]).eval()
     made = export(module, [((torch.rand(4, 1, 6, 6),), {})], tmp_path / "m.pt2", "aoti", class_names=["a", "b", "c"])
     assert made.num_checked == 3
-    loaded = load_compressed(tmp_path / "m.pt2")
+    loaded = load_compressed(tmp_path / "m.pt2", allow_machine_code=True)
     x = torch.rand(7, 1, 6, 6)
     torch.testing.assert_close(loaded(x), module(x), rtol=1e-4, atol=1e-5)
     assert len(loaded.predict(x)["class"]) == 7
     assert json.dumps(loaded.metadata)
     monkeypatch.setattr(compressed.platform, "machine", lambda: "riscv64")
     with pytest.raises(ValueError, match=r"compiled for linux x86_64; this is linux riscv64.*format='pt2'"):
-        load_compressed(tmp_path / "m.pt2")
+        load_compressed(tmp_path / "m.pt2", allow_machine_code=True)
     monkeypatch.undo()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     if "AVX512" in str(torch._inductor.cpu_vec_isa.pick_vec_isa()).upper():
         with pytest.raises(ValueError, match=r"compiled for a CPU with AVX512.*this one has AVX2"):
-            load_compressed(tmp_path / "m.pt2")
+            load_compressed(tmp_path / "m.pt2", allow_machine_code=True)
 
 
 WIDTH_32 = """
@@ -382,7 +382,7 @@ torch.manual_seed(0)
 norm = nn.BatchNorm1d(32)
 net = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
 export(net, [((torch.randn(32, 16),), {})], sys.argv[1], "aoti")
-file = load_compressed(sys.argv[1])
+file = load_compressed(sys.argv[1], allow_machine_code=True)
 for rows in [32, 1, 3, 7, 33, 5] * 10:
     x = torch.randn(rows, 16)
     torch.testing.assert_close(file(x), net(x), rtol=1e-4, atol=1e-5)
