@@ -151,7 +151,6 @@ class EarlyStopping(_Unlisted):
         self._at_epoch_end = False
         self._was_stopped = False
         self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # of the last check
-        self._last_logged: dict[str, Any] = {}  # which stays among the logged metrics until it is logged anew
         self._watch(self._now)
 
     def _watch(self, start: Marks) -> None:
@@ -309,8 +308,8 @@ class EarlyStopping(_Unlisted):
         """Return each metric and the time, equal on all processes: means over them; no metrics of what is no check."""
         logged = trainer.callback_metrics
         if not self.strict:
-            new = {name: value for name, value in logged.items() if self._last_logged.get(name) is not value}
-            self._last_logged, logged = dict(logged), new
+            connector: Any = trainer._logger_connector  # no public name leads to what this validation alone has logged
+            logged = connector.metrics["callback"]
         mine = [_number(name, logged[name]) if name in logged else math.nan for name in self.goals]
         row = [*mine, *(float(name not in logged) for name in self.goals), self._clock()]
         device = trainer.strategy.root_device
