@@ -1,9 +1,11 @@
 """Random numbers in a pipeline: what a step draws is equal on all of its stages, what a layer draws is its own."""
 
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.strategies.pipeline_chain import Chain
 
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric"}
+_DEPTH = 4  # how far below a module generators are searched: attributes of attributes of ..
+_LONGEST = 1000  # longer containers hold data, not generators
+
 
 class _Generator(NamedTuple):
     """One source of random numbers."""
@@ -21,6 +27,9 @@ class _Generator(NamedTuple):
     state: Callable[[], Any]
     go_on_from: Callable[[Any], object]
     seed: Callable[[int], object]
+
+
+_Holder = Mapping[str, Any] | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 
 
 class StepRandom:
@@ -31,8 +40,10 @@ class StepRandom:
     A layer's own seed is drawn from the step's numbers where it is called: activation checkpointing, which restores
     those, has it draw the same again, and it does not matter on which stage the layer lies.
 
-    Seeded are the global generators of torch, CUDA, NumPy and Python, and those that are attributes of ``module`` or
-    of a submodule outside the layers.
+    Seeded are the global generators of torch, CUDA, NumPy and Python, and those that are held by ``module`` or by a
+    submodule outside the layers: as attributes, in lists, tuples, dicts and helper objects among these, in their
+    classes, or at the top of the files that define those. Where to look is found at the first batch of each kind of
+    step; a generator that takes another's place there later is seeded too.
 
     Args:
         module: whose steps run.
@@ -48,6 +59,7 @@ class StepRandom:
         self.device = device
         self._seed = 0
         self._generators: list[_Generator] = []
+        self._holders: dict[bool, list[_Holder]] = {}  # by whether the module is trained
 
     def align(self) -> None:
         """Let the global generators of all stages go on from those of the first."""
@@ -103,7 +115,11 @@ class StepRandom:
     def _own_generators(self) -> list[_Generator]:
         inside = {id(inner) for layer in self.chain.layers for inner in layer.modules()}
         outside = [inner for inner in self.module.modules() if id(inner) not in inside]
-        found = [_described(value) for inner in outside for value in vars(inner).values()]
+        if self.module.training not in self._holders:
+            self._holders[self.module.training] = _holders(outside, inside)
+        places = [*map(vars, outside), *self._holders[self.module.training]]
+        sources = {id(value): value for place in places for value in _values(place)}
+        found = [_described(value) for value in sources.values()]
         return [one for one in found if one is not None]
 
 
@@ -142,3 +158,46 @@ def _described(source: Any) -> _Generator | None:
         go_on_from = partial(setattr, bits, "state")
         return _Generator(lambda: bits.state, go_on_from, lambda seed: go_on_from(type(bits)(seed).state))
     return None
+
+
+def _holders(modules: Iterable[nn.Module], skipped: set[int]) -> list[_Holder]:
+    """Find what holds generators among all that ``modules`` hold, nearest first, but for objects of ids ``skipped``."""
+    found: list[_Holder] = []
+    seen = set(skipped)
+    level: list[Any] = list(modules)
+    for _ in range(1 + _DEPTH):
+        beyond: list[Any] = []
+        for one in level:
+            if id(one) in seen or isinstance(one, type | ModuleType):  # those are looked into by way of instances
+                continue
+            seen.add(id(one))
+            for holder in _held_by(one, seen):
+                values = _values(holder)
+                if any(_described(value) is not None for value in values):
+                    found.append(holder)
+                beyond += values
+        level = beyond
+    return found
+
+
+def _held_by(one: Any, seen: set[int]) -> list[_Holder]:
+    """List the containers of what ``one`` holds; its classes and their files once, as ``seen`` remembers."""
+    if isinstance(one, dict | list | tuple):
+        return [one] if len(one) <= _LONGEST else []
+    if isinstance(one, torch.Tensor) or not (isinstance(one, nn.Module) or _is_users(type(one))):
+        return []
+    holders: list[_Holder] = [vars(one)] if hasattr(one, "__dict__") else []
+    for origin in filter(_is_users, type(one).__mro__):
+        for place in (origin, sys.modules.get(origin.__module__)):
+            if place is not None and id(place) not in seen:
+                seen.add(id(place))
+                holders.append(vars(place))
+    return holders
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__ == "__main__" or kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _values(holder: _Holder) -> list[Any]:
+    return list(holder.values() if isinstance(holder, Mapping) else holder)

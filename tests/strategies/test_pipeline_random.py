@@ -16,6 +16,24 @@ from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategies.test_pipeline import make_trainer
 
+OF_FILE = np.random.default_rng()
+
+
+class Helper:
+    """Holds generators where its class, itself and a dict of lists have them."""
+
+    of_class = random.Random()
+
+    def __init__(self):
+        self.rng = np.random.RandomState()
+        self.more = {"pair": [torch.Generator(), np.random.default_rng()]}
+        self.more["pair"][0].seed()
+        self.itself = self
+
+    def draw(self):
+        first, second = self.more["pair"]
+        return self.of_class.random(), self.rng.rand(), float(torch.rand((), generator=first)), second.random()
+
 
 class Kept(nn.Dropout):
     """Remembers its mask."""
@@ -41,6 +59,7 @@ class Noisy(L.LightningModule):
         self.rng = np.random.default_rng()
         self.order = torch.Generator()
         self.order.seed()
+        self.helpers = (Helper(),)
         self.given = list(drawn or [])
         self.drawn, self.losses = [], []
 
@@ -56,6 +75,7 @@ class Noisy(L.LightningModule):
             "wrong": [random.random() < 0.3 for _ in x],
             "order": torch.randperm(len(x), generator=self.order),
             "mask": torch.from_numpy(self.rng.random(x.shape) < 0.3),
+            "held": (OF_FILE.random(), *self.helpers[0].draw()),
         }
 
     def training_step(self, batch, batch_idx):
@@ -70,6 +90,9 @@ class Noisy(L.LightningModule):
         loss = F.mse_loss(out, drawn["noise"]) + sum(drawn["late"]) * F.cross_entropy(out[:, :3], target)
         self.losses.append(loss.detach())
         return loss
+
+    def on_train_epoch_start(self):
+        self.helpers[0].rng = np.random.RandomState()  # another takes its place
 
     def validation_step(self, batch, batch_idx):
         self.training_step(batch, batch_idx)
@@ -113,6 +136,7 @@ def test_training_equals_one_process_with_the_same_draws(tmp_path):
     assert_equal_draws(first_validated, last_validated)
     assert (len(last), len(last_validated)) == (5 * 4, 2)
     assert len({one["share"] for one in last}) == len({one["late"] for one in last}) == 20
+    assert [len(set(values)) for values in zip(*(one["held"] for one in last), strict=True)] == [20] * 5
     torch.manual_seed(0)
     one = Noisy(drawn=last)
     trainer = fit(tmp_path, "auto", one, batch_size=2, accumulate_grad_batches=4)
