@@ -26,8 +26,9 @@ _FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 def rewrite_metrics_at_once(trainer: L.Trainer) -> None:
     """Have CSVLoggers put a file with more columns in the place of the one before, so that no kill leaves it empty."""
     for logger in trainer.loggers:
-        is_here = isinstance(logger, CSVLogger) and trainer.is_global_zero and "://" not in str(logger.log_dir)
-        if is_here and type(logger.experiment) is ExperimentWriter:
+        if not isinstance(logger, CSVLogger) or not trainer.is_global_zero or "://" in str(logger.log_dir):
+            continue
+        if type(logger.experiment) is ExperimentWriter:
             logger.experiment.__class__ = _WholeWriter
 
 
