@@ -1,4 +1,4 @@
-"""Weights that callbacks of Lightning's average over a run."""
+"""Access to the averaged weights of Lightning's weight-averaging callbacks."""
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -9,12 +9,12 @@ from lightning_accel.compress.prunable import clean_name
 
 
 def averaged_weights(trainer: L.Trainer) -> list[dict[str, Tensor]]:
-    """Of each callback that averages: its weights, by their names in the module that trains."""
+    """Return the averaged parameters of each weight-averaging callback, by their names in the trained module."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     found: list[dict[str, Tensor]] = []
     for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            average = callback._average_model  # it shows its average in no other way
+            average = callback._average_model  # there is no public access
             if average is not None:
                 inner = average.module if isinstance(average, AveragedModel) else average
                 found.append({clean_name(name): value for name, value in inner.named_parameters()})

@@ -1,4 +1,4 @@
-"""The best weights of a run so far, kept in memory."""
+"""In-memory storage of the best weights of a run so far."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ from lightning_accel.strategies.sharded_state import split_like
 
 
 class BestWeights:
-    """Copies of a module's parameters and buffers, those out of ``state_dict`` too, in the memory of the host.
+    """Hold copies of a module's parameters and buffers in host memory, including those not in ``state_dict``.
 
-    Each process keeps the part that it holds: nothing is gathered but for checkpoints.
+    Each process stores only its own shards; they are gathered for checkpoints alone.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class BestWeights:
         self._parts = {name: _local(value).to("cpu", copy=True) for name, value in _tensors(trainer, module).items()}
 
     def fits(self, trainer: L.Trainer, module: nn.Module) -> bool:
-        """Whether names and shapes are those of ``module`` still."""
+        """Return whether the names and shapes of the stored tensors match those of ``module``."""
         shapes = {name: _local(value).shape for name, value in _tensors(trainer, module).items()}
         return shapes == {name: value.shape for name, value in self._parts.items()}
 
@@ -44,9 +44,9 @@ class BestWeights:
             _local(value).copy_(self._parts[name])
 
     def gather(self, trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
-        """Whole tensors by name, on the first process; every process must call it.
+        """Return the whole tensors by name on the first process; every process must call it.
 
-        Empty if a sharded run was interrupted: other processes may be gone.
+        Returns an empty dict if a sharded run was interrupted, since other processes may be gone.
         """
         live = _tensors(trainer, module)
         if not self._parts or not _is_split(trainer, module):
@@ -61,7 +61,7 @@ class BestWeights:
         return gathered if trainer.is_global_zero else {}
 
     def scatter(self, trainer: L.Trainer, module: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Keep of what ``gather`` gave the part of this process."""
+        """Store this process's shards of the tensors that ``gather`` returned."""
         if not _has_strangers(trainer, module):
             live = _tensors(trainer, module)
             self._parts = {
@@ -77,7 +77,7 @@ class BestWeights:
 
 
 class _Lent:
-    """``module`` with the best weights, and then with its own again."""
+    """Temporarily replace the weights of ``module`` with the best ones, and restore its own on exit."""
 
     def __init__(self, best: BestWeights, trainer: L.Trainer, module: nn.Module) -> None:
         self.best, self.trainer, self.module = best, trainer, module
@@ -92,10 +92,10 @@ class _Lent:
 
 
 def _tensors(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that are on this process, as they lie between steps."""
+    """Return the parameters and buffers on this process, as sharded between steps."""
     for part in (trainer.strategy.model or module).modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # a validation leaves some gathered
+            part.reshard()  # a validation leaves some parameters unsharded
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: value for name, value in named.items() if not value.is_meta}
 
@@ -106,7 +106,7 @@ def _is_split(trainer: L.Trainer, module: nn.Module) -> bool:
 
 
 def _has_strangers(trainer: L.Trainer, module: nn.Module) -> bool:
-    """Whether only the strategy knows what other processes hold: stages of a pipeline, FSDP's flat parameters."""
+    """Return whether only the strategy can gather the state: pipeline stages, or FSDP's flat parameters."""
     return isinstance(trainer.strategy, FSDPStrategy) or any(value.is_meta for value in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Channels that are held at zero while a share of them grows, and then removed from the module that trains."""
+"""Pruning of whole channels: held at zero while the sparsity grows, then removed from the module in training."""
 
 import gc
 from collections.abc import Sequence
@@ -26,26 +26,26 @@ from lightning_accel.compress.exclusion import excluded_parameters
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
-_DECAY = 0.9  # of what the criterion "taylor" remembers of earlier steps
+_DECAY = 0.9  # of the moving average over steps of criterion "taylor"
 
 
 class ChannelStructure:
-    """Channels of which all weights are zero, and at the end gone: a smaller module, with its optimizers.
+    """Set the weights of whole channels to zero and finally remove them, shrinking the module and its optimizers.
 
-    Once the target is reached, parameters of the live module are replaced by smaller ones under their names and in
-    their order; optimizers keep the moments of what is left, and a strategy that wraps the module wraps it anew.
-    What the module computes does not change by that. Channels of a layer go in equal shares, also where ``scope`` is
-    ``erk``, which is a rule for single weights.
+    Once the target sparsity is reached, parameters of the live module are replaced by smaller ones of the same names
+    and order; optimizers keep the moments of the remaining entries, and a strategy that wraps the module wraps it
+    again. This does not change what the module computes. Every layer loses the same share of its channels, even with
+    ``scope="erk"``, which is a rule for single weights.
 
     Args:
-        options: as :class:`~lightning_accel.callbacks.Pruning` was given them.
+        options: the options given to :class:`~lightning_accel.callbacks.Pruning`.
         module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
         inputs: positional and keyword arguments to call it with; by default those of the first batch.
-        min_left: channels that each layer keeps.
-        round_to: each layer keeps a multiple of this, the next higher one.
+        min_left: minimum number of channels that each layer keeps.
+        round_to: round the number of channels that each layer keeps up to a multiple of this.
 
     Raises:
-        ValueError: if the options ask for what channels cannot do.
+        ValueError: if the options ask for something that channels do not support.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class ChannelStructure:
         self.inputs = inputs
         self.min_left = min_left
         self.round_to = round_to
-        self.groups: ChannelGroups | None = None  # None once they are removed
-        self.removed: dict[str, list[int]] = {}  # channels held at zero, or gone, by the name of their layer
+        self.groups: ChannelGroups | None = None  # None once the channels are removed
+        self.removed: dict[str, list[int]] = {}  # channels held at zero, or removed, by layer name
         self.plan = ChannelPlan()
-        self._sizes: dict[str, int] = {}  # channels of each layer at first
-        self._weights: dict[str, int] = {}  # numbers in the module that makes them, at first
+        self._sizes: dict[str, int] = {}  # original number of channels of each layer
+        self._weights: dict[str, int] = {}  # original number of parameters of the module that outputs the channels
         self._left_out: dict[str, str] = {}
-        self._terms: dict[str, Tensor] = {}  # of the criterion "taylor"
+        self._terms: dict[str, Tensor] = {}  # moving averages of criterion "taylor"
         self._loaded: dict[str, Any] | None = None
-        self._indices: list[tuple[nn.Parameter, int, Tensor]] = []  # what is held at zero
+        self._indices: list[tuple[nn.Parameter, int, Tensor]] = []  # entries held at zero
         self._pl_module: L.LightningModule | None = None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
@@ -123,7 +123,7 @@ class ChannelStructure:
         scores = self._scores(pl_module)
         scope = "global" if self.options.scope == "global" else "layer"
         chosen = choose_channels(scores, sparsity, scope, self.min_left, self.round_to)
-        self.removed = trainer.strategy.broadcast(chosen)  # sums of one process may round otherwise than another's
+        self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
         self._remember(pl_module)
         self._zero(trainer, with_moments=True)
 
@@ -141,7 +141,7 @@ class ChannelStructure:
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.groups is not None:
-            self._zero(trainer, with_moments=False)  # which got no gradient since they were set to zero
+            self._zero(trainer, with_moments=False)  # moments stay zero, since these entries get no gradient
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.groups is None:
@@ -164,7 +164,7 @@ class ChannelStructure:
         return {name: len(self.removed.get(name, [])) / size for name, size in self._sizes.items()}
 
     def report_rows(self) -> list[dict[str, Any]]:
-        """A row a layer: ``parameters`` of the module that makes its channels, at first, and how many are left."""
+        """Return one row per layer; ``parameters`` is the original size, ``note`` the number of remaining channels."""
         rows = []
         for name, share in self.sparsities().items():
             own = [] if self._pl_module is None else _own(self._pl_module, name)
@@ -195,7 +195,7 @@ class ChannelStructure:
         self._loaded = state
 
     def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
-        """Remove from a whole module what the checkpoint has removed; one that is small already is left as it is."""
+        """Remove the channels that the checkpoint lacks from a full-size module; leave one already small unchanged."""
         if state[CHANNEL_PLAN]:
             plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
             if not _has_shapes_of(pl_module, plan):
@@ -211,7 +211,7 @@ class ChannelStructure:
             self.plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
 
     def _find(self, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
-        """In the first process, whose answer all take; a failure is every process's."""
+        """Find the channel groups in the first process and broadcast them; raise a failure in every process."""
         made = WholeCopy(pl_module).make(trainer, pl_module)
         answer: ChannelGroups | Exception | None = None
         if made is not None:
@@ -280,7 +280,7 @@ class ChannelStructure:
 
 
 def _own(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
-    """Of the module that makes the channels of a layer."""
+    """Return the parameters of the module that outputs the channels of a layer."""
     with uncompiled(pl_module):
         return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
 
@@ -328,30 +328,30 @@ def _averaged_modules(trainer: L.Trainer) -> list[nn.Module]:
     found = []
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            average = callback._average_model  # it shows its average in no other way
+            average = callback._average_model  # there is no public access
             if average is not None:
                 found.append(average.module if isinstance(callback, WeightAveraging) else average)
     return found  # type: ignore[return-value]
 
 
 def _wrap_anew(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-    """Let DDP know of the new parameters: its buckets and hooks are those of the old ones."""
+    """Wrap the module in DDP again, since its buckets and hooks refer to the old parameters."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
         strategy.model = pl_module
-        gc.collect()  # what the old wrapper hooked to parameters that stay goes with it
+        gc.collect()  # removes the old wrapper's hooks on parameters that stay
         strategy.configure_ddp()
 
 
 def _loader(trainer: L.Trainer) -> Any:
-    """The loader for validation, or that for training, in a state of its own, for none is set up yet."""
+    """Return a new validation loader, or else training loader, since none is set up yet."""
     loop = trainer.fit_loop
-    sources = loop.epoch_loop.val_loop._data_source, loop._data_source  # loaders given to fit are kept nowhere else
+    sources = loop.epoch_loop.val_loop._data_source, loop._data_source  # loaders given to fit are stored only here
     return next(source.dataloader() for source in sources if source.is_defined())
 
 
 def _within(module: L.LightningModule, exclude: Sequence[str | type[nn.Module]], name: str) -> list[str]:
-    """Parameters that ``exclude`` means, by their names in the submodule ``name``."""
+    """Return the names, within the submodule ``name``, of the parameters that ``exclude`` matches."""
     prefix = f"{name}." if name else ""
     found = excluded_parameters(module, exclude)
     return sorted(one.removeprefix(prefix) for one in found if one.startswith(prefix))

@@ -1,4 +1,4 @@
-"""How callbacks that change a model in phases tell those that judge it."""
+"""Training phases of model compression, which callbacks announce and others query."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,34 +8,35 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 @runtime_checkable
 class InPhases(Protocol):
-    """A callback under which figures of different phases of training cannot be compared.
+    """Declare that metrics of different training phases are not comparable under this callback.
 
-    A model that is half as sparse as asked for is better than the one that is wanted, and no candidate for the best.
+    For example, a model at half the requested sparsity scores better than the final one, but must not be selected as
+    the best.
     """
 
     @property
     def phase(self) -> str:
-        """What the model goes through now, such as ``"dense"``, ``"ramp to 0.9"``, ``"at 0.9"``."""
+        """Return the current phase of the model, such as ``"dense"``, ``"ramp to 0.9"``, ``"at 0.9"``."""
 
     @property
     def is_final_phase(self) -> bool:
-        """Whether the model is of the kind that was asked for."""
+        """Return whether the model has reached the requested form."""
 
 
 def current_phase(trainer: L.Trainer) -> str:
-    """Phases of all callbacks that have them, joined; empty where none has."""
+    """Return the phases of all callbacks that have them, joined by commas; empty if there are none."""
     return ", ".join(callback.phase for callback in _in_phases(trainer))
 
 
 def in_final_phase(trainer: L.Trainer) -> bool:
-    """Whether no callback is still changing what kind of model it is."""
+    """Return whether all callbacks with phases are in their final one."""
     return all(callback.is_final_phase for callback in _in_phases(trainer))
 
 
 def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
     """Call ``before_model_changes(trainer, pl_module)`` of all callbacks that have it.
 
-    Called in all processes by a callback with phases, just before it first makes the model one of another kind.
+    A callback with phases calls this in all processes, just before it first changes the model's form.
     """
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
@@ -44,9 +45,9 @@ def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
 
 
 def hold_back_checkpoints(trainer: L.Trainer) -> None:
-    """Let a ``ModelCheckpoint`` that keeps the best keep none before the final phase; ``save_last`` goes on.
+    """Prevent a ``ModelCheckpoint`` with a monitor from saving before the final phase; ``save_last`` still works.
 
-    Called in ``setup``, by each callback that has phases.
+    Each callback that has phases calls this in ``setup``.
     """
     for keeper in trainer.checkpoint_callbacks:
         if isinstance(keeper, ModelCheckpoint) and not isinstance(keeper.check_monitor_top_k, _InFinalPhase):
@@ -61,7 +62,7 @@ class _InFinalPhase:
     def __call__(self, trainer: L.Trainer, current: Any = None) -> bool:
         if in_final_phase(trainer):
             return self.check(trainer, current)
-        if self.keeper.save_last:  # which Lightning writes at steps alone at which it takes a candidate for saved
+        if self.keeper.save_last:  # Lightning writes it only at steps that it believes to have saved
             self.keeper._last_global_step_saved = trainer.global_step
         return False
 

@@ -1,4 +1,4 @@
-"""What a trained model costs and is worth, beside its plain forms and the model that it was at first."""
+"""Cost and quality report of a trained model, its plain forms and the original model."""
 
 from functools import partial
 from io import BytesIO
@@ -33,26 +33,26 @@ _AT_FIRST = "before training"
 
 
 class CompressionReport(L.Callback):
-    """Measure the trained model at the end of ``fit``: a table in the terminal, a picture and JSON in ``figures/``.
+    """Measure the trained model at the end of ``fit``; print a table, write a figure and JSON to ``figures/``.
 
-    Its rows are the model as it is, compiled, and in bfloat16, each with its latency at batch 1 and at the batch of
-    validation, and with what ``validation_step`` logs; and, where training has changed shapes, the model of the start,
-    whose latency does not depend on its weights, and which has no figures. A table of layers says what is left of each.
-    :class:`~lightning_accel.callbacks.Quantization` and :class:`~lightning_accel.callbacks.Export` report what they
-    make themselves.
+    The rows are the model as trained, compiled, and in bfloat16, each with its latency at batch size 1 and at the
+    validation batch size, and with the metrics that ``validation_step`` logs. If training has changed shapes, there is
+    a row for the original model too: its latency, which does not depend on the weights, without metrics. A second table
+    lists the remaining parameters of each layer. :class:`~lightning_accel.callbacks.Quantization` and
+    :class:`~lightning_accel.callbacks.Export` report their own results.
 
     Args:
-        module: name of the submodule to measure; by default what ``validation_step`` calls.
-        compiled: whether compiled forms are measured, too, which takes a minute or so.
-        seconds: that each form is measured for, at each batch.
+        module: name of the submodule to measure; by default the one that ``validation_step`` calls.
+        compiled: whether to measure compiled forms too, which takes about a minute.
+        seconds: measuring time of each form at each batch size.
 
     Attributes:
-        report: in the first process, after a fit; None if it could not be made, which a warning tells.
+        report: the report in the first process after a fit; None if it failed, with a warning.
 
     Raises:
         TypeError: before training, if there is no ``validation_step``.
         ValueError: before training, if there is no submodule ``module``, no validation data, or ``validation_step``
-            calls no module with parameters. What else fails on a validation batch is raised then, too.
+            calls no module with parameters. Any other failure on a validation batch is raised then, too.
     """
 
     def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
@@ -121,7 +121,7 @@ def _try_layers(found: Deployed) -> None:
 
 
 def _file_bytes(form: Run) -> int | None:
-    """Of the weights as ``torch.save`` writes them; compiled programs have no file."""
+    """Return the size of the weights as ``torch.save`` writes them; None for compiled programs, which have no file."""
     if not isinstance(form, nn.Module):
         return None
     file = BytesIO()

@@ -1,4 +1,4 @@
-"""The part of a LightningModule that is deployed: what it is called with, and what the user's metrics say of it."""
+"""Search, copy and evaluation of the part of a LightningModule that is deployed."""
 
 import copy
 import logging
@@ -27,26 +27,26 @@ _HALF = {torch.bfloat16, torch.float16}
 
 
 class Deployed(NamedTuple):
-    """The module that other programs call, with what validation batches called it with."""
+    """Hold the module to deploy and the inputs that validation batches call it with."""
 
-    name: str  # "" is the LightningModule itself
+    name: str  # "" for the LightningModule itself
     module: nn.Module
     inputs: list[Inputs]  # positional and keyword arguments of each call, detached
-    figures: Mapping[str, float]  # that validation_step logs on these batches
+    figures: Mapping[str, float]  # metrics that validation_step logs on these batches
 
 
 class WholeCopy:
-    """Copies of a module that may be sharded or compiled, on the CPU, eager, with no tie to its Trainer.
+    """Copy a module that may be sharded or compiled to the CPU, eager and detached from its Trainer.
 
-    Made in ``setup``, before a strategy lays the parameters out; holds no second set of weights.
+    Create it in ``setup``, before a strategy shards the parameters; it holds no second set of weights.
     """
 
     def __init__(self, pl_module: L.LightningModule) -> None:
-        pl_module.configure_model()  # which may build what is to be copied, and does so once
+        pl_module.configure_model()  # it may build submodules, and does so only once
         self._skeleton = _copy(pl_module, {id(value): _empty(value, "meta") for value in _tensors(pl_module)})
 
     def at_start(self) -> L.LightningModule:
-        """The module with the shapes that it had when this was made, and weights that mean nothing."""
+        """Return the module with its original shapes and arbitrary weights."""
         made = self._with_memory()
         with torch.no_grad():
             for value in _tensors(made):
@@ -54,25 +54,25 @@ class WholeCopy:
         return _forget_run(made)
 
     def _with_memory(self) -> L.LightningModule:
-        """Return a copy of the skeleton with tensors that hold anything; ``to_empty`` would untie weights."""
+        """Return a copy of the skeleton with uninitialized tensors; ``to_empty`` would untie shared weights."""
         return copy.deepcopy(self._skeleton, {id(value): _empty(value, "cpu") for value in _tensors(self._skeleton)})
 
     def make(
         self, trainer: L.Trainer, pl_module: L.LightningModule, everywhere: bool = False
     ) -> L.LightningModule | None:
-        """Copy with the weights that ``pl_module`` has now, in evaluation mode.
+        """Return a copy with the current weights of ``pl_module``, in evaluation mode; all processes must call it.
 
         Args:
-            trainer: of ``pl_module``.
-            pl_module: whose weights are copied.
-            everywhere: in each process, which a pipeline has no way to.
+            trainer: the Trainer of ``pl_module``.
+            pl_module: the module whose weights are copied.
+            everywhere: return the copy in every process, which a pipeline does not support.
 
         Returns:
-            The copy in the first process, or everywhere; None in the others, all of which must call it.
+            the copy in the first process, or in all with ``everywhere``; None in the others.
         """
         is_wanted = everywhere or trainer.is_global_zero
         tensors = _tensors(pl_module)
-        if any(value.is_meta for value in tensors):  # the parts of other processes of a pipeline
+        if any(value.is_meta for value in tensors):  # pipeline stages of other processes
             state = trainer.strategy.lightning_module_state_dict()
         elif any(isinstance(value, DTensor) for value in tensors):
             state = {name: whole(value) for name, value in pl_module.state_dict().items()}
@@ -81,7 +81,7 @@ class WholeCopy:
         if not is_wanted:
             return None
         made = self._with_memory()
-        for name, buffer in pl_module.named_buffers():  # those too that state_dict leaves out
+        for name, buffer in pl_module.named_buffers():  # including those not in state_dict
             if not buffer.is_meta:
                 made.get_buffer(name).copy_(buffer)
         made.load_state_dict(state)
@@ -89,7 +89,7 @@ class WholeCopy:
 
 
 def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule:
-    """A copy, changed in place so that it takes batches as loaders give them: without what a precision cast it to."""
+    """Undo the dtype cast of a precision plugin in place, so that the module takes batches as loaders yield them."""
     dtypes = {value.dtype for value in module.parameters() if value.is_floating_point()}
     was_cast = len(dtypes) == 1 and (dtypes < _HALF or trainer.precision == "64-true")
     return module.float() if was_cast else module
@@ -101,23 +101,23 @@ def use_in_first_process(
     use: Callable[[L.LightningModule], None],
     purpose: str,
 ) -> None:
-    """Call ``use`` with what ``make`` gives, while other processes wait; if either fails, it fails in all.
+    """Call ``use`` with the result of ``make`` while other processes wait; raise a failure in all processes.
 
-    Random numbers go on as if nothing had been called.
+    The state of the random number generators is restored afterwards.
 
     Args:
-        trainer: of the run.
-        make: called in all processes, such as :meth:`WholeCopy.make`; gives a module in the first process alone.
-        use: called where a module was made.
-        purpose: told in the other processes where it fails.
+        trainer: the Trainer of the run.
+        make: called in all processes, such as :meth:`WholeCopy.make`; returns a module in the first process only.
+        use: called where ``make`` returned a module.
+        purpose: a verb for the error message in the other processes.
 
     Raises:
-        Exception: what ``make`` or ``use`` raises; in the other processes a RuntimeError that tells it, and the
+        Exception: what ``make`` or ``use`` raises; in the other processes a RuntimeError with its message and the
             ``purpose``.
     """
 
     def run() -> None:
-        before = random_state()  # other processes draw none meanwhile
+        before = random_state()  # other processes draw no random numbers meanwhile
         try:
             made = make()
             if made is not None:
@@ -129,11 +129,11 @@ def use_in_first_process(
 
 
 def fail_together(trainer: L.Trainer, run: Callable[[], None], purpose: str) -> None:
-    """Call ``run`` in all processes, wait for the first one, and fail in all where it does.
+    """Call ``run`` in all processes, wait for the first one, and raise in all if it fails there.
 
     Raises:
-        Exception: what ``run`` raises; in the other processes a RuntimeError that tells what the first one's did, and
-            the ``purpose``.
+        Exception: what ``run`` raises; in the other processes a RuntimeError with the first process's message and the
+            ``purpose``.
     """
     failure: Exception | None = None
     try:
@@ -156,19 +156,19 @@ def try_out(
     name: str | None = None,
     of_training: bool = False,
 ) -> None:
-    """Do before training, on one batch, what would fail after it; all processes call it.
+    """Run ``use`` on one batch before training, so that its errors come early; all processes must call it.
 
-    Works on a copy, with loaders of its own and random numbers that are put back, so that training is as it would be
-    without. Nothing is tried where a loader cannot be read without a trace, as that of an iterable dataset.
+    Works on a copy, with separate loaders, and restores the random number generators, so that training is not affected.
+    Does nothing if reading a loader would have side effects, as with an iterable data set.
 
     Args:
-        trainer: in ``on_fit_start``.
-        pl_module: that is to be trained.
-        copied: of ``pl_module``; where that is sharded, weights that mean nothing take the place of its own.
-        use: called in the first process with what is deployed.
-        purpose: told in the other processes where it fails.
-        name: of the submodule to deploy, as :func:`find_deployed` takes it.
-        of_training: whether the batch is one of training, else one of validation.
+        trainer: the Trainer, in ``on_fit_start``.
+        pl_module: the module to be trained.
+        copied: the copy of ``pl_module``; if that is sharded, arbitrary weights replace its own.
+        use: called in the first process with the part that is deployed.
+        purpose: a verb for the error message in the other processes.
+        name: name of the submodule to deploy, as in :func:`find_deployed`.
+        of_training: whether to take a training batch instead of a validation batch.
 
     Raises:
         Exception: as :func:`use_in_first_process`.
@@ -190,8 +190,8 @@ def try_out(
 
 
 def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
-    """Return loaders of the first batches, which share no state with the user's; None if there is no way."""
-    # loaders given to fit are kept nowhere else
+    """Return loaders of the first batches that share no state with the user's; None if that is impossible."""
+    # loaders given to fit are stored only here
     loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
     loaders = all_rows(loop._data_source.dataloader())
     leaves = tree_leaves(loaders)
@@ -212,33 +212,33 @@ def _first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def run_folder(trainer: L.Trainer) -> Path:
-    """Where a run leaves its files; all processes must ask, since it is broadcast."""
+    """Return the folder for files of the run; all processes must call it, since it is broadcast."""
     log_dir = trainer.log_dir
     return Path(trainer.default_root_dir if log_dir is None else log_dir)
 
 
 def left_out_of(trainer: L.Trainer, deployed: str) -> dict[str, str]:
-    """Why callbacks left layers as they were, by the names of layers in the module that is deployed."""
+    """Return why callbacks left layers unchanged, by the layers' names in the deployed module."""
     notes: dict[str, str] = {}
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         for name, reason in getattr(callback, "left_out", {}).items():
             layer, _, parameter = name.removeprefix(f"{deployed}." if deployed else "").rpartition(".")
-            if not parameter.startswith("bias"):  # which is left out of any layer
+            if not parameter.startswith("bias"):  # biases are excluded in every layer
                 notes[layer] = str(reason)
         notes.update(getattr(getattr(callback, "result", None), "left_float", None) or {})
     return notes
 
 
 def whole(value: Any) -> Any:
-    """A tensor on the CPU, gathered where it is sharded; other values as they are."""
+    """Return a tensor detached, on the CPU and gathered if sharded; other values unchanged."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def require_deployable(pl_module: L.LightningModule, asker: str, name: str | None = None) -> None:
-    """Refuse before training what :func:`find_deployed` could not find at its end, for the callback ``asker``.
+    """Check before training that :func:`find_deployed` can succeed, on behalf of the callback ``asker``.
 
     Raises:
         TypeError: if there is no ``validation_step``.
@@ -253,10 +253,10 @@ def require_deployable(pl_module: L.LightningModule, asker: str, name: str | Non
 
 
 def require_validation(trainer: L.Trainer, asker: str) -> None:
-    """Refuse, in ``on_fit_start``, a run without validation for the callback ``asker``, which reads its batches.
+    """Reject, in ``on_fit_start``, a run without validation on behalf of the callback ``asker``, which needs it.
 
     Raises:
-        ValueError: with what to give.
+        ValueError: if the run has no validation batches.
     """
     if not trainer.enable_validation:
         raise ValueError(
@@ -278,17 +278,17 @@ def find_deployed(
     num_batches: int = 1,
     datamodule: L.LightningDataModule | None = None,
 ) -> Deployed:
-    """Run ``validation_step`` on the first batches of ``loader`` and see what is called.
+    """Run ``validation_step`` on the first batches of ``loader`` to find the module to deploy and its inputs.
 
-    Deployed is ``module`` itself if the step calls it (``self(x)``), else the submodule it calls that holds the most
+    The deployed module is ``module`` itself if the step calls it (``self(x)``), else the called submodule with the most
     parameters.
 
     Args:
-        module: with no Trainer, as :class:`WholeCopy` makes it.
-        loader: batches as ``validation_step`` takes them; those of training will do.
-        name: of the submodule to deploy, ``""`` for ``module``, where the rule above picks another.
-        num_batches: whose calls are kept.
-        datamodule: whose hooks move and change batches.
+        module: a module without a Trainer, as :class:`WholeCopy` returns it.
+        loader: batches as ``validation_step`` takes them; training batches work too.
+        name: name of the submodule to deploy, ``""`` for ``module``, to override the rule above.
+        num_batches: number of batches whose calls are recorded.
+        datamodule: the datamodule whose batch hooks are applied.
 
     Raises:
         ValueError: if there is no submodule of that name, or the step calls neither ``module`` nor a submodule with
@@ -313,7 +313,7 @@ def find_deployed(
             "is to be deployed is not known. Name the submodule that it calls: module='network'"
         )
     sizes = {path: sum(value.numel() for value in module.get_submodule(path).parameters()) for path in calls}
-    found = max(sizes, key=lambda path: sizes[path])  # the first of equals is the outermost
+    found = max(sizes, key=lambda path: sizes[path])  # the outermost comes first among equals
     return Deployed(found, module.get_submodule(found), calls[found], figures)
 
 
@@ -325,15 +325,15 @@ def evaluate(
     limit_batches: float = 1.0,
     datamodule: L.LightningDataModule | None = None,
 ) -> dict[str, float]:
-    """What ``validation_step`` logs over ``loader`` on this process alone, on the device of ``module``.
+    """Return the metrics that ``validation_step`` logs over ``loader``, on this process and the device of ``module``.
 
     Args:
-        module: with no Trainer, as :class:`WholeCopy` makes it.
-        loader: of batches, or several loaders.
-        deployed: name of the submodule in whose place ``run`` stands.
-        run: takes what that submodule's ``forward`` takes, and returns the same.
-        limit_batches: batches of each loader, or a share of them.
-        datamodule: whose hooks move and change batches.
+        module: a module without a Trainer, as :class:`WholeCopy` returns it.
+        loader: one or several loaders.
+        deployed: name of the submodule whose ``forward`` is replaced with ``run``.
+        run: a callable with the inputs and outputs of that submodule's ``forward``.
+        limit_batches: number of batches of each loader, or a share of them.
+        datamodule: the datamodule whose batch hooks are applied.
 
     Raises:
         TypeError: if ``module`` has no ``validation_step``.
@@ -352,16 +352,16 @@ def evaluate(
             enable_progress_bar=False,
             enable_model_summary=False,
             limit_val_batches=limit_batches,
-            inference_mode=False,  # metrics that were updated in it could not be reset outside of it
+            inference_mode=False,  # metrics updated in inference mode could not be reset outside of it
         )
         trainer.validate(module, datamodule=_Loaders(loader, datamodule), verbose=False)
     module._trainer = None
-    module.to(device)  # the Trainer leaves it on the CPU
+    module.to(device)  # the Trainer moves it to the CPU
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def all_rows(loader: Any) -> Any:
-    """The loader, or loaders, with the rows that a DistributedSampler left to other processes."""
+    """Return the loader, or loaders, over all samples, without a DistributedSampler."""
     return tree_map_only(DataLoader, _undistributed, loader)
 
 
@@ -378,7 +378,7 @@ def _undistributed(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _forget_run(module: L.LightningModule) -> L.LightningModule:
-    if module._compiler_ctx is not None:  # its steps are those of the module that it was copied from
+    if module._compiler_ctx is not None:  # its compiled steps belong to the original module
         to_uncompiled(module)
     uncompile_(module)
     for one in module.modules():
@@ -403,7 +403,7 @@ class _Recorder:
 
 
 class _Loaders(L.LightningDataModule):
-    """Loaders with the batch hooks of the user's datamodule."""
+    """Combine loaders with the batch hooks of the user's datamodule."""
 
     def __init__(self, loader: Any, hooks: L.LightningDataModule | None) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class _Loaders(L.LightningDataModule):
 
 @contextmanager
 def _lent(datamodule: L.LightningDataModule | None) -> Iterator[None]:
-    """Without its Trainer, which says that it trains: hooks would augment the batches."""
+    """Detach the datamodule from its Trainer while open, since hooks would see ``trainer.training`` and augment."""
     if datamodule is None:
         yield
         return
@@ -431,7 +431,7 @@ def _lent(datamodule: L.LightningDataModule | None) -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what the Trainer tells of itself, which is about a run of the user's."""
+    """Silence the Trainer's own messages, which are meant for a run of the user's."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -466,15 +466,15 @@ def _empty(value: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModule:
-    """A deep copy that knows no Trainer; ``memo`` gives the places of some tensors to others.
+    """Return a deep copy without a Trainer; ``memo`` maps ids of tensors to their replacements.
 
-    Nor does it know the factories, of optimizers say, that a config gave it: they hold the whole command line, Trainer
-    and all.
+    Factories that a config provides, such as those of optimizers, are dropped too, since they refer to the whole
+    command line and its Trainer.
     """
     ties = [vars(one)[name] for one in module.modules() for name in ("_trainer", "_fabric") if name in vars(one)]
     kept = [value for one in module.modules() for value in vars(one).values()]
     ties += [value for value in kept if _is_of_a_config(value)]
-    # such as the last loss, which knows how it was computed
+    # such as the last loss, which refers to its graph
     results = [value for value in tree_leaves(kept) if isinstance(value, torch.Tensor) and value.grad_fn is not None]
     replaced = {id(value): value.detach().clone() for value in results} | {
         id(tie): None for tie in ties if tie is not None
@@ -487,7 +487,7 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
             "quantized and exported while it stays as it is. Keep what cannot be copied, such as locks, files and "
             "connections, out of its attributes, or give their class a __deepcopy__"
         ) from error
-    made._metric_attributes = None  # names by the identity of the metrics of ``module``
+    made._metric_attributes = None  # a cache keyed by the identity of the metrics of ``module``
     return made
 
 

@@ -1,4 +1,4 @@
-"""Trains a module to give what another one gives."""
+"""Distillation of a teacher into the module that is trained."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,52 +29,55 @@ from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weight
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
 
-_OWN = "initial", "dense"  # teachers that are the student as it was
+_OWN = "initial", "dense"  # teachers that are copies of the student
 
 
 class Distillation(L.Callback):
-    """Add to the loss of any LightningModule how far its outputs are from those of a teacher.
+    """Add the distance between the outputs of a LightningModule and of a teacher to the training loss.
 
-    ``training_step`` stays as it is. While it runs, the inputs and the output of the module that it calls are noted:
-    ``self(x)``, else the submodule with the most parameters. The teacher is given the same inputs, under the same
+    ``training_step`` stays unchanged. While it runs, the inputs and the output of the module that it calls are
+    recorded: ``self(x)``, else the submodule with the most parameters. The teacher gets the same inputs, under the same
     autocast, in evaluation mode; the step's loss becomes ``loss + weight * distance``. The distance is logged as
-    ``train/distillation_loss``. Outputs are tensors, or hold one as ``logits``, ``scores`` or their first. Steps after
-    a row's end, where ``forward`` has a parameter ``lengths``, and positions whose class is ``ignore_index`` do not
-    count. Where a step calls the module several times, the distance is the mean over calls. Processes have equal says,
-    but where the step returns what its loss is a mean over as ``weight``, the distance is a mean over as much.
+    ``train/distillation_loss``. Outputs are tensors, or hold one as ``logits``, ``scores`` or their first. Steps past
+    the end of a sequence, where ``forward`` has a parameter ``lengths``, and positions whose class is ``ignore_index``
+    are left out. If a step calls the module several times, the distance is the mean over calls. All processes weigh the
+    same, unless the step returns the denominator of its mean loss as ``weight``; the distance is then divided by the
+    same number.
 
-    The teacher is no part of the module: optimizers, strategies and checkpoints do not see it. It is whole on each
-    device. With ``teacher="initial"`` it is a copy of the module as it is when training starts, such as one that was
-    trained before; with ``teacher="dense"``, as it is when ``Pruning`` or ``Quantization`` first changes it in this
-    run, and until then nothing is added. Its weights are kept in checkpoints, so that a resumed run has the same one.
-    Carried recurrent states are the student's own, so that truncated back-propagation through time needs a teacher with
-    states of the same shapes.
+    The teacher is not part of the module: optimizers, strategies and checkpoints do not see it. Every device holds all
+    of it. With ``teacher="initial"`` it is a copy of the module at the start of training, such as a pretrained one;
+    with ``teacher="dense"``, a copy from just before ``Pruning`` or ``Quantization`` first changes the module in this
+    run, and until then no distance is added. Its weights are saved in checkpoints, so that a resumed run uses the same
+    one. Carried recurrent states are those of the student, so that truncated back-propagation through time needs a
+    teacher with states of the same shapes.
 
     Args:
         teacher: a module that takes the same inputs; the path of a checkpoint that names its class, as those of
-            ``lightning-accel fit`` do; ``"initial"``; or ``"dense"``. A LightningModule gives the part of the same name
-            where the step calls a submodule.
-        checkpoint: whose weights the ``teacher``, a module, takes: of a Trainer, or a file of weights alone.
-        weight: what the distance counts for.
-        temperature: that logits are divided by; higher ones tell more of how the teacher ranks what is wrong.
+            ``lightning-accel fit`` do; ``"initial"``; or ``"dense"``. If the step calls a submodule, a LightningModule
+            contributes its submodule of the same name.
+        checkpoint: checkpoint with the weights for a ``teacher`` given as a module: of a Trainer, or a file of weights
+            alone.
+        weight: factor of the distance in the loss.
+        temperature: divisor of the logits; higher values put more weight on how the teacher ranks wrong classes.
         loss: ``kl`` for logits, see :func:`~lightning_accel.callbacks.distillation_loss.divergence`; ``mse`` for
-            values; or a function of the student's and the teacher's outputs, of positions that count where some do not.
-        module: name of the submodule whose output is compared, ``""`` for the module itself, where the rule above picks
-            another.
-        features: names of submodules whose outputs are compared too, or names of the student's with those of the
+            values; or a function of the student's and the teacher's outputs, restricted to positions that are not
+            ignored.
+        module: name of the submodule whose output is compared, ``""`` for the module itself, to override the rule
+            above.
+        features: names of submodules whose outputs are compared too, or a mapping from the student's names to the
             teacher's.
         feature_loss: ``mse`` for equal shapes (Romero et al. 2015, FitNets, without a regressor), ``similarity`` for
             any, see :func:`~lightning_accel.callbacks.distillation_loss.similarity_error`.
-        feature_weight: what the mean of these counts for, beside that of the outputs.
+        feature_weight: factor of the mean distance of the features, relative to that of the outputs.
         class_dim: dimension of the classes; 1 for images of logits.
-        ignore_index: marks positions without a class.
+        ignore_index: class that marks positions to ignore.
 
     Raises:
         ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
-            submodule is not there, a strategy cannot copy the student, or nothing in the Trainer would change a
+            submodule does not exist, a strategy cannot copy the student, or nothing in the Trainer would change a
             ``"dense"`` one; before the first weights change, if shapes differ.
-        TypeError: before training, if the module optimizes by hand, or under ``accel_pipeline``; in the first step, if
-            outputs hold no tensor, or ``training_step`` returns no loss.
+        TypeError: before training, with manual optimization or under ``accel_pipeline``; in the first step, if outputs
+            hold no tensor, or ``training_step`` returns no loss.
         FileNotFoundError: before training, if there is no such checkpoint.
     """
 
@@ -114,13 +117,13 @@ class Distillation(L.Callback):
         self.class_dim, self.ignore_index = class_dim, ignore_index
         self._copy: WholeCopy | None = None
         self._teacher: Teacher | None = None
-        self._saved: dict[str, Any] = {}  # the initial teacher of a checkpoint
+        self._saved: dict[str, Any] = {}  # the teacher's weights from a checkpoint
         self._forget()
 
     def _forget(self) -> None:
         self._recorder = CallRecorder()
         self._student: str | None = self.module
-        self._replaced: Any = None  # a training_step that somebody else had put in place of the class's own
+        self._replaced: Any = None  # a training_step that others had set on the instance
         self._attached: MethodType | None = None
 
     # ---- before training
@@ -217,7 +220,7 @@ class Distillation(L.Callback):
 
         @wraps(original)
         def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-            if self._attached is None or self._teacher is None:  # in a copy that outlived the run; still dense
+            if self._attached is None or self._teacher is None:  # a copy that outlived the run, or still dense
                 return original(module, *args, **kwargs)
             with self._recorder.recording() as calls:
                 output = original(module, *args, **kwargs)
@@ -273,7 +276,7 @@ class Distillation(L.Callback):
         if self.loss == "kl":
             shape = own.select(self.class_dim, 0).shape
         keep = kept_positions(shape, lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
-        if keep is None and self.loss == "mse" and own.ndim > 1:  # rows of values, not one
+        if keep is None and self.loss == "mse" and own.ndim > 1:  # several values per position
             keep = kept_positions(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
         keep = None if keep is None else keep.to(own.device)
         with torch.autocast(own.device.type, enabled=False):
@@ -286,7 +289,7 @@ class Distillation(L.Callback):
             return share * (self.loss(own, aim) if keep is None else self.loss(own[keep], aim[keep]))
 
     def _compare_features(self, calls: Calls, teachers: Calls, used: dict[str, int]) -> Tensor:
-        """Mean over pairs; a student's submodule that is called several times in a step goes by its next calls."""
+        """Return the mean over pairs; repeated calls of a student's submodule in a step are used in order."""
         terms = []
         for name, other in self.features.items():
             aims = teachers.get(other, [])
@@ -327,7 +330,7 @@ class Distillation(L.Callback):
         self._forget()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the module as it was, before callbacks copy, convert or export it."""
+        """Restore ``training_step`` before other callbacks copy, convert or export the module."""
         self._detach(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -353,7 +356,7 @@ def _copy_of(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object) 
             "give; train with 'accel_fsdp2', or give the path of a checkpoint of the student"
         )
     if type(pl_module).configure_model is not L.LightningModule.configure_model:
-        pl_module.configure_model()  # which the Trainer calls later, and by its contract may be called twice
+        pl_module.configure_model()  # the Trainer calls it later; its contract allows two calls
     return WholeCopy(pl_module)
 
 

@@ -1,4 +1,4 @@
-"""How far a student is from its teacher. Shapes: B rows, T steps, C classes, N values in a row."""
+"""Distances between a student and its teacher. Shapes: B samples, T steps, C classes, N values per sample."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,29 +15,28 @@ from lightning_accel.strategies.batch_parts import leaves
 def divergence(
     student: Tensor, teacher: Tensor, temperature: float, class_dim: int = -1, keep: Tensor | None = None
 ) -> Tensor:
-    """Kullback-Leibler divergence of softened distributions, in nats times ``temperature`` squared, ().
+    """Compute the Kullback-Leibler divergence of softened distributions, in nats times ``temperature`` squared, ().
 
     Args:
         student: logits, with classes in ``class_dim``.
         teacher: logits of the same shape.
-        temperature: that both are divided by.
+        temperature: divisor of both.
         class_dim: dimension of the classes.
-        keep: which positions count, of the shape without ``class_dim``; by default all.
+        keep: mask of the positions to include, of the shape without ``class_dim``; by default all.
 
     Source: Hinton, Vinyals and Dean 2015, Distilling the Knowledge in a Neural Network, section 2, where the factor
-    keeps gradients as large as those of hard targets; a mean over positions here.
-
+        keeps gradients as large as those of hard targets; averaged over positions here.
     >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]]), 2.0)
     tensor(0.4438)
     """
     own = F.log_softmax(_exact(student) / temperature, dim=class_dim)
     aim = F.log_softmax(_exact(teacher) / temperature, dim=class_dim)
-    terms = torch.where(aim == -torch.inf, 0.0, aim.exp() * (aim - own))  # classes that are masked out in both
+    terms = torch.where(aim == -torch.inf, 0.0, aim.exp() * (aim - own))  # 0 for classes masked out in both
     return mean_of(terms.sum(class_dim), keep) * temperature**2
 
 
 def squared_error(student: Tensor, teacher: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean squared difference of equal shapes, (); ``keep`` of the shape of their first dimensions."""
+    """Compute the mean squared difference of equal shapes, (); ``keep`` masks their first dimensions."""
     difference = (_exact(student) - _exact(teacher)).square()
     if keep is not None and keep.ndim < difference.ndim:
         difference = difference.flatten(keep.ndim).mean(-1)
@@ -45,7 +44,7 @@ def squared_error(student: Tensor, teacher: Tensor, keep: Tensor | None = None) 
 
 
 def similarity_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """How differently the rows of two batches of features (B, ...), of any widths, resemble each other, ().
+    """Compute how much the similarities between samples differ in two feature batches (B, ...) of any widths, ().
 
     Source: Tung and Mori 2019, Similarity-Preserving Knowledge Distillation, https://arxiv.org/abs/1907.09682, eq. 4.
 
@@ -58,17 +57,17 @@ def similarity_error(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def mean_of(values: Tensor, keep: Tensor | None) -> Tensor:
-    """Mean of the values that are kept; 0 if none is."""
+    """Return the mean of the values where ``keep`` is True; 0 if none is."""
     if keep is None:
         return values.mean()
     return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
 
 
 def output_tensor(output: Any, of_what: str) -> Tensor:
-    """The tensor that an output is about: itself, its ``logits`` or ``scores``, or its first.
+    """Return the main tensor of an output: itself, its ``logits`` or ``scores``, or its first floating one.
 
     Raises:
-        TypeError: if it holds none that is floating.
+        TypeError: if the output holds no floating tensor.
     """
     if not isinstance(output, Tensor):
         named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -84,10 +83,10 @@ def output_tensor(output: Any, of_what: str) -> Tensor:
 
 
 def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore_index: int) -> Tensor | None:
-    """Which positions of ``shape``, (B, ...), the criterion of a training step looks at; None for all.
+    """Return a mask of the positions of ``shape``, (B, ...), that the step's criterion includes; None for all.
 
-    Left out are steps after the ``lengths`` (B,) of rows, and positions that a tensor of classes in ``batch``, of the
-    same shape, marks with ``ignore_index``.
+    Steps past the ``lengths`` (B,) of sequences are excluded, and so are positions that a tensor of classes in
+    ``batch``, of the same shape, marks with ``ignore_index``.
     """
     keep = None
     if lengths is not None and len(shape) > 1 and lengths.shape == shape[:1]:
@@ -102,10 +101,10 @@ def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore
 
 
 def share_of(keep: Tensor | None, weight: Any) -> Tensor | float:
-    """What a mean over the positions that are kept, (B, ...), is multiplied with to be one over ``weight`` of them.
+    """Return the factor that turns a mean over the kept positions, (B, ...), into one with the denominator ``weight``.
 
-    Processes with more positions than others have a larger say so, as in a loss that is a sum divided by a ``weight``
-    that is equal on all processes. Of positions and rows, a weight counts what there is the more equal number of.
+    Processes with more positions then contribute more, as in a loss that is a sum divided by a ``weight`` that is equal
+    on all processes. The weight is taken to count positions or samples, whichever number is closer to it.
     """
     if keep is None or weight is None:
         return 1.0
@@ -117,10 +116,10 @@ def share_of(keep: Tensor | None, weight: Any) -> Tensor | float:
 
 
 def lengths_in(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a call of ``module`` gives for a parameter called ``lengths``, if its ``forward`` has one."""
+    """Return the argument ``lengths`` of a call of ``module``, if its ``forward`` has that parameter."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # a forward that something else stands for
+    except (TypeError, ValueError):  # forward is replaced by something without a matching signature
         return None
     lengths = bound.get("lengths")
     return lengths if isinstance(lengths, Tensor) else None
