@@ -1,4 +1,4 @@
-"""LightningDataModules; they know no model."""
+"""LightningDataModules for images, tables, text and sequences; they depend on no model."""
 
 from lightning_accel.data.bars import BarsAndStripesDataModule
 from lightning_accel.data.digits import DigitsDataModule

@@ -1,4 +1,4 @@
-"""Bars and stripes, a density small enough to know. Shapes: B rows, N pictures."""
+"""Bars and stripes, a distribution small enough to be known exactly. Shapes: B images of a batch, N images in all."""
 
 import math
 from typing import Any
@@ -12,29 +12,29 @@ from lightning_accel.data.in_memory import TensorRows, require_loading_options, 
 
 
 class BarsAndStripesDataModule(L.LightningDataModule):
-    """Every picture of bars or stripes; batches are images (B, 1, size, size) float32, 0 or 1, and labels (B,) int64.
+    """Generate all bars and stripes as batches of binary images (B, 1, size, size) float32 and labels (B,) int64.
 
-    N = 2 * 2**size pictures: those with rows of one value each, the bars, of class 0, then those with columns of one
-    value each, the stripes, of class 1. The all-0 and the all-1 picture are both, so they are among the pictures twice,
-    once in each class: a model of the density should give them twice the probability of another, and no classifier is
-    right about more than N - 2 of the N.
+    There are N = 2 * 2**size images. The first half, the bars of class 0, have constant rows; the other half, the
+    stripes of class 1, have constant columns. The all-0 and the all-1 image are both, so each occurs twice, once in
+    each class: a density model should give them twice the probability of any other, and a classifier is right about at
+    most N - 2 of the N.
 
-    Training, validation, test and prediction run over the same pictures, since there are no others to hold back: what
-    is asked is how near a model's distribution comes to this one. The log-likelihood summed over the N pictures is at
-    most ``max_log_likelihood``: -41.59 nats for size 3, -108.13 for size 4.
+    Training, validation, test and prediction use the same images, since there are no others: the question is how close
+    a model's distribution comes to this one. The log-likelihood summed over the N images is at most
+    ``max_log_likelihood``: -41.59 nats for size 3, -108.13 for size 4.
 
     Args:
         size: pixels along each side, 2 to 12.
-        batch_size: rows per process and step.
-        copies: how often an epoch of training takes each picture; epochs of a few rows cost more to begin and to end
-            than to train on.
-        num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
+        batch_size: samples per process and step.
+        copies: how often a training epoch visits each image; starting and ending an epoch of a few samples takes
+            longer than training on them.
+        num_workers: workers that load batches; 0 is fastest, since the images are in memory.
 
     Raises:
-        ValueError: if a number is out of range; in ``load_state_dict``, if the size is another.
+        ValueError: if a number is out of range; in ``load_state_dict``, if ``size`` differs from the checkpoint's.
 
-    Source: MacKay 2003, Information Theory, Inference, and Learning Algorithms, chapter 43, where first the direction
-    is drawn and then each line, hence the uniform pictures twice, as also in ``BarsAndStripes.h`` of the library Shark.
+    Source: MacKay 2003, Information Theory, Inference, and Learning Algorithms, chapter 43, which draws the direction
+    first and then each line, so that the uniform images occur twice, as in ``BarsAndStripes.h`` of the library Shark.
     Counted once, N would be 2 * 2**size - 2 and the bound -N log N: -36.95 for size 3, -102.04 for size 4.
     """
 
@@ -55,14 +55,14 @@ class BarsAndStripesDataModule(L.LightningDataModule):
 
     @property
     def num_features(self) -> int:
-        """Pixels of a picture."""
+        """Return the number of pixels of an image."""
         return self.size**2
 
     @property
     def max_log_likelihood(self) -> float:
-        """The largest sum of log-probabilities, in nats, that any distribution gives the N pictures.
+        """Return the largest log-likelihood, in nats, that any distribution reaches summed over the N images.
 
-        N - 4 of them are told from all others and have probability 1 / N at best, the other four, which are two, 2 / N.
+        N - 4 images are distinct and have probability 1 / N at best; the other four are two images, with 2 / N each.
 
         >>> round(BarsAndStripesDataModule(size=3).max_log_likelihood, 2)
         -41.59
@@ -98,7 +98,7 @@ class BarsAndStripesDataModule(L.LightningDataModule):
 
 
 def bars_and_stripes(size: int) -> tuple[Tensor, Tensor]:
-    """All pictures (N, 1, size, size) float32, N = 2 * 2**size, and their classes (N,): 0 of bars, 1 of stripes."""
+    """Return all images (N, 1, size, size) float32, N = 2 * 2**size, and classes (N,): 0 for bars, 1 for stripes."""
     lines = torch.arange(2**size)[:, None] >> torch.arange(size) & 1  # (2**size, size)
     bars = lines[:, None, :, None].expand(-1, 1, size, size)
     images = torch.cat([bars, bars.transpose(2, 3)]).float()

@@ -1,4 +1,4 @@
-"""Bound the memory that a file asks for beyond its own size, before any is taken."""
+"""Limits on the memory that reading a file needs beyond its own size, checked before it is allocated."""
 
 import bz2
 import gzip
@@ -9,20 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MAX_BYTES = 1 << 27  # one option of that name for whatever a file unpacks to, or a number in it stands for
+MAX_BYTES = 1 << 27  # default of the option max_bytes of all readers
 
-_TIMES = 32  # its own size, which text and numbers that were compressed stay well below
+_TIMES = 32  # largest ratio of unpacked to packed size; compressed text and numbers stay well below
 _OPEN: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _PIECE = 1 << 20
 
 
 def allowed_bytes(path: Path, max_bytes: int) -> int:
-    """Return how many bytes a file may ask for: ``max_bytes``, or 32 times its size where that is more."""
+    """Return how many bytes reading a file may allocate: the larger of ``max_bytes`` and 32 times its size."""
     return max(max_bytes, _TIMES * path.stat().st_size)
 
 
 def require_allowed(needed: int, path: Path, max_bytes: int, what: str) -> None:
-    """Raise a ValueError if ``what``, in or of the file, would take more bytes than it may ask for."""
+    """Raise a ValueError if ``what``, the file or a part of it, needs more bytes than :func:`allowed_bytes`."""
     if needed > (allowed := allowed_bytes(path, max_bytes)):
         raise ValueError(
             f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed, the "
@@ -31,10 +31,10 @@ def require_allowed(needed: int, path: Path, max_bytes: int, what: str) -> None:
 
 
 def require_unpackable(path: Path, max_bytes: int) -> None:
-    """Unpack a compressed file piece by piece, which is kept nowhere, to see that it is whole and not too large.
+    """Check that a compressed file is intact and not too large, by unpacking it in chunks that are discarded.
 
     Raises:
-        ValueError: if it is damaged, or more than it may ask for.
+        ValueError: if it is damaged, or larger than :func:`allowed_bytes`.
     """
     try:
         if path.suffix.lower() == ".zip":

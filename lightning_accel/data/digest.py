@@ -1,4 +1,4 @@
-"""Tell data that changed from those that a checkpoint was trained on."""
+"""Digests that detect data other than those that a checkpoint was trained on."""
 
 import hashlib
 import math
@@ -15,10 +15,10 @@ Part: TypeAlias = np.ndarray | Sequence[str]
 
 
 def digest_of(*parts: Part) -> str:
-    """Return a short text that differs where a value, a type, a shape or the order of anything in ``parts`` does.
+    """Return a digest that changes if a value, a type, a shape or the order of anything in ``parts`` changes.
 
-    Every value is read, at about a gigabyte a second. Give values as a file has them: sums, such as means, round
-    otherwise on another machine.
+    Every value is read, at about a gigabyte per second. Pass values as a file has them: computed values, such as means,
+    are rounded differently on another machine.
 
     >>> digest_of(np.array([1, 2])) == digest_of(np.array([2, 1])), digest_of(["ab", "c"]) == digest_of(["a", "bc"])
     (False, False)
@@ -29,7 +29,7 @@ def digest_of(*parts: Part) -> str:
             digest.update(np.array([len(text) for text in part], dtype="<i8").tobytes())
             part = np.frombuffer("".join(part).encode("utf-8", "surrogatepass"), dtype=np.uint8)
         if part.dtype.kind == "f" and (missing := np.isnan(part)).any():
-            part = np.where(missing, part.dtype.type(np.nan), part)  # there are many NaN, which differ in their bits
+            part = np.where(missing, part.dtype.type(np.nan), part)  # NaNs may differ in their bits
         part = np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<"))
         digest.update(f"{part.dtype.str}{part.shape}".encode())
         digest.update(part.reshape(-1).view(np.uint8).data)
@@ -37,13 +37,13 @@ def digest_of(*parts: Part) -> str:
 
 
 def require_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], what: str, remedy: str) -> None:
-    """Compare the state of a checkpoint's datamodule with that of this run's.
+    """Compare a datamodule's state in a checkpoint with its state in this run.
 
     Args:
-        saved: the state of the checkpoint; what it lacks, since an older release wrote it, is not compared.
-        now: the state of this run.
+        saved: state in the checkpoint; entries that it lacks, since an older release wrote it, are not compared.
+        now: state in this run.
         what: the data, for the message, such as ``images than those of mnist``.
-        remedy: what belongs in the place of other data.
+        remedy: sentence on what to do, for the message.
 
     Raises:
         ValueError: if they differ; the message names the first difference and says what to do.
@@ -59,7 +59,7 @@ def require_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], what: st
 
 
 def _agree(saved: Any, now: Any) -> bool:
-    """Compare values, tuples as lists, which is how some formats of checkpoints give them back, and floats nearly."""
+    """Return whether two values are equal, floats up to rounding; tuples equal lists, which some checkpoints load."""
     if isinstance(now, list | tuple):
         return (
             isinstance(saved, list | tuple)

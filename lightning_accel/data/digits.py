@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn carries. Shapes: B rows, H and W pixels."""
+"""The handwritten digits that come with scikit-learn. Shapes: B images, C channels, H and W pixels."""
 
 from typing import Any
 
@@ -15,22 +15,22 @@ from lightning_accel.data.preprocessing import ScaledPixels
 
 
 class DigitsDataModule(L.LightningDataModule):
-    """1,797 greyscale images of digits; batches are images (B, 1, 8, 8) float32 in [0, 1] and labels (B,) int64.
+    """Load 1,797 grayscale digits as batches of images (B, 1, 8, 8) float32 in [0, 1] and labels (B,) int64.
 
-    Seventy per cent train, ten validate, twenty test, every class in proportion; the same ``split_seed`` gives the
-    same split on every machine. ``predict`` runs over the test images.
+    Seventy percent train, ten validate and twenty test, stratified by class; the same ``split_seed`` gives the same
+    split on every machine. ``predict`` runs over the test images.
 
     Args:
-        batch_size: rows per process and step.
-        split_seed: picks the rows of each split.
-        max_shift: pixels, 0 to 7, by which training images are moved at random, up or down and left or right.
-        num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
-        binarize: make every pixel exactly 0 or 1, 1 above 0.5; shifted images are no less so, since they move by whole
-            pixels and zeros come in.
+        batch_size: samples per process and step.
+        split_seed: seed of the split.
+        max_shift: largest random shift of training images, in pixels, 0 to 7, vertically and horizontally.
+        num_workers: workers that load batches; 0 is fastest, since the images are in memory.
+        binarize: make every pixel exactly 0 or 1, 1 above 0.5; shifted images stay binary, since they move by whole
+            pixels and are padded with zeros.
 
     Raises:
-        ValueError: if a number is out of range; in ``load_state_dict``, if the split is another, or the images were
-            binarized and are not now, or the other way round.
+        ValueError: if a number is out of range; in ``load_state_dict``, if ``split_seed`` or ``binarize`` differs from
+            the checkpoint's.
 
     Source: E. Alpaydin and C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository
     """
@@ -70,7 +70,7 @@ class DigitsDataModule(L.LightningDataModule):
         )
 
     def preprocessing(self) -> ScaledPixels:
-        """What makes images of the pixels, in [0, 16], as scikit-learn has them, for a file that takes those."""
+        """Return the module that scales scikit-learn's pixels in [0, 16] as batches have them, for exported models."""
         return ScaledPixels(16, self.binarize)
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class DigitsDataModule(L.LightningDataModule):
                 f"the checkpoint was trained with split_seed={state_dict['split_seed']}; with {self.split_seed}, "
                 "images that it was trained on would be tested"
             )
-        trained_on = state_dict.get("binarize", False)  # which older checkpoints lack
+        trained_on = state_dict.get("binarize", False)  # older checkpoints lack it
         if trained_on != self.binarize:
             raise ValueError(
                 f"the checkpoint was trained with binarize={trained_on}; with {self.binarize}, the model would read "
@@ -109,7 +109,7 @@ class DigitsDataModule(L.LightningDataModule):
 
 
 def shift_images(images: Tensor, max_shift: int) -> Tensor:
-    """Move each of ``images`` (B, C, H, W) by up to ``max_shift`` pixels along H and along W; zeros come in."""
+    """Shift each of ``images`` (B, C, H, W) at random by up to ``max_shift`` pixels along H and W; pad with zeros."""
     num_images, channels, height, width = images.shape
     device = images.device
     top, left = torch.randint(2 * max_shift + 1, (2, num_images, 1), device=device)

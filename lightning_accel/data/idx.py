@@ -1,4 +1,4 @@
-"""Images of the user's own in IDX files, such as MNIST. Shapes: N rows of a file, B of a batch, H and W pixels."""
+"""Images in IDX files, the format of MNIST. Shapes: N images of a file, B of a batch, H and W pixels."""
 
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,41 +19,43 @@ Limits: TypeAlias = tuple[float, float]
 
 
 class IdxDataModule(L.LightningDataModule):
-    """MNIST, or whatever has its format; batches are images float32 in [0, 1] and labels (B,) int64.
+    """Load MNIST, or other images in its format, as batches of images float32 in [0, 1] and labels (B,) int64.
 
     The folder holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
     ``t10k-labels-idx1-ubyte``, each gzipped or not, also with a dot before ``idx``, with ``test`` for ``t10k``, or with
     a dataset's name in front; nothing is downloaded. The test files may be missing where there is no test.
 
-    Files of (N, H, W) give images (B, 1, H, W), those of (N, D) rows (B, D), and others what they hold. In memory they
-    stay as they are in the file, for MNIST a byte a pixel, and become float32 a batch at a time. The least value of the
-    training file becomes 0 and the greatest 1, whatever its type (for MNIST: 0 and 255); test images are cut there.
+    Files of shape (N, H, W) give images (B, 1, H, W), files of (N, D) give vectors (B, D), and other shapes stay as
+    they are. In memory, images keep the type of the file, for MNIST one byte per pixel, and become float32 one batch at
+    a time. The smallest value of the training file becomes 0 and the largest 1, whatever its type (for MNIST: 0 and
+    255); test images are clamped to that range.
 
-    Labels are any whole numbers; classes are those of the training file in order. ``val_share`` of the training images
-    validates, every class in proportion, and the same files and ``split_seed`` give the same split everywhere.
+    Labels are any whole numbers; the classes are the sorted labels of the training file. A share ``val_share`` of the
+    training images validates, stratified by class; the same files and ``split_seed`` give the same split on every
+    machine.
 
     After ``setup``: ``num_features`` (values of an image), ``image_shape``, and with labels ``num_classes`` and
     ``class_names``.
 
     Args:
-        path: the folder.
-        train_images: file in the folder, or an absolute path, for a name that is none of those in use.
+        path: folder of the files.
+        train_images: name of the file in the folder, or its absolute path, if it has none of the usual names.
         train_labels: like ``train_images``.
         test_images: like ``train_images``.
         test_labels: like ``train_images``.
-        labelled: False to do without labels; batches are then images alone, as ``(images,)``.
+        labelled: False to read no labels; batches are then ``(images,)``.
         binarize: make every value exactly 0 or 1, 1 above 0.5.
         val_share: share of the training images that validate.
-        split_seed: picks them.
-        batch_size: rows per process and step.
-        num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
+        split_seed: seed of the split into training and validation images.
+        batch_size: samples per process and step.
+        num_workers: workers that load batches; 0 is fastest, since the images are in memory.
         predict_path: IDX file of images to predict; by default the test images.
-        max_bytes: that a gzipped file may take unpacked; 32 times its size if that is more.
+        max_bytes: largest size of an unpacked gzipped file in bytes; 32 times its packed size if that is more.
 
     Raises:
-        FileNotFoundError: if the folder is not there; in ``setup``, if a file is not, naming what was looked for.
+        FileNotFoundError: if the folder does not exist; in ``setup``, if a file does not, naming the expected names.
         ValueError: if a number is out of range; in ``setup``, if a file is no IDX file, is damaged or empty, holds
-            images of one value, NaN or another shape, or labels that are not one whole number for each image; in
+            constant images, NaN or images of another shape, or labels that are not one whole number per image; in
             ``load_state_dict``, if the model was trained on other images.
     """
 
@@ -100,12 +102,12 @@ class IdxDataModule(L.LightningDataModule):
         self.max_bytes = max_bytes
 
     def setup(self, stage: str | None = None) -> None:
-        if not hasattr(self, "train_rows"):  # a trainer calls setup once a stage
+        if not hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             self._set_up_training()
             self._set_up_held_out()
         needed = {"test": self.test_rows, "predict": self.predict_rows}
         if stage in needed and needed[stage] is None:
-            require_idx(self.path, "test-images")  # refuses
+            require_idx(self.path, "test-images")  # raises
 
     def _set_up_training(self) -> None:
         path = self._file("train-images", self.train_images)
@@ -211,24 +213,24 @@ class IdxDataModule(L.LightningDataModule):
         return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        assert self.test_rows is not None  # setup refuses
+        assert self.test_rows is not None  # setup raises otherwise
         return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        assert self.predict_rows is not None  # setup refuses
+        assert self.predict_rows is not None  # setup raises otherwise
         return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
 class ImageRows(Dataset[tuple[Tensor, ...]]):
-    """Images of any type, with labels or without, of which a batch at a time is scaled to float32 in [0, 1].
+    """Hold images of any type, optionally with labels, and scale one batch at a time to float32 in [0, 1].
 
     Args:
         images: (N, ...) as in the file.
         labels: (N,) int64, or None.
-        shape: of an image of the batch.
+        shape: shape of one image in a batch.
         limits: the values that become 0 and 1.
-        binarize: make them 0 or 1.
-        chosen: numbers of the rows, by default all.
+        binarize: make every value 0 or 1.
+        chosen: indices of the images to use, by default all.
     """
 
     def __init__(
@@ -248,7 +250,7 @@ class ImageRows(Dataset[tuple[Tensor, ...]]):
         self.chosen = torch.arange(len(images)) if chosen is None else chosen
 
     def only(self, rows: np.ndarray) -> "ImageRows":
-        """Some of the rows; the images are not copied."""
+        """Return a subset of the images, without copying them."""
         return ImageRows(self.images, self.labels, self.shape, self.limits, self.binarize, torch.from_numpy(rows))
 
     def unlabelled(self) -> "ImageRows":
@@ -261,14 +263,14 @@ class ImageRows(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[0] for tensor in self.__getitems__([index]))
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        """Return the batch of items ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         rows = self.chosen[torch.tensor(indices)]
         images = self._scaled(self.images[rows]).view(-1, *self.shape)
         return (images,) if self.labels is None else (images, self.labels[rows])
 
     def _scaled(self, images: Tensor) -> Tensor:
         least, greatest = self.limits
-        # float32 holds bytes and 16 bits exactly, and no larger numbers
+        # float32 represents integers of 8 and 16 bits exactly, but not of 32
         images = images.float() if images.dtype in (torch.uint8, torch.int8, torch.int16) else images.double()
         images = images.sub_(least).div_(greatest - least).clamp_(0, 1).float()
         return images.gt(0.5).float() if self.binarize else images

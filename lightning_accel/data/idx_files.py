@@ -1,4 +1,4 @@
-"""IDX files, the format of MNIST: arrays of one type and any number of dimensions, which numpy does not read."""
+"""Reader of IDX files, the format of MNIST: arrays of one type and any number of dimensions, unknown to numpy."""
 
 import gzip
 import math
@@ -24,17 +24,17 @@ def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> np.ndarray:
 
     Args:
         path: the file.
-        max_bytes: that a gzipped file may take unpacked; 32 times its size if that is more.
+        max_bytes: largest size of an unpacked gzipped file in bytes; 32 times its packed size if that is more.
 
     Returns:
-        Of the file's own type, uint8, int8, int16, int32, float32 or float64, in the machine's byte order; writable.
+        A writable array of the file's type (uint8, int8, int16, int32, float32 or float64) in the machine's byte order.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no IDX file, is cut short, is longer than its header says, holds no values, or is too large
-            unpacked; or if there is a folder or a device.
+        ValueError: if it is no IDX file, is truncated, is longer than its header says, holds no values, is too large
+            unpacked, or is a folder or a device.
 
-    Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, the format at the page's end
+    Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, section on the file format
     """
     path = regular_file(path)
     with path.open("rb") as start:
@@ -47,7 +47,7 @@ def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> np.ndarray:
 
 
 def _read(file: Any, path: Path, max_bytes: int, size: int | None) -> np.ndarray:
-    """Read the array of a file of ``size`` bytes, None where they are not known before they are unpacked."""
+    """Read the array of an open file; ``size`` is its length in bytes, None for a gzipped file."""
     header = file.read(4)
     header += file.read(4 * header[3]) if len(header) == 4 else b""
     dtype, shape, begin = _read_header(header, path)
@@ -78,7 +78,7 @@ def _read(file: Any, path: Path, max_bytes: int, size: int | None) -> np.ndarray
 
 
 def _read_header(content: bytes, path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Type, shape, and where the values begin."""
+    """Return the type, the shape, and the offset of the first value in bytes."""
     if not content:
         raise ValueError(f"{path} is empty; an IDX file was needed")
     magic = content[:4]
@@ -98,13 +98,14 @@ def _read_header(content: bytes, path: Path) -> tuple[np.dtype, tuple[int, ...],
 
 
 def find_idx(folder: Path, part: IdxPart) -> Path | None:
-    """The file of ``part`` in ``folder``, by the names in use; None if there is none.
+    """Find the file of ``part`` in ``folder`` by its usual names; return None if there is none.
 
-    Such as ``train-images-idx3-ubyte``, ``train-images.idx3-ubyte``, ``emnist-letters-train-images-idx3-ubyte.gz``, and
-    for test also ``t10k``. Of a file and the same one gzipped, the first counts.
+    Usual names are ``train-images-idx3-ubyte``, ``train-images.idx3-ubyte``,
+    ``emnist-letters-train-images-idx3-ubyte.gz`` and the like, with ``t10k`` or ``test`` for the test files. A file
+    goes before its gzipped copy.
 
     Raises:
-        ValueError: if several fit.
+        ValueError: if several files match.
     """
     found = sorted(_matching(folder, part)) if folder.is_dir() else []
     found = [path for path in found if path.suffix != ".gz" or path.with_suffix("") not in found]
@@ -117,10 +118,10 @@ def find_idx(folder: Path, part: IdxPart) -> Path | None:
 
 
 def require_idx(folder: Path, part: IdxPart, remedy: str = "") -> Path:
-    """The file of ``part`` in ``folder``.
+    """Return the file of ``part`` in ``folder``.
 
     Raises:
-        FileNotFoundError: if there is none, naming what was looked for; ``remedy`` ends the message.
+        FileNotFoundError: if there is none, naming the expected names; ``remedy`` ends the message.
     """
     path = find_idx(folder, part)
     if path is not None:

@@ -1,4 +1,4 @@
-"""Rows of tensors that fit in memory, fetched a batch at a time."""
+"""Data sets of tensors that fit in memory, fetched one batch at a time."""
 
 import warnings
 from typing import Any
@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class TensorRows(Dataset[tuple[Tensor, ...]]):
-    """Tensors of equal length, indexed together along dimension 0.
+    """Index tensors of equal length together along dimension 0.
 
-    A DataLoader fetches a whole batch with one index per tensor; collating row by row costs many times as much
-    (``benchmarks/bench_fit_loop.py`` measures it).
+    A DataLoader fetches a whole batch with one indexing operation per tensor; collating sample by sample costs many
+    times as much (``benchmarks/bench_fit_loop.py`` measures it).
 
     Raises:
         ValueError: if the lengths differ.
@@ -32,13 +32,13 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        """Return the batch of items ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         chosen = torch.tensor(indices)
         return tuple(tensor[chosen] for tensor in self.tensors)
 
 
 def require_loading_options(batch_size: int, split_seed: int, num_workers: int, max_bytes: int = 1) -> None:
-    """Raise a ValueError for a number out of range, before any data is read."""
+    """Raise a ValueError if a number is out of range, before any data are read."""
     for name, value, least in (
         ("batch_size", batch_size, 1), ("split_seed", split_seed, 0), ("num_workers", num_workers, 0),
         ("max_bytes", max_bytes, 1),
@@ -50,7 +50,7 @@ def require_loading_options(batch_size: int, split_seed: int, num_workers: int, 
 def row_loader(
     rows: Dataset[Any], datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:
-    """Batches that ``__getitems__`` of ``rows`` makes, memory pinned where a trainer on CUDA uses ``datamodule``."""
+    """Return a loader of the batches of ``rows.__getitems__``; memory is pinned if the Trainer runs on CUDA."""
     silence_advice_on_workers(num_workers)
     return DataLoader(
         rows,
@@ -64,7 +64,7 @@ def row_loader(
 
 
 def silence_advice_on_workers(num_workers: int) -> None:
-    if num_workers == 0:  # indexing takes microseconds, so Lightning's advice to add workers would slow the run down
+    if num_workers == 0:  # indexing takes microseconds: following Lightning's advice to add workers would slow the run
         warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
 
 

@@ -1,4 +1,4 @@
-"""Tell how much memory a Parquet file takes, of which a few bytes may stand for a value in every row."""
+"""Limit on the memory that a Parquet file needs, in which a few bytes may encode a value of every row."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96
 
 
 def require_bounded(path: Path, max_bytes: int) -> None:
-    """Raise a ValueError if the rows of a Parquet file take more memory than it may ask for.
+    """Raise a ValueError if the rows of a Parquet file need more memory than :func:`allowed_bytes` permits.
 
-    Texts and bytes are looked at where the longest that there might be would be too much if it stood in every row.
+    Columns of text or bytes are decoded only if their longest possible value, repeated in every row, would be too much.
     """
     with pq.ParquetFile(path) as file:
         metadata = file.metadata

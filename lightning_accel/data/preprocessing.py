@@ -1,4 +1,4 @@
-"""What datamodules do to raw rows, as modules for a file. Shapes: B rows, D features, N numbers, K columns."""
+"""Preprocessing of datamodules as torch modules, to be exported with a model. Shapes: B rows, D features, K columns."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ScaledPixels(nn.Module):
-    """Pixels in [0, ``largest``], any shape, floating, to [0, 1]; or to exactly 0 and 1, 1 above a half.
+    """Scale pixels in [0, ``largest``], of any shape and floating dtype, to [0, 1], or to exactly 0 and 1 (above 0.5).
 
     >>> ScaledPixels(16)(torch.tensor([0.0, 4.0]))
     tensor([0.0000, 0.2500])
@@ -29,14 +29,14 @@ class ScaledPixels(nn.Module):
 
 
 class RawColumns(nn.Module):
-    """Rows of a table (B, K) float64 to the features (B, D) float32 that a model was trained on.
+    """Encode rows of a table (B, K) float64 as the features (B, D) float32 that a model was trained on.
 
-    A column of numbers holds them, NaN where one is missing; a column of categories holds the place of the row's in the
-    list that ``columns`` has of them, and anything else for one that training lacked.
+    A numeric column holds numbers, NaN where one is missing. A categorical column holds the index of the category in
+    its list in ``columns``, and any other number for a category that was not in the training rows.
 
     Args:
-        encoder: fitted, of a pipeline ``number`` (median, indicators of what is missing, standardisation) and one-hot
-            ``category``.
+        encoder: a fitted ColumnTransformer of a pipeline ``number`` (median imputation with missing indicators, then
+            standardization) and a one-hot ``category``.
     """
 
     median: Tensor
@@ -71,7 +71,7 @@ class RawColumns(nn.Module):
         return torch.cat(parts, dim=1).float()
 
     def inverse(self, features: Tensor) -> Tensor:
-        """Rows (B, K) that become ``features``, but for rounding."""
+        """Return rows (B, K) whose encoding is ``features``, up to rounding."""
         width = len(self.mean)
         values = features[:, :width].double() * self.scale + self.mean
         rows = values[:, : self.num_numbers].clone()
@@ -87,4 +87,4 @@ class RawColumns(nn.Module):
 
 
 def _float64(values: Any) -> Tensor:
-    return torch.from_numpy(np.nan_to_num(np.asarray(values, dtype=np.float64)))  # NaN: a column without any value
+    return torch.from_numpy(np.nan_to_num(np.asarray(values, dtype=np.float64)))  # NaN in a column without values

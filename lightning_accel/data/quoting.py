@@ -1,4 +1,4 @@
-"""What messages show of data, which may be of any size."""
+"""Short texts of values of any size, for messages."""
 
 import reprlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 60
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """Return ``repr(value)`` in at most ``most`` characters; of what is left out, nothing is formatted.
+    """Return ``repr(value)`` in at most ``most`` characters, without formatting what is omitted.
 
     >>> shown("z" * 3_000_000, most=12)
     "'zzzzzzzz..."
@@ -22,7 +22,7 @@ def shown(value: Any, most: int = 60) -> str:
 
 
 def listed(names: Sequence[object], most: int = 20) -> str:
-    """Join the first ``most`` names by commas, each in at most 60 characters, and count the others.
+    """Join the first ``most`` names by commas, each shortened to 60 characters, and count the others.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
@@ -32,6 +32,6 @@ def listed(names: Sequence[object], most: int = 20) -> str:
 
 
 def cut(name: object, most: int = 60) -> str:
-    """Return ``str(name)`` of a text, number or error in at most ``most`` characters."""
+    """Return ``str(name)``, for a text, number or error, in at most ``most`` characters."""
     text = str(name)
     return text if len(text) <= most else f"{text[: most - 3]}..."

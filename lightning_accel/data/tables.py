@@ -1,4 +1,4 @@
-"""CSV and Parquet files, read so that a value that is not what it seems is an error and not a number."""
+"""Readers of CSV and Parquet files that raise an error where a value would be misread."""
 
 import difflib
 import warnings
@@ -13,7 +13,7 @@ from lightning_accel.data.bounds import MAX_BYTES, require_unpackable
 from lightning_accel.data.parquet_size import require_bounded
 from lightning_accel.data.quoting import cut, listed, shown
 
-_LARGEST = 1e30  # the normalisation squares it
+_LARGEST = 1e30  # the standardization squares it
 
 
 def read_table(
@@ -24,11 +24,11 @@ def read_table(
     text_columns: Sequence[str] = (),
     max_bytes: int = MAX_BYTES,
 ) -> pd.DataFrame:
-    """Read a CSV or Parquet file with at least one row; ``text_columns`` of a CSV file stay as they are written.
+    """Read a CSV or Parquet file with at least one row; ``text_columns`` of a CSV file are not converted to numbers.
 
     Raises:
-        ValueError: if it is neither, cannot be read as one, has no rows, has columns of one name or of none, or is too
-            large unpacked, see :mod:`lightning_accel.data.bounds`.
+        ValueError: if it is neither, cannot be read, has no rows, has two columns of one name, or is too large
+            unpacked, see :mod:`lightning_accel.data.bounds`.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if ".csv" not in suffixes and ".parquet" not in suffixes:
@@ -42,16 +42,16 @@ def read_table(
             require_unpackable(path, max_bytes)
             _require_distinct_names(pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str), path)
             with warnings.catch_warnings():
-                # Rows longer than the header: pandas would take their first fields for an index, or drop the last
+                # If rows are longer than the header, pandas would use their first fields as index, or drop the last
                 warnings.simplefilter("error", pd.errors.ParserWarning)
                 table = pd.read_csv(
                     path,
                     sep=separator,
                     decimal=decimal,
                     na_values=list(missing),
-                    dtype=dict.fromkeys(text_columns, str),  # else 01 in one file and A1 in the next are 1 and A1
+                    dtype=dict.fromkeys(text_columns, str),  # else "01" beside "A1" is text, and alone the number 1
                     index_col=False,
-                    low_memory=False,  # it guesses types chunk by chunk: one by where the text of a column stands
+                    low_memory=False,  # True infers a type per chunk, so that it depends on where a text stands
                 )
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
@@ -60,7 +60,7 @@ def read_table(
         pd.errors.ParserWarning,
         OSError,
         EOFError,
-    ) as error:  # of pandas and of pyarrow, most of which are ValueErrors
+    ) as error:  # raised by pandas and pyarrow, mostly ValueErrors
         if str(path) in str(error):
             raise
         raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {cut(error, 200)}") from error
@@ -83,8 +83,8 @@ def existing_file(path: str | Path) -> Path:
     """Return the path of a regular file.
 
     Raises:
-        FileNotFoundError: if there is none; the message names one of a like name.
-        ValueError: if there is something else, such as a folder.
+        FileNotFoundError: if there is none; the message names a file of a similar name.
+        ValueError: if it is something else, such as a folder.
     """
     path = regular_file(path)
     if path.is_file():
@@ -97,10 +97,10 @@ def existing_file(path: str | Path) -> Path:
 
 
 def regular_file(path: str | Path) -> Path:
-    """Return the path unless there is something that is no file, of which a pipe would be waited for without end.
+    """Return ``path``, which may not exist but may be nothing but a file; opening a pipe would block forever.
 
     Raises:
-        ValueError: if there is a folder, a pipe or a device.
+        ValueError: if it is a folder, a pipe or a device.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -124,7 +124,7 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> N
 def read_classes(
     column: pd.Series, path: Path, quantity: str = "a target that is a quantity is not supported"
 ) -> tuple[np.ndarray, list[str]]:
-    """Class of each row, (rows,) int64, and the names of the classes in order; ``quantity`` ends a message."""
+    """Return the class of each row, (rows,) int64, and the sorted class names; ``quantity`` ends a message."""
     where = f"the target column {shown(column.name)} of {path}"
     if (missing := column.isna()).any():
         raise ValueError(
@@ -149,7 +149,7 @@ def read_classes(
 
 
 def _require_one_kind(column: pd.Series, text: pd.Series, where: str) -> None:
-    """Raise a ValueError where a number and a text look alike, as 1 and "1" do in JSON."""
+    """Raise a ValueError if a number and a text look alike, as 1 and "1" do in JSON."""
     if column.dtype != object:
         return
     as_text = {name for name, value in zip(text, column, strict=True) if isinstance(value, str)}
@@ -159,7 +159,7 @@ def _require_one_kind(column: pd.Series, text: pd.Series, where: str) -> None:
 
 
 def _numbers_first(name: str) -> tuple[float, str]:
-    """Sort key that puts 2 before 10, and numbers before words."""
+    """Return a sort key that puts 2 before 10, and numbers before words."""
     try:
         return float(name), name
     except ValueError:
@@ -167,10 +167,11 @@ def _numbers_first(name: str) -> tuple[float, str]:
 
 
 def holds_numbers(column: pd.Series, path: Path) -> bool:
-    """Whether every value is a number; False if none is.
+    """Return whether every value of a column is a number; False if none is.
 
     Raises:
-        ValueError: if some are, naming the first that is not; if it holds dates, or text that never repeats.
+        ValueError: if only some are numbers, naming the first that is not; if the column holds dates, lists, bytes,
+            numbers that are not parsed as they are written, or texts that hardly repeat.
     """
     where = f"column {shown(column.name)} of {path}"
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
@@ -216,7 +217,7 @@ def as_numbers(column: pd.Series, path: Path, remedy: str = "Mend the value, or 
 
 
 def as_text(column: pd.Series, path: Path) -> pd.Series:
-    """Return the values as texts, ``<missing>`` where there is none.
+    """Convert the values to texts, missing ones to ``<missing>``.
 
     Raises:
         ValueError: if they are bytes.
@@ -226,14 +227,14 @@ def as_text(column: pd.Series, path: Path) -> pd.Series:
             f"column {shown(column.name)} of {path} holds bytes; text or numbers were needed. Decode them, or list the "
             "column under ignore if it is no feature"
         )
-    # convert_dtypes first: a column of whole numbers is float where values are missing, and 1.0 is no name for 1
+    # convert_dtypes first: whole numbers with missing values are float, and would become "1.0" in place of "1"
     return column.convert_dtypes().astype("string").fillna("<missing>").astype(object)
 
 
 def split_rows(
     rows: np.ndarray, classes: np.ndarray | None, share: float, seed: int, path: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Part ``rows`` in two, the second of ``share``; where there are ``classes``, of all rows, each in proportion."""
+    """Split ``rows`` in two, the second with ``share`` of them, stratified by the ``classes`` of all rows."""
     try:
         kept, held_out = train_test_split(
             rows, test_size=share, random_state=seed, stratify=None if classes is None else classes[rows]
@@ -244,5 +245,5 @@ def split_rows(
 
 
 def _first_row(mask: pd.Series) -> int:
-    """Number of the first row that ``mask`` holds, the header not counted."""
+    """Return the number, from 1, of the first row where ``mask`` is True, not counting the header."""
     return int(mask.to_numpy().argmax()) + 1

@@ -1,4 +1,4 @@
-"""Tables of the user's own, for classification. Shapes: B rows, D features."""
+"""Tables for classification. Shapes: B rows of a batch, D features."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -35,43 +35,45 @@ from lightning_accel.ops.names import list_of_names
 
 
 class TabularDataModule(L.LightningDataModule):
-    """Rows of a CSV or Parquet file; batches are features (B, D) float32 and classes (B,) int64.
+    """Load rows of a CSV or Parquet file as batches of features (B, D) float32 and classes (B,) int64.
 
-    Columns of numbers are features with missing values set to the median, an extra 0/1 feature where values are
-    missing, mean 0 and variance 1; columns of text are one feature for each category, a missing value being one too.
-    All of that is fitted on the training rows alone; a category that they lack is all zeros. A column that mixes
-    numbers and text is refused until ``categorical`` names it. Classes keep their proportions in every split, and the
-    same file and ``split_seed`` give the same split everywhere.
+    In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
+    feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
+    as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
+    A column that mixes numbers and text is an error unless ``categorical`` names it. Splits are stratified by class,
+    and the same file and ``split_seed`` give the same split on every machine.
 
     After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
     ``length``, ``colour=red`` and ``missingindicator_length``.
 
-    A checkpoint keeps what was fitted; loading it beside another file, split or order of columns is refused, since the
-    model would read features it was not trained on, or be tested on rows it was.
+    A checkpoint stores a description of the fitted data; loading it with another file, split or order of columns is an
+    error, since the model would read features it was not trained on, or be tested on rows it was trained on.
 
     Args:
         path: file with a header, ``.csv`` (also compressed, ``.csv.gz``) or ``.parquet``.
         target: column of the classes.
         categorical: columns of numbers, or of numbers and text, to read as categories.
         ignore: columns that are no features, such as a key.
-        missing: texts that mean a missing value, besides the empty field, ``NA``, ``NaN``, ``null`` and their like.
-        separator: between the fields of a CSV file.
-        decimal: the decimal mark of a CSV file.
+        missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
+            other defaults of pandas.
+        separator: separator of the fields of a CSV file.
+        decimal: decimal mark of a CSV file.
         val_share: share of the rows that validate.
         test_share: share of the rows that test.
-        split_seed: picks the rows of each split.
-        batch_size: rows per process and step.
-        num_workers: processes that fetch batches; 0 is fastest, since the rows are in memory.
-        predict_path: file of rows to predict, with the same feature columns and no need of the target; by default the
+        split_seed: seed of the splits.
+        batch_size: samples per process and step.
+        num_workers: workers that load batches; 0 is fastest, since the rows are in memory.
+        predict_path: file of rows to predict, with the same feature columns, with or without the target; by default the
             test rows.
-        max_bytes: that a compressed file, or a Parquet file, may take unpacked; 32 times its size if that is more.
+        max_bytes: largest size of an unpacked compressed or Parquet file in bytes; 32 times its packed size if that is
+            more.
 
     Raises:
-        FileNotFoundError: if a file is not there.
+        FileNotFoundError: if a file does not exist.
         ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
-            or not a table, lacks a column or its name, repeats one, gives two features one name, holds text among
-            numbers, infinities, dates or no class, or has too few rows of a class to split; in ``load_state_dict``, if
-            other rows were fitted.
+            or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
+            numbers, infinities, dates or a missing class, or has too few rows of a class to split; in
+            ``load_state_dict``, if the checkpoint was trained on other rows.
     """
 
     num_features: int
@@ -120,7 +122,7 @@ class TabularDataModule(L.LightningDataModule):
         self.max_bytes = max_bytes
 
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
+        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             return
         table = self._read(self.path, [self.target, *self.categorical])
         require_columns(table, [self.target, *self.categorical, *self.ignore], self.path)
@@ -158,7 +160,7 @@ class TabularDataModule(L.LightningDataModule):
             self.predict_rows = TensorRows(_to_tensor(encoder.transform(features)))
 
     def preprocessing(self) -> RawColumns:
-        """What makes features of the table's rows, for a file that takes those as they are."""
+        """Return the module that encodes rows of the table as features, for exported models that take raw rows."""
         return RawColumns(self._encoder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class TabularDataModule(L.LightningDataModule):
     def _read_features(
         self, table: pd.DataFrame, path: Path, is_number: dict[str, bool] | None = None
     ) -> tuple[pd.DataFrame, dict[str, bool]]:
-        """Feature columns as float64 or text, and which are which, ``is_number`` telling where it is known."""
+        """Return the feature columns as float64 or text, and which are numbers; ``is_number`` says so if known."""
         if is_number is None:
             is_number = {
                 name: name not in self.categorical and holds_numbers(table[name], path)
@@ -221,7 +223,7 @@ def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:
 
 
 def _feature_names(encoder: ColumnTransformer, path: Path) -> list[str]:
-    names = [name.partition("__")[2] for name in encoder.get_feature_names_out()]  # less number__ and category__
+    names = [name.partition("__")[2] for name in encoder.get_feature_names_out()]  # without number__ and category__
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
             f"{path} gives two features the name {shown(twice[0])}: a column and what is made of another, or two "

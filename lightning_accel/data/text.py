@@ -1,4 +1,4 @@
-"""Text for language models. Shapes: B rows, T tokens."""
+"""Text for language models. Shapes: B windows, T tokens."""
 
 import math
 import sysconfig
@@ -29,44 +29,44 @@ from lightning_accel.data.tokens import (
 )
 from lightning_accel.ops.names import list_of_names
 
-_NEIGHBOURS = 16  # windows that go to one split together, so that few of them border on another
+_NEIGHBOURS = 16  # adjacent windows in one split, so that few windows border on another split
 
 
 class TextDataModule(L.LightningDataModule):
-    """Windows of the user's text; batches are token numbers (B, T + 1) int64: T inputs and, shifted by one, T targets.
+    """Load windows of text as batches of token ids (B, T + 1) int64: T inputs and, shifted by one, T targets.
 
-    All documents stand one after the other, a separator after each, and are cut into windows without overlap or
-    padding. Sixteen neighbouring windows go to one split, at random. Files are mapped, not loaded: bytes where they
-    lie, other tokens from a cache that is made once. The order of training depends on ``seed`` and epoch alone; a run
-    resumed in mid-epoch goes on with the next batch, also on another number of processes.
+    All documents are concatenated, a separator after each, and split into windows without overlap or padding. Groups of
+    sixteen adjacent windows are assigned to the splits at random. Files are memory-mapped, not loaded: bytes directly,
+    other tokens from a cache that is written once. The training order depends on ``seed`` and the epoch alone; a run
+    resumed in mid-epoch continues with the next batch, also on another number of processes.
 
-    ``predict`` runs over ``prompts``, token numbers (1, T) each.
+    ``predict`` runs over ``prompts``, token ids (1, T) each.
 
-    ``vocab_size`` is the tokenizer's and one more, the last, for the separator; after ``setup``, ``bytes_per_token`` is
-    that of the whole text.
+    ``vocab_size`` is the tokenizer's vocabulary size plus one: the last id is the separator. After ``setup``,
+    ``bytes_per_token`` is the mean over the whole text.
 
     Args:
-        path: a text file, or a folder whose files of these ``suffixes`` are taken, in the order of their names, with
-            those of its subfolders; by default what Python carries: its language reference and its top modules, about 6
+        path: a text file, or a folder whose files with these ``suffixes`` are read, including subfolders, sorted by
+            name; by default the text that comes with Python: its language reference and its top-level modules, about 6
             MB of English and code.
         context_length: T.
         batch_size: windows per process and step.
-        tokenizer: has ``encode``, ``decode`` and the size of its vocabulary, as those of the packages tokenizers and
-            transformers do; by default a token is a byte.
-        suffixes: of the files in a folder.
+        tokenizer: has ``encode``, ``decode`` and a vocabulary size, as in the packages tokenizers and transformers; by
+            default each byte is a token.
+        suffixes: file name suffixes to read from a folder.
         val_share: share of the windows that validate.
         test_share: share of the windows that test.
-        seed: of the split and of the order.
-        prompts: texts that ``predict`` goes on from.
-        cache_dir: where tokens of a ``tokenizer`` are kept.
-        num_workers: processes that fetch batches; 0 is fastest for text on a local disk.
+        seed: seed of the split and of the training order.
+        prompts: texts that ``predict`` continues.
+        cache_dir: folder where the tokens of a ``tokenizer`` are stored.
+        num_workers: workers that load batches; 0 is fastest for text on a local disk.
 
     Raises:
-        FileNotFoundError: if there is no such file, or no file of these suffixes in the folder.
-        TypeError: if the tokenizer lacks what it needs.
+        FileNotFoundError: if there is no such file, or no file with these suffixes in the folder.
+        TypeError: if the tokenizer lacks a method or its vocabulary size.
         ValueError: if a number is out of range; in ``setup``, if the text is too short for a window in each split, or
-            not UTF-8; in ``load_state_dict``, if a run is resumed on other text, or on another split of the same text,
-            which is not tested either.
+            not UTF-8; in ``load_state_dict``, if a run is resumed on other text, or resumed or tested on another split
+            of the same text.
     """
 
     vocab_size: int
@@ -97,7 +97,7 @@ class TextDataModule(L.LightningDataModule):
                 f"got val_share={val_share}, test_share={test_share}"
             )
         self.of_python = path is None
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # none where they are in an archive
+        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # empty if they are in an archive
         self.paths = modules if path is None else _find_texts(Path(path), list_of_names(suffixes))
         self.context_length = context_length
         self.batch_size = batch_size
@@ -113,12 +113,12 @@ class TextDataModule(L.LightningDataModule):
         self.vocab_size = vocabulary_size(self.tokenizer) + 1
 
     def prepare_data(self) -> None:
-        """Fill the cache, in one process of each machine."""
+        """Fill the token cache, in one process per machine."""
         for path in self.paths:
             map_file(path, self.tokenizer, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_windows"):  # a trainer calls setup once a stage
+        if hasattr(self, "train_windows"):  # the Trainer calls setup once per stage
             return
         documents = [map_file(path, self.tokenizer, self.cache_dir) for path in self.paths]
         num_bytes = sum(path.stat().st_size for path in self.paths)
@@ -160,7 +160,7 @@ class TextDataModule(L.LightningDataModule):
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
         now = self.state_dict()
         if not resuming and any(state_dict.get(name, now[name]) != now[name] for name in ("text", DIGEST)):
-            return  # of other text than the model was trained on, any part may be tested
+            return  # any part of a text may be tested if the model was not trained on it
         remedy = (
             "'text' is tokens, vocabulary and checksum, 'split' context_length, shares and seed. Give the text and the "
             "options of its run"
@@ -169,7 +169,7 @@ class TextDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer
-        # not the world size: several processes may work on the same rows
+        # not the world size: several processes may share the same samples
         deal = None if trainer is None else trainer.distributed_sampler_kwargs
         replicas, rank = (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
         if len(self.train_windows) < self.batch_size * replicas:
@@ -190,7 +190,7 @@ class TextDataModule(L.LightningDataModule):
         return self._loader(self.test_windows)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """One prompt a batch; they differ in length."""
+        """Return a loader of the prompts, one per batch, since they differ in length."""
         if not self.prompts:
             raise ValueError("predict goes on from prompts; give some: TextDataModule(prompts=[...])")
         rows = [
@@ -225,7 +225,7 @@ def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _split(windows: int, val_share: float, test_share: float, seed: int) -> list[np.ndarray]:
-    """Numbers of the windows that train, validate and test."""
+    """Return the indices of the windows that train, validate and test."""
     groups = np.array_split(np.arange(windows), max(1, math.ceil(windows / _NEIGHBOURS)))
     order = np.random.default_rng(seed).permutation(len(groups))
     num_val, num_test = (math.ceil(share * len(groups)) for share in (val_share, test_share))

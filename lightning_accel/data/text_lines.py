@@ -1,4 +1,4 @@
-"""Files with an entry a line."""
+"""Readers of text files with one entry per line."""
 
 import gzip
 import json
@@ -14,12 +14,12 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def lines_of(path: Path, entry: str, max_bytes: int = MAX_BYTES) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, without their ends, each after words that say where it stands.
+    """Yield the location (``line 3 of FILE``, for messages) and the text of each line that is not blank.
 
     Args:
         path: UTF-8, gzipped if its name ends in ``.gz``.
         entry: what a line holds, for the error of an empty file.
-        max_bytes: that a gzipped file may unpack to, see :mod:`lightning_accel.data.bounds`.
+        max_bytes: largest size of an unpacked gzipped file, see :mod:`lightning_accel.data.bounds`.
 
     Raises:
         ValueError: if the file is empty, cannot be read, or is too large unpacked.
@@ -42,11 +42,11 @@ def lines_of(path: Path, entry: str, max_bytes: int = MAX_BYTES) -> Iterator[tup
 
 
 def parse_object(line: str, where: str, example: str) -> dict[str, Any]:
-    """The JSON object of a line.
+    """Parse the JSON object of a line.
 
     Raises:
-        ValueError: if it holds none, a field stands twice, lists stand too deep in one another, a number has thousands
-            of digits, or a text holds half of a surrogate pair; the message shows the ``example`` where it helps.
+        ValueError: if it holds none, repeats a field, nests lists too deeply, has a number of thousands of digits, or
+            half of a surrogate pair in a text; the message shows ``example`` where it helps.
     """
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def parse_object(line: str, where: str, example: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         half = shown(error.object[error.start])
         raise ValueError(f"{where} holds {half}, half of a surrogate pair, which is no text; remove it") from None
-    except ValueError as error:  # of distinct, or of int, which reads no more digits than Python lets it
+    except ValueError as error:  # raised by distinct, or by int, which limits the number of digits
         if where in str(error):
             raise
         raise ValueError(f"{where} holds a number that cannot be read: {error}") from None
@@ -78,7 +78,7 @@ def parse_object(line: str, where: str, example: str) -> dict[str, Any]:
 
 
 def holds_booleans(found: list[Any]) -> bool:
-    """Whether booleans stand among numbers, which would count as 1 and 0, in a list or in lists of a list."""
+    """Return whether a list, or a list of lists, mixes booleans with numbers, where they would count as 1 and 0."""
     kinds = set(map(type, found))
     if list in kinds:
         kinds.update(*(map(type, inner) for inner in found if isinstance(inner, list)))

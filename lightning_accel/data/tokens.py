@@ -1,4 +1,4 @@
-"""Texts as one stream of token numbers, on disk until they are read."""
+"""Texts as one stream of token ids, memory-mapped from disk. Shapes: B windows of a batch, T tokens of a window."""
 
 import hashlib
 import os
@@ -17,19 +17,20 @@ from torch.utils.data import Dataset
 from lightning_accel.data.digest import digest_of
 
 _PIECE = 1 << 20  # characters that are encoded at a time
-_MOST_DIGESTED = 1 << 28  # bytes
-_STRETCH = 1 << 15  # tokens
+_MOST_DIGESTED = 1 << 28  # bytes; longer streams are sampled
+_STRETCH = 1 << 15  # tokens of each sample
 
 
 class Tokenizer(ABC):
-    """Any class with these two methods counts as one, those of the packages tokenizers and transformers among them.
+    """Convert text to token ids and back; any class with these two methods is accepted as a subclass.
 
-    A protocol would ask for the same names of parameters, too, when a config names the class.
+    The tokenizers of the packages tokenizers and transformers are. A ``typing.Protocol`` would also require the same
+    names of parameters where a config names the class.
     """
 
     @abstractmethod
     def encode(self, text: str) -> Any:
-        """Token numbers of ``text``, or an object that has them as ``ids``."""
+        """Return the token ids of ``text``, or an object with them as its attribute ``ids``."""
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str: ...
@@ -42,7 +43,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A token for each byte of the text as UTF-8."""
+    """Encode text as the bytes of its UTF-8 encoding, one token each."""
 
     vocab_size = 256
 
@@ -54,7 +55,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """One more than the largest token number, from ``get_vocab_size()``, ``len()`` or ``vocab_size``.
+    """Return the tokenizer's vocabulary size, from ``get_vocab_size()``, ``len()`` or ``vocab_size``.
 
     Raises:
         TypeError: if it has none of them.
@@ -70,10 +71,10 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def encode(tokenizer: Tokenizer, text: str, vocab_size: int) -> list[int]:
-    """Token numbers of ``text``.
+    """Return the token ids of ``text``.
 
     Raises:
-        ValueError: if one is not below ``vocab_size``.
+        ValueError: if one is not in [0, ``vocab_size``).
     """
     tokens = tokenizer.encode(text)
     numbers = list(getattr(tokens, "ids", tokens))
@@ -86,7 +87,7 @@ def encode(tokenizer: Tokenizer, text: str, vocab_size: int) -> list[int]:
 
 
 class TokenStream:
-    """Documents one after the other, the token ``separator`` after each, read where they lie."""
+    """Concatenate tokenized documents, the token ``separator`` after each, without copying them."""
 
     def __init__(self, documents: Sequence[np.ndarray], separator: int) -> None:
         self.documents = documents
@@ -97,15 +98,15 @@ class TokenStream:
         return int(self.ends[-1]) if self.ends else 0
 
     def checksum(self) -> int:
-        """Of a hundred stretches of the tokens: of other texts it differs, most likely."""
+        """Return a checksum of a hundred evenly spaced samples of 256 tokens, most likely different for other texts."""
         starts = np.linspace(0, max(0, len(self) - 256), 100, dtype=np.int64).tolist()
         return zlib.crc32(b"".join(self.read(at, min(at + 256, len(self))).tobytes() for at in starts))
 
     def digest(self) -> str:
-        """Digest the lengths of the documents and all tokens; of more than 256 MiB of them, 1,024 even stretches.
+        """Digest the lengths of the documents and all tokens; above 256 MiB, 1,024 evenly spaced samples of tokens.
 
-        To read more would take longer than many a run takes to resume. What changed in files of such a size, and left
-        every length as it was, is surely seen where it is as long as the gap between two stretches.
+        Reading more would take longer than many a run takes to resume. In files of such a size, a change that keeps
+        every length is certain to be detected only if it is as long as the gap between two samples.
         """
         lengths = np.array([len(document) for document in self.documents])
         if sum(document.nbytes for document in self.documents) <= _MOST_DIGESTED:
@@ -114,7 +115,7 @@ class TokenStream:
         return digest_of(lengths, *(self.read(at, at + _STRETCH) for at in starts))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop``, less the last, (stop - start,) int64."""
+        """Return the tokens from ``start`` up to but not including ``stop``, (stop - start,) int64."""
         parts = []
         number = bisect_right(self.ends, start)
         while start < stop:
@@ -128,12 +129,12 @@ class TokenStream:
 
 
 class TokenWindows(Dataset[Tensor]):
-    """Windows of equal length of a stream, (T,) int64; a batch is fetched whole, (B, T).
+    """Read windows of equal length from a stream, (T,) int64 each, or (B, T) for a batch.
 
     Args:
         stream: the tokens.
         length: T.
-        numbers: the windows to take, window i being tokens i * T to (i + 1) * T.
+        numbers: indices of the windows to use; window i holds the tokens i * T to (i + 1) * T.
     """
 
     def __init__(self, stream: TokenStream, length: int, numbers: np.ndarray) -> None:
@@ -153,10 +154,10 @@ class TokenWindows(Dataset[Tensor]):
 
 
 def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
-    """Tokens of a text file, mapped from it for bytes, else from a file in ``cache`` that is made once.
+    """Memory-map the tokens of a text file: the file itself for bytes, else a file in ``cache`` that is written once.
 
     Raises:
-        ValueError: if the file is not UTF-8 text; bytes may be any.
+        ValueError: if the file is not UTF-8 text and the tokens are not bytes.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
@@ -166,7 +167,7 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
     target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}")  # so that a run that is killed leaves no half of a file
+        partial = target.with_suffix(f".{os.getpid()}")  # a killed run leaves no half-written file
         try:
             with partial.open("wb") as file:
                 for piece in _pieces(path):
@@ -178,7 +179,7 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The text in pieces of whole lines."""
+    """Yield the text in chunks of whole lines."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while lines := file.readlines(_PIECE):
@@ -190,7 +191,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _fingerprint(tokenizer: Tokenizer, path: Path) -> str:
-    """What tells the tokenizer from another: its vocabulary, if it shows one, and what it makes of the text's start."""
+    """Return a text that identifies the tokenizer: its vocabulary, if known, and the tokens of the text's start."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     with path.open(encoding="utf-8", errors="replace") as file:
         start = tokenizer.encode(file.read(4096))
