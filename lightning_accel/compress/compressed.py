@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
-from lightning_accel.compress.program_archive import METADATA, load_program
+from lightning_accel.compress.program_archive import METADATA, checked_archive, load_program, read_graph
 from lightning_accel.compress.structure import named_tensors, plain_values, rebuild
 
 FORMAT_VERSION = 1
@@ -124,36 +124,38 @@ def load_compressed(
         raise FileNotFoundError(f"no file {path}")
     if not zipfile.is_zipfile(path):
         return _load_onnx(path)
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        is_compiled = any("/aotinductor/" in name for name in names)
-        is_program = any(name.endswith("models/model.json") for name in names)
-        platforms = [
-            json.loads(archive.read(name)) for name in names if is_compiled and name.endswith("wrapper_metadata.json")
-        ]
-        graph = b"".join(archive.read(name) for name in names if name.endswith("models/model.json"))
-    if is_compiled:
+    names = _names_in(path)
+    if any("/aotinductor/" in name for name in names):
         if not allow_machine_code:
             raise ValueError(
                 f"{path} holds machine code, which can do whatever you can. If you trust whoever made it, load it with "
                 "allow_machine_code=True; files of the formats 'pt2' and 'onnx' hold none"
             )
-        return _load_aoti(path, platforms)
-    if not is_program:
+        return _load_aoti(path)
+    if not any(name.endswith("models/model.json") for name in names):
         raise ValueError(f"{path} is no program of torch.export, AOTInductor or ONNX; a checkpoint is not exported yet")
     if not any(name.endswith(f"/extra/{METADATA}") for name in names):
         _read_metadata("", path)
-    if any(operators in graph for operators in _OF_TORCHAO):
-        _import_torchao(path)
     return _load_program(path, compiled)
 
 
+def _names_in(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Export the model again") from error
+
+
 def _load_program(path: Path, compiled: bool) -> Compressed:
+    archive = checked_archive(path)
+    if any(operators in read_graph(archive) for operators in _OF_TORCHAO):
+        _import_torchao(path)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="The given buffer is not writable", category=UserWarning
         )  # torch's own
-        program, text = load_program(path)
+        program, text = load_program(archive, path)
     module: Any = program.module(check_guards=False)
     about = _read_metadata(text, path)
     if compiled:
@@ -161,9 +163,11 @@ def _load_program(path: Path, compiled: bool) -> Compressed:
     return Compressed(path, about, lambda tensors: module(*tensors.values()))
 
 
-def _load_aoti(path: Path, platforms: list[dict[str, str]]) -> Compressed:
-    for one in platforms:
-        _require_machine(one, path)
+def _load_aoti(path: Path) -> Compressed:
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith("wrapper_metadata.json"):
+                _require_machine(json.loads(archive.read(name)), path)
     module = torch._inductor.aoti_load_package(str(path))
     about = _read_metadata(module.get_metadata().get(METADATA, ""), path)
     return Compressed(path, about, lambda tensors: module(*tensors.values()))

@@ -236,10 +236,17 @@ def _require_payload(payload: Any, prefix: str, sizes: Mapping[str, int], folder
         _require_values(meta, "")
 
 
-def load_program(path: Path) -> tuple[torch.export.ExportedProgram, str]:
-    """Load the program in ``path``, checked, and what the file says of itself."""
+def read_graph(archive: io.BytesIO) -> bytes:
+    """Read the JSON of the graph from what :func:`checked_archive` returned."""
+    with zipfile.ZipFile(archive) as entries:
+        graph = entries.read(f"model/{_MODEL}")
+    archive.seek(0)
+    return graph
+
+
+def load_program(archive: io.BytesIO, path: Path) -> tuple[torch.export.ExportedProgram, str]:
+    """Load the program and its metadata from what :func:`checked_archive` returned for ``path``."""
     extra = {METADATA: ""}
-    archive = checked_archive(path)
     try:
         return torch.export.load(archive, extra_files=extra), extra[METADATA]
     except Exception as error:  # whatever torch raises of a graph that does not fit together

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import tracemalloc
 import zipfile
 
 import pytest
@@ -197,6 +198,20 @@ def test_two_readers_of_one_archive_see_the_same(tmp_path, sound):
     packed = write(tmp_path / "packed.pt2", sound[1], compression=zipfile.ZIP_DEFLATED)
     with pytest.raises(ValueError, match="compressed"):
         load_compressed(packed)
+
+
+def test_nothing_large_is_unpacked_before_it_is_refused(tmp_path, sound):
+    size = 1 << 26
+    program = write(tmp_path / "program.pt2", sound[1] | {MODEL: b" " * size}, compression=zipfile.ZIP_DEFLATED)
+    machine_code = {"data/aotinductor/model/x.wrapper_metadata.json": b" " * size}
+    compiled = write(tmp_path / "compiled.pt2", machine_code, compression=zipfile.ZIP_DEFLATED)
+    tracemalloc.start()
+    for path, reason in ((program, "compressed"), (compiled, "allow_machine_code")):
+        with pytest.raises(ValueError, match=reason):
+            load_compressed(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size / 16
 
 
 def _nothing():
