@@ -1,4 +1,4 @@
-"""Stops a run that no longer improves, and leaves it with its best weights."""
+"""Early stopping with restoration of the best weights."""
 
 import math
 import re
@@ -27,12 +27,12 @@ _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
 
 
 class _Unlisted(LightningsEarlyStopping):
-    """Hides its subclasses from configs that name a class without its package: ``EarlyStopping`` is Lightning's there.
+    """Hide subclasses from configs that name a class without its package, where ``EarlyStopping`` is Lightning's.
 
-    It is one of Lightning's for its place alone: the Trainer calls those after the module's own hooks, in which metrics
-    may be logged. jsonargparse would find two of that name, and refuse it. It leaves out classes that are defined in
-    functions, and what inherits from them; a full name, ``lightning_accel.EarlyStopping``, is looked for in its
-    package.
+    It inherits from Lightning's callback only for its place in the order: the Trainer calls such callbacks after the
+    module's own hooks, which may log metrics. jsonargparse would find two classes of that name and reject it. It
+    ignores classes that are defined in functions, and their subclasses; a full name, ``lightning_accel.EarlyStopping``,
+    is imported from its package.
     """
 
     __qualname__ = "unlisted.<locals>._Unlisted"
@@ -42,55 +42,54 @@ _AT_EPOCH_END = " What is logged at the end of training epochs alone needs check
 
 
 class EarlyStopping(_Unlisted):
-    """Stop when metrics no longer improve, and put the best weights back.
+    """Stop training when metrics no longer improve, and restore the best weights.
 
-    It has what Lightning's callback of this name, which works as ever, lacks: the best weights at the end of a fit,
-    unless an error or Ctrl-C ended it; patience in steps or time; a shortest run; smoothing; several metrics; one
-    decision for all processes; and it knows phases. Where a callback that prunes or quantizes changes the model in
-    phases, the clock and the best start anew with each phase, nothing but a metric that is not finite stops the run
-    before the last one, and the best weights are of that. Metrics are looked at after each validation, or, in a run
-    without validation, at the end of each training epoch.
+    Compared with Lightning's callback of this name, which works as before, it adds: the best weights at the end of a
+    fit, unless an error or Ctrl-C ended it; patience in steps or time; a minimum duration; smoothing; several metrics;
+    one decision for all processes; and training phases. If a callback that prunes or quantizes changes the model in
+    phases, patience and best values are reset with each phase, only a metric that is not finite stops the run before
+    the last phase, and the best weights are from the last phase. Metrics are checked after each validation, or, in a
+    run without validation, at the end of each training epoch.
 
-    The best weights (parameters and buffers) are kept in the memory of the host, by each process those that it holds,
-    and are part of checkpoints, which they make larger by a model. They go back in ``on_train_end``. Under
-    ``WeightAveraging`` they are averages, which are what is validated; where ``StochasticWeightAveraging`` has come to
-    its end, its average, which was never validated, stays.
+    The best weights (parameters and buffers) are kept in host memory, each process holding its own shards. They are
+    saved in checkpoints, which grow by the size of a model, and restored in ``on_train_end``. Under ``WeightAveraging``
+    they are averages, which are what is validated; once ``StochasticWeightAveraging`` has finished, its average, which
+    was never validated, stays.
 
     Args:
-        monitor: name of the metric, several names, or names with what differs for each from the arguments ``mode`` to
-            ``divergence_threshold``: ``{"val/loss": {}, "val/accuracy": {"mode": "max"}}``. The first tells which
-            weights are the best.
-        mode: whether ``min`` or ``max`` is good.
-        min_delta: what a value must be better by to count as an improvement. The best weights need not be.
+        monitor: name of the metric, several names, or a mapping from names to options that override the arguments
+            ``mode`` to ``divergence_threshold``: ``{"val/loss": {}, "val/accuracy": {"mode": "max"}}``. The first
+            metric determines the best weights.
+        mode: ``min`` if lower values are better, ``max`` if higher values are.
+        min_delta: minimum change that counts as an improvement; the best weights ignore it.
         stopping_threshold: stop once the value is better than this.
-        divergence_threshold: stop once it is worse than this.
-        patience: how long there may be no improvement.
-        unit: of ``patience``.
-        stop_when: whether ``all`` metrics must have stalled, or ``any`` of them.
-        min_steps: optimizer steps before which the run is not stopped, but for a value that is not finite.
-        min_seconds: of training, in the same way.
-        smoothing: ``average``, exponential and bias-corrected, or ``median`` of the values of the last checks; all but
-            ``check_finite`` goes by the smoothed value.
-        smooth_over: checks that are smoothed over.
-        check_finite: stop at once when a value is NaN or infinite; else that is a check without improvement.
-        restore_best: put the best weights back.
-        strict: whether a validation that does not log the metrics is an error; else it is no check, as where a metric
-            is logged by some validations only.
-        check_on_train_epoch_end: whether to look at metrics at the end of training epochs, or, if False, after
-            validations.
+        divergence_threshold: stop once the value is worse than this.
+        patience: duration without improvement after which the run stops.
+        unit: unit of ``patience``.
+        stop_when: stop when ``all`` metrics have stalled, or ``any`` of them.
+        min_steps: number of optimizer steps before which only a value that is not finite stops the run.
+        min_seconds: training time before which only a value that is not finite stops the run.
+        smoothing: ``average`` (exponential, bias-corrected) or ``median`` of the values of the last checks; only
+            ``check_finite`` uses the raw value.
+        smooth_over: number of checks to smooth over.
+        check_finite: stop at once when a value is NaN or infinite; otherwise that is a check without improvement.
+        restore_best: restore the best weights at the end.
+        strict: raise an error if a validation does not log the metrics; otherwise such a validation is ignored, for
+            metrics that only some validations log.
+        check_on_train_epoch_end: check metrics at the end of training epochs if True, after validations if False.
 
     Attributes:
         reason: why the run was stopped; empty if this callback did not stop it.
         best_step: the ``global_step`` of the best weights; None before there are any.
-        stopping_reason: which of Lightning's reasons ``reason`` is; with several metrics, that of the first which
+        stopping_reason: the category of ``reason`` in Lightning's terms; with several metrics, that of the first that
             fulfils it.
-        best_score: the last value of the first metric that was better by ``min_delta``, smoothed.
-        wait_count: checks since then.
+        best_score: the last smoothed value of the first metric that was an improvement by ``min_delta``.
+        wait_count: number of checks since then.
 
     Raises:
         ValueError: if an argument is out of range; before training, if two of these callbacks would restore weights, or
-            no metric would ever be looked at; at the first check, which is the sanity check where it shows, if a metric
-            is not logged or no single number.
+            no metric would ever be checked; at the first check, or already in the sanity check, if a metric is not
+            logged or not a single number.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class EarlyStopping(_Unlisted):
             raise ValueError(f"stop_when must be 'all' or 'any'; got {stop_when!r}")
         if min_steps < 0 or min_seconds < 0:
             raise ValueError(f"min_steps and min_seconds must be at least 0; got {min_steps} and {min_seconds}")
-        Smoother(smoothing, smooth_over)  # refuses what cannot be
+        Smoother(smoothing, smooth_over)  # validates the arguments
         self.patience: float = patience  # type: ignore[assignment]  # Lightning's counts checks alone
         self.unit, self.stop_when = unit, stop_when
         self.min_steps, self.min_seconds = min_steps, min_seconds
@@ -138,19 +137,19 @@ class EarlyStopping(_Unlisted):
 
     def _begin_anew(self) -> None:
         self.reason = ""
-        self.stopping_reason_message, self.stopped_epoch = None, 0  # where Lightning's has them
+        self.stopping_reason_message, self.stopped_epoch = None, 0  # attributes of Lightning's callback
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.best_step: int | None = None
         self._best = BestWeights()
-        self._loaded: Mapping[str, Any] = {}  # whole best weights of a checkpoint
+        self._loaded: Mapping[str, Any] = {}  # unsharded best weights of a checkpoint
         self._checks = 0
-        self._seconds = 0.0  # of training, before _started_at
+        self._seconds = 0.0  # training time before _started_at
         self._started_at: float | None = None
         self._phase: str | None = None
         self._told_of: set[str] = set()
         self._at_epoch_end = False
         self._was_stopped = False
-        self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # of the last check
+        self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # at the last check
         self._watch(self._now)
 
     def _watch(self, start: Marks) -> None:
@@ -160,7 +159,7 @@ class EarlyStopping(_Unlisted):
         self._tell_as_lightnings()
 
     def _tell_as_lightnings(self) -> None:
-        """Set the attributes that whoever takes this callback for Lightning's reads."""
+        """Set the attributes of Lightning's callback of this name, for code that reads them."""
         watch = next(iter(self.watches.values()))
         worst = math.inf if watch.goal.mode == "min" else -math.inf
         self.best_score = torch.tensor(worst if watch.reference is None else watch.reference)
@@ -172,12 +171,12 @@ class EarlyStopping(_Unlisted):
 
     @property
     def best(self) -> dict[str, float | None]:
-        """The best smoothed value of each metric, of this phase."""
+        """Return the best smoothed value of each metric in the current phase."""
         return {name: watch.best for name, watch in self.watches.items()}
 
     @property
     def smoothed(self) -> dict[str, float | None]:
-        """What each metric was at the last check, smoothed."""
+        """Return the smoothed value of each metric at the last check."""
         return {name: watch.smoothed for name, watch in self.watches.items()}
 
     # ---- when to look
@@ -203,7 +202,7 @@ class EarlyStopping(_Unlisted):
         self._at_epoch_end = not trainer.enable_validation if asked is None else asked
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse a name that nothing logs, before training, where its first part shows that validation would log it."""
+        """Reject a name that nothing logs, before training, if validation logs others with the same first part."""
         if self.strict and not self._at_epoch_end and trainer.callback_metrics:
             stems = {_stem(name) for name in trainer.callback_metrics}
             missing = [name for name in self.goals if _stem(name) in stems and name not in trainer.callback_metrics]
@@ -259,7 +258,7 @@ class EarlyStopping(_Unlisted):
             self._stop(trainer, *verdict)
 
     def _verdict(self, now: Marks) -> tuple[str, EarlyStoppingReason] | None:
-        """Return why to stop, of what smoothed values tell; None if there is no reason."""
+        """Return why to stop, judged by smoothed values; None if there is no reason."""
         for watch in self.watches.values():
             if crossed := watch.crossed():
                 name, text = crossed
@@ -286,7 +285,7 @@ class EarlyStopping(_Unlisted):
         trainer.should_stop = True
 
     def _is_long_enough(self, trainer: L.Trainer, now: Marks) -> bool:
-        """By the Trainer's own limits too: once told to stop, it would do so when they are met, improved or not."""
+        """Include the Trainer's own limits: once asked to stop, it would stop when they are met, improved or not."""
         steps, epochs = max(self.min_steps, trainer.min_steps or 0), trainer.min_epochs or 0
         return now["steps"] >= steps and now["epochs"] >= epochs and now["seconds"] >= self.min_seconds
 
@@ -296,7 +295,7 @@ class EarlyStopping(_Unlisted):
             epochs = trainer.current_epoch + int(trainer.is_last_batch)
             steps, seconds = trainer.global_step, self._clock()
             self._watch({"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": seconds})
-            self._best.forget()  # of another kind of model, maybe of other shapes
+            self._best.forget()  # from another phase, and perhaps of other shapes
             self.best_step = None
         self._phase = phase
 
@@ -305,10 +304,10 @@ class EarlyStopping(_Unlisted):
         return self._seconds + running
 
     def _agree(self, trainer: L.Trainer) -> tuple[dict[str, float], float]:
-        """Return each metric and the time, equal on all processes: means over them; no metrics of what is no check."""
+        """Return each metric and the training time, averaged over processes; no metrics if this is not a check."""
         logged = trainer.callback_metrics
         if not self.strict:
-            connector: Any = trainer._logger_connector  # no public name leads to what this validation alone has logged
+            connector: Any = trainer._logger_connector  # there is no public access to this validation's own metrics
             logged = connector.metrics["callback"]
         mine = [_number(name, logged[name]) if name in logged else math.nan for name in self.goals]
         row = [*mine, *(float(name not in logged) for name in self.goals), self._clock()]
@@ -334,7 +333,7 @@ class EarlyStopping(_Unlisted):
     # ---- the best weights
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the best weights back, whichever callbacks that average weights come before or after this one."""
+        """Restore the best weights, whether weight-averaging callbacks come before or after this one."""
         self._seconds, self._started_at = self._clock(), None
         if not self.strict and not self._checks and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(
@@ -350,10 +349,10 @@ class EarlyStopping(_Unlisted):
             return
         name = next(iter(self.watches))
         what = f"the weights of step {self.best_step}, the best by {name} ({self._best_of(name)})"
-        measured = self._measured(trainer, pl_module)  # which its callback copies to the module in its own on_train_end
+        measured = self._measured(trainer, pl_module)  # WeightAveraging copies it to the module in its on_train_end
         targets = [pl_module] if measured is pl_module else [pl_module, measured]
         fits = all(self._best.fits(trainer, target) for target in targets)
-        if not trainer.strategy.reduce_boolean_decision(fits):  # else parts of processes would be of different steps
+        if not trainer.strategy.reduce_boolean_decision(fits):  # else processes would mix weights of different steps
             rank_zero_warn(f"EarlyStopping cannot restore {what}: names or shapes have changed since")
             return
         with spare_fit(f"EarlyStopping could not restore {what}"):
@@ -363,9 +362,9 @@ class EarlyStopping(_Unlisted):
         self._best.forget()
 
     def _measured(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
-        """Whose weights validations run with: an average of them, where WeightAveraging keeps one."""
+        """Return the module that validations run with: the average of WeightAveraging, if there is one."""
         for one in _callbacks(trainer):
-            average = one._average_model if isinstance(one, WeightAveraging) else None  # has no public name
+            average = one._average_model if isinstance(one, WeightAveraging) else None  # there is no public access
             if average is not None:
                 return average.module
         return pl_module
@@ -385,12 +384,12 @@ class EarlyStopping(_Unlisted):
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on from what Lightning's callback of this name has counted, where it stood in place of this one."""
+        """Continue from the state of Lightning's callback of this name, if the checkpoint was written with that one."""
         callbacks = checkpoint.get("callbacks", {})
         key = LightningsEarlyStopping.state_key.fget(self)  # type: ignore[attr-defined]  # a property
         if self.state_key in callbacks or key not in callbacks or key in {one.state_key for one in _callbacks(trainer)}:
             return
-        epochs = checkpoint["epoch"] + 1  # the one that is running counts as done
+        epochs = checkpoint["epoch"] + 1  # the running epoch counts as completed
         self._load_lightnings(callbacks[key], checkpoint["global_step"], epochs)
 
     def _load_lightnings(self, state: Mapping[str, Any], steps: int = 0, epochs: int = 0) -> None:

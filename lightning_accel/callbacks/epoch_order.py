@@ -1,4 +1,4 @@
-"""An order of batches that depends on seed and epoch alone, and can be entered anywhere."""
+"""Resumable order of batches that depends on the seed and the epoch alone."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -22,14 +22,14 @@ _DRAW_AT_THE_START = (RandomSampler, SequentialSampler, SubsetRandomSampler, Wei
 
 
 class EpochOrder:
-    """What a DataLoader draws indices from, with random draws of its own, begun at the first batch not yet done.
+    """Replace a DataLoader's sampler with one that has its own random state and starts at the first batch not yet done.
 
-    It takes the place of the sampler in the loader, since the loader cannot be made anew: others hold it.
+    The sampler is replaced inside the loader, since other objects hold the loader itself.
 
     Args:
-        loader: over a dataset with indices.
-        seed: returns the seed of this process's orders; those of a generator that the user gave have its seed.
-        position: returns the epoch, and how many of its batches have been trained on, infinite for all.
+        loader: a loader over a map-style data set.
+        seed: returns the seed of this process's orders; a generator that the user gave to the loader overrides it.
+        position: returns the epoch and how many of its batches have been trained on, infinite for all.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class EpochOrder:
         first_seed = given[0].initial_seed() if given else None
         self._seed = seed if first_seed is None else lambda: first_seed
         self._position = position
-        own = torch.Generator() if loader.generator is None else loader.generator  # the seeds of workers come from it
+        own = torch.Generator() if loader.generator is None else loader.generator  # it seeds the workers
         loader.generator = own
         self._reseeded = {id(generator): generator for generator in (own, *given)}.values()
-        # DataLoader.__setattr__ refuses another sampler, for the sake of those who would expect it to take effect
+        # DataLoader.__setattr__ rejects another sampler, since a running iteration would ignore it
         object.__setattr__(loader, self._slot, self)
 
     @property
     def rows(self) -> Any:
-        """The sampler of row numbers, or the user's sampler of batches."""
+        """Return the sampler of item indices, or the user's batch sampler."""
         return self._inner.sampler if type(self._inner) is BatchSampler else self._inner
 
     def release(self) -> None:
-        """Give the loader its own sampler back."""
+        """Restore the loader's own sampler."""
         object.__setattr__(self._loader, self._slot, self._inner)
         self._loader.generator = self._given
 
@@ -70,17 +70,17 @@ class EpochOrder:
         return self._batches()
 
     def _reseed(self) -> tuple[int, float]:
-        """Seed of the order that is begun, and how many of its batches are left out."""
+        """Seed all generators for the current epoch; return the seed and the number of batches to skip."""
         epoch, skipped = self._position()
         cycle = 0
         if isinstance(skipped, int) and hasattr(self._inner, "__len__"):
-            cycle, skipped = divmod(skipped, max(1, len(self._inner)))  # a shorter loader beside others starts again
+            cycle, skipped = divmod(skipped, max(1, len(self._inner)))  # a shorter loader beside others starts over
         seed = derived_seed(self._seed(), epoch, cycle)
         for generator in self._reseeded:
             generator.manual_seed(seed)
         for sampler in (self._inner, getattr(self._inner, "sampler", None)):
             if set_epoch := getattr(sampler, "set_epoch", None):
-                set_epoch(epoch)  # the Trainer does so after workers have been given their first batches
+                set_epoch(epoch)  # the Trainer calls it only after workers have got their first batches
         return seed, skipped
 
     def _batches(self) -> Iterator[Any]:
@@ -103,7 +103,7 @@ class EpochOrder:
 
 
 def can_be_entered_anywhere(loader: object) -> bool:
-    """Whether batches of ``loader`` can be left out without loading them."""
+    """Return whether batches of ``loader`` can be skipped without loading them."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends with the bits of one that never was."""
+"""Exact resumption: a run that is killed and resumed ends bit for bit like an uninterrupted one."""
 
 import copy
 import math
@@ -27,60 +27,61 @@ from lightning_accel.strategies.rank_states import RankStates
 
 
 class ExactResume(L.Callback):
-    """Make a resumed run go on as if it had not been stopped, for any module, strategy and map-style DataLoader.
+    """Make a resumed run continue as if it had not been stopped, with any module, strategy and map-style DataLoader.
 
-    A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), and of the
-    :class:`~lightning_accel.nn.ContrastiveDivergence` that the module holds, in lists, tuples and dicts too, so dropout
-    and sampling go on bit for bit, on a processor of the same kind with as many threads: other kernels round otherwise.
-    A resumed epoch begins with the first batch that was not trained on; earlier ones are left out without being loaded.
-    For that the order of batches becomes a function of the seed and the epoch, and validation leaves the generators as
-    it found them. Processes that train on different rows draw different numbers, for dropout say, where Lightning has
-    all of them draw the same once a seed is set. With this callback a run draws other numbers than without it, and the
-    same ones whether or not it was stopped.
+    A checkpoint holds the states of every process's random generators (torch, CUDA, NumPy, Python), and of each
+    :class:`~lightning_accel.nn.ContrastiveDivergence` in the module, in lists, tuples and dicts too. Dropout and
+    sampling therefore continue bit for bit on a processor of the same kind with as many threads (other kernels round
+    differently). A resumed epoch begins with the first batch that was not trained on; earlier ones are skipped without
+    being loaded. For that, the order of batches becomes a function of the seed and the epoch, and validation leaves the
+    generators as they were. Processes that train on different samples draw different random numbers, for dropout say,
+    whereas Lightning makes them all draw the same once a seed is set. With this callback a run draws other numbers than
+    without it, but the same ones whether or not it was stopped.
 
-    What is logged is equal, too. A checkpoint holds the running sums of the epoch and the states of the module's
-    torchmetrics of every process, so that means cover the whole epoch. The iteration in which it was written is brought
-    to its end first: the row of metrics of that step, the validation that was due, ModelCheckpoint callbacks that had
-    not had their turn, plateau schedulers. A validation that was interrupted runs anew. Rows that were logged after the
+    Logged values are equal, too. A checkpoint holds every process's running sums of the epoch and states of the
+    module's torchmetrics, so that means cover the whole epoch. The iteration in which it was written is completed
+    first: the metrics row of that step, a validation that was due, the remaining ModelCheckpoint callbacks, plateau
+    schedulers. An interrupted validation runs again from its beginning. Metrics rows that were logged after the
     checkpoint are logged again, with equal values.
 
-    Not as in the whole run are: a module's own ``on_train_batch_end`` of the batch at whose end the checkpoint was
-    written, which Lightning calls after that, and which is left out; figures logged with a ``sync_dist_group``, and all
-    means of an epoch whose checkpoint was written because of an exception within a batch: they cover the rest of it.
-    Within an epoch, callbacks' ``on_train_epoch_start`` is not called a second time, but for Lightning's
-    GradientAccumulationScheduler and StochasticWeightAveraging, whose last epoch, that of batch norms, is refused.
+    These differ from an uninterrupted run: the module's own ``on_train_batch_end`` of the batch at whose end the
+    checkpoint was written, which Lightning calls after saving, is skipped; so are metrics logged with a
+    ``sync_dist_group``. If an exception within a batch caused the checkpoint, the means of that epoch cover only its
+    remaining batches. Within an epoch, callbacks' ``on_train_epoch_start`` is not called a second time, except for
+    Lightning's GradientAccumulationScheduler and StochasticWeightAveraging, whose last epoch, which updates batch
+    norms, is rejected.
 
-    Loaders with a ``state_dict`` of their own (this package's data modules) keep their position themselves. An
-    iterable dataset without one starts anew, which a warning says. Random numbers that a dataset draws in worker
-    processes are drawn anew in the rest of a resumed epoch; those drawn with ``num_workers=0`` go on.
+    Loaders with their own ``state_dict`` (as in this package's data modules) restore their position themselves. An
+    iterable data set without one starts from its beginning, with a warning. Random numbers that a data set draws in
+    worker processes are drawn anew in the rest of a resumed epoch; those drawn with ``num_workers=0`` continue.
 
-    On another number of processes the order goes on, to whole steps of all of them, and a warning says what is drawn
-    or begun anew.
+    On another number of processes the order continues after the last whole step of all of them, and a warning lists
+    what is drawn or started anew.
     """
 
     def __init__(self) -> None:
         self._seed = 0
         self._saved: list[dict[str, Any]] = []  # by rank
         self._saved_once: dict[str, Any] = {}  # equal on all ranks
-        self._sampler_seeds: list[Any] = []  # by order, of the checkpoint
+        self._sampler_seeds: list[Any] = []  # of the checkpoint, one per order
         self._ranks = RankStates()
         self._kept = KeptCheckpoints()
         self._resumed: ResumedFit
         self._orders: list[EpochOrder] = []
-        self._replaced: Callable[[], object] = lambda: None  # the loaders in whose place those of _orders are
+        self._replaced: Callable[[], object] = lambda: None  # weak reference to the loaders that _orders belong to
         self._before_validation: dict[str, Any] | None = None
-        self._before_sanity_check: dict[str, Any] | None = None  # counters of the validation that ran last
+        self._before_sanity_check: dict[str, Any] | None = None  # counters of the last validation
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._trainer = trainer  # in other stages, too, which read checkpoints
+        self._trainer = trainer  # in other stages, too, since they read checkpoints
         if stage != "fit":
             return
         require_dealable_batches(trainer)
         self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
         self._kept, self._before_sanity_check = KeptCheckpoints(), None
         rewrite_metrics_at_once(trainer)
-        # Methods of the strategy, which are public, stand where no hook of a callback does: between a loader and its
-        # first iteration, and after every other on_train_start. Nothing public stands around the loop.
+        # These public methods of the strategy are called where callbacks have no hook: between a loader and its first
+        # iteration, and after every other on_train_start. There is no public method around the loop.
         trainer.strategy.process_dataloader = self._process_dataloader  # type: ignore[method-assign]
         trainer.strategy.on_train_start = self._on_train_start  # type: ignore[method-assign]
         trainer.fit_loop.run = self._run  # type: ignore[method-assign]
@@ -121,7 +122,7 @@ class ExactResume(L.Callback):
             self._before_validation = {"generators": random_state(), "seen": self._seen_in_validation()}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._before_validation is not None:  # a validation outside of a fit leaves it out
+        if self._before_validation is not None:  # None in a validation outside of a fit
             set_random_state(self._before_validation["generators"])
             self._before_validation = None
 
@@ -131,7 +132,7 @@ class ExactResume(L.Callback):
         if self._trainer.training and isinstance(loader, ResumableLoader) and loader.progress is None:
             loader.progress = progress_of(self._trainer)
         if self._trainer.training and self._replaced() is not (replaced := self._trainer.fit_loop._combined_loader):
-            self._release_loaders()  # of an earlier epoch, by reload_dataloaders_every_n_epochs
+            self._release_loaders()  # of an earlier epoch, with reload_dataloaders_every_n_epochs
             self._replaced = (lambda: None) if replaced is None else weakref.ref(replaced)
         if self._trainer.training and not _keeps_its_position(loader):
             if can_be_entered_anywhere(loader):
@@ -142,7 +143,7 @@ class ExactResume(L.Callback):
                 f"ExactResume: a run resumed within an epoch starts {_described(loader)} from its beginning, since it "
                 "has no indices. Give the loader state_dict() and load_state_dict(), or save at ends of epochs only"
             )
-        if isinstance(loader, DataLoader) and loader.generator is None:  # its iterators draw from the global one
+        if isinstance(loader, DataLoader) and loader.generator is None:  # its iterators would use the global one
             loader.generator = Generator().manual_seed(self._seed)
         return loader
 
@@ -162,7 +163,7 @@ class ExactResume(L.Callback):
         self._orders = []
 
     def _position(self) -> tuple[int, float]:
-        """The epoch that runs or is about to, and how many of its batches are done; infinite for all of them."""
+        """Return the current or next epoch, and how many of its batches are done; infinite for all of them."""
         loop = self._trainer.fit_loop
         done = _current(loop.epoch_loop.batch_progress).processed
         return _current(loop.epoch_progress).processed, done if done < self._trainer.num_training_batches else math.inf
@@ -172,7 +173,7 @@ class ExactResume(L.Callback):
         if not loop.is_resuming:
             type(loop).run(loop)
             return
-        if self._before_sanity_check is not None:  # it runs in resumed fits too, and ends with counters of nothing
+        if self._before_sanity_check is not None:  # resumed fits run it too, and it overwrites the counters
             loop.epoch_loop.val_loop.batch_progress.load_state_dict(self._before_sanity_check)
         moment: Moment = self._saved_once.get("moment") or moment_of(self._trainer)
         self._resumed = ResumedFit(self._trainer, moment, self._kept)
@@ -199,7 +200,7 @@ class ExactResume(L.Callback):
         if len(self._saved) > self._trainer.global_rank:
             mine = self._saved[self._trainer.global_rank]
             set_random_state(mine["generators"])
-            if len(self._saved) == self._trainer.world_size:  # else chains and sums begin anew
+            if len(self._saved) == self._trainer.world_size:  # else chains and sums start anew
                 for sampling, state in zip(self._samplings(), mine.get("samplings", []), strict=False):
                     sampling.load_state_dict(state, self._trainer.lightning_module.device)
                 if "logged" in mine:
@@ -208,19 +209,19 @@ class ExactResume(L.Callback):
         self._saved, self._saved_once = [], {}
 
     def _part_noise(self) -> None:
-        """Let processes that train on different rows draw different numbers; those that share rows draw the same."""
+        """Seed processes that train on different samples differently, and those that share samples equally."""
         deal = self._trainer.distributed_sampler_kwargs
         if deal and deal["rank"]:
             seed_random_state(derived_seed(self._seed, deal["rank"]))
 
     def _start_loaders_again(self) -> None:
-        """Begin the epoch's iteration anew, now that the Trainer's counters are restored and corrected.
+        """Restart the epoch's iteration, now that the Trainer's counters are restored and corrected.
 
-        The Trainer begins it earlier: before a checkpoint is read where a scheduler asks for the number of steps, so
-        that it never gives loaders the state that it saved for them.
+        The Trainer starts it earlier: if a scheduler asks for the number of steps, even before a checkpoint is read, so
+        that loaders never get the state that was saved for them.
         """
         loop = self._trainer.fit_loop
-        assert loop._combined_loader is not None  # no public name leads to the loaders' iteration
+        assert loop._combined_loader is not None  # there is no public access to the loaders' iteration
         late = loop._combined_loader_states_to_load
         if late:
             loop._load_combined_loader_states()
@@ -229,32 +230,32 @@ class ExactResume(L.Callback):
             iter(loop._data_fetcher)
 
     def _restore_sampler_seeds(self) -> None:
-        """Give the samplers that Lightning deals rows with the seed of the run; theirs is that of this start of it."""
+        """Give Lightning's distributed samplers the seed of the checkpoint in place of this start's."""
         for order, seed in zip(self._orders, self._sampler_seeds, strict=False):
-            if isinstance(order.rows, DistributedSampler) and seed is not None:  # none of a run of one process
+            if isinstance(order.rows, DistributedSampler) and seed is not None:  # None from a run of one process
                 order.rows.seed = seed
 
     def _seen_in_validation(self) -> dict[int, int]:
-        """How many batches of each validation loader the run has seen, which counts the rows of their metrics."""
+        """Return how many batches of each validation loader have been seen, the step number of their logged metrics."""
         return dict(self._trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
 
     def _set_seen_in_validation(self, seen: dict[int, int]) -> None:
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
-        if trainer.enable_validation and trainer.val_dataloaders is None:  # it would begin the count anew later
+        if trainer.enable_validation and trainer.val_dataloaders is None:  # setting them up resets the counts
             trainer.validating = True
             loop.setup_data()
             trainer.training = True
         loop._seen_batches_per_dataloader.update(seen)
 
     def _samplings(self) -> list[ContrastiveDivergence]:
-        """Those of the module and its parts, whose chains and generators nothing else would keep."""
+        """Return the samplers of the module and its parts, whose chains and generators are saved nowhere else."""
         found = [one for part in self._trainer.lightning_module.modules() for one in samplings_of(part)]
         own = [one for part in self._trainer.lightning_module.modules() for one in vars(part).values()]
         direct = {id(one) for one in own}
-        return sorted(found, key=lambda one: id(one) not in direct)  # older checkpoints have attributes alone
+        return sorted(found, key=lambda one: id(one) not in direct)  # older checkpoints hold attributes only
 
     def _shares_one_order(self) -> bool:
-        """Whether all processes take their rows from one order, the same for any number of them."""
+        """Return whether all processes share one order of samples, the same for any number of processes."""
         return bool(self._orders) and all(isinstance(order.rows, DistributedSampler) for order in self._orders)
 
     def _spread_over_other_processes(self) -> None:
@@ -289,5 +290,5 @@ def _described(loader: object) -> str:
 
 
 def _current(progress: Any) -> Any:
-    """Counters of the epoch, or of its batches; which there are is known at run time."""
+    """Return the counters of the epoch or of its batches, whose type is known only at run time."""
     return progress.current

@@ -1,4 +1,4 @@
-"""How busy the experts of a module are, in figures and in a picture. Shapes: E experts."""
+"""Monitoring of expert load, as metrics and as a figure. Shapes: E experts."""
 
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,23 @@ from lightning_accel.callbacks.deployment import run_folder
 from lightning_accel.callbacks.fit_end import spare_fit
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
 
-_MOST_COLUMNS = 400  # of a picture; beyond, two neighbours become one
+_MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
 
 
 class ExpertLoadMonitor(L.Callback):
     """Draw the load of each expert over training, for any module with :class:`~lightning_accel.nn.MixtureOfExperts`.
 
-    The picture, a row an expert and a column every ``log_every_n_steps`` optimizer steps, goes to ``filename`` and to
-    every logger that takes images (TensorBoard as ``expert_load``), after each validation and at the end.
+    The figure has a row per expert and a column every ``log_every_n_steps`` optimizer steps. It is written to
+    ``filename`` and to every logger that takes images (TensorBoard as ``expert_load``), after each validation and at
+    the end.
 
-    For mixtures that the module does not have in an :class:`~lightning_accel.nn.ExpertLoad`, its attribute
-    ``expert_load``, it also does what ours do with theirs: the gates' balance losses and biases heed whole optimizer
-    steps, over micro-batches and processes; what :func:`~lightning_accel.nn.summarise_load` tells is logged under
-    ``train/``; and a collapsed gate is warned about.
+    For mixtures that are not tracked by the module's own ``expert_load``, an :class:`~lightning_accel.nn.ExpertLoad`,
+    it also does what this package's models do for theirs: balance losses and biases of the gates use whole optimizer
+    steps, over micro-batches and processes; the summary of :func:`~lightning_accel.nn.summarise_load` is logged under
+    ``train/``; and a collapsed gate causes a warning.
 
     Args:
-        filename: of the picture, absolute, or relative to the run folder (the Trainer's ``log_dir``).
+        filename: path of the figure, absolute, or relative to the run folder (the Trainer's ``log_dir``).
 
     Raises:
         TypeError: before training, if the module has no mixture of experts.
@@ -38,8 +39,8 @@ class ExpertLoadMonitor(L.Callback):
     def __init__(self, filename: str = "figures/expert_load.png") -> None:
         self.filename = filename
         self.steps: list[int] = []
-        self.loads: list[list[Tensor]] = []  # for each of steps, the load of each mixture, (E,) float32
-        self.names: list[str] = []  # of the mixtures, in that order
+        self.loads: list[list[Tensor]] = []  # for each step, the load of each mixture, (E,) float32
+        self.names: list[str] = []  # of the mixtures, in the order of the loads
         self._theirs, self._own = ExpertLoad([]), ExpertLoad([])
         self._hooks: list[Any] = []
         self._recomputing = False
@@ -52,7 +53,7 @@ class ExpertLoadMonitor(L.Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Watch the mixtures that the module, which has started by now, does not, and begin or go on with a picture."""
+        """Track the mixtures that the module itself does not, and start or continue the figure."""
         named = {
             part.gate: (name, part) for name, part in pl_module.named_modules() if isinstance(part, MixtureOfExperts)
         }
@@ -63,9 +64,9 @@ class ExpertLoadMonitor(L.Callback):
         self.names = [named[gate][0] for gate in [*told, *untold]]
         self._own = ExpertLoad(untold)
         self._own.start()
-        self._recomputing = False  # a backward pass that failed leaves it True
+        self._recomputing = False  # still True after a backward pass that failed
         self._hooks = [named[gate][1].register_forward_hook(self._report(i)) for i, gate in enumerate(untold)]
-        # another fit, or steps that are run again
+        # drop steps that another fit, or a resumed run, runs again
         kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]
         self.steps, self.loads = [self.steps[at] for at in kept], [self.loads[at] for at in kept]
 
@@ -93,7 +94,7 @@ class ExpertLoadMonitor(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         step = trainer.global_step
-        if step and _logs_at(trainer, step) and step not in self.steps[-1:]:  # a micro-batch that ends no step
+        if step and _logs_at(trainer, step) and step not in self.steps[-1:]:  # skips further micro-batches of a step
             self._remember(step)
 
     def _remember(self, step: int) -> None:
@@ -102,7 +103,7 @@ class ExpertLoadMonitor(L.Callback):
             for number, gate in enumerate(tracker.gates):
                 known = tracker.last_step.get(number)
                 equal = torch.full((gate.num_experts,), 1 / gate.num_experts)
-                loads.append(equal if known is None else known.load.to("cpu", torch.float32))  # one that never ran
+                loads.append(equal if known is None else known.load.to("cpu", torch.float32))  # None if it never ran
         self._append(step, loads)
 
     def _append(self, step: int, loads: list[Tensor]) -> None:
@@ -153,11 +154,11 @@ class ExpertLoadMonitor(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps, self.loads = list(state_dict["steps"]), list(state_dict["loads"])
-        self.names = list(state_dict.get("names", []))  # for a run that is over, which trains no more
+        self.names = list(state_dict.get("names", []))  # for a finished run, which does not train again
 
 
 def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> Figure:
-    """A picture for each mixture: colour is the load of expert (row) at step (column), in equal shares."""
+    """Draw a panel per mixture: colour is the load of expert (row) at step (column), relative to equal shares."""
     height = 0.6 + sum(0.8 + 0.08 * len(load) for load in loads[-1])
     figure = Figure(figsize=(8, min(height, 40)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""A file of the trained model that runs without its class, and what it costs and is worth. Shapes: B rows."""
+"""Export of the trained model to a self-contained file, with a report. Shapes: B samples."""
 
 import os
 import shutil
@@ -49,38 +49,37 @@ from lightning_accel.ops.names import list_of_names
 
 
 class Export(L.Callback):
-    """Write the trained model to one file that runs without its class or ours, and check it before it is kept.
+    """Write the trained model to one file that runs without its class or this package, and verify it before it is kept.
 
-    What is written is what ``validation_step`` calls: the module itself, or the submodule that holds the most
-    parameters; where a :class:`~lightning_accel.callbacks.Quantization` is in the Trainer, what it made of that. At the
-    end of ``fit``, in the first process, a copy with the weights of that moment is exported, loaded from the file, and
-    compared with the copy on validation batches as they are, and on 1 and on an odd number of rows. A file that gives
-    something else is removed, an earlier one stays, and a warning says why; ``fit`` ends as it does
-    without. What can be known is tried on a batch before training. Read the file with
-    :func:`lightning_accel.load_compressed`.
+    The exported module is the one that ``validation_step`` calls: the module itself, or the submodule with the most
+    parameters; with a :class:`~lightning_accel.callbacks.Quantization` in the Trainer, its quantized form. At the end
+    of ``fit``, in the first process, a copy with the current weights is exported, loaded from the file, and compared
+    with the copy on validation batches as they are, and on 1 and on an odd number of samples. A file with other outputs
+    is removed, an earlier file stays, and a warning gives the reason; ``fit`` still succeeds. As much as possible is
+    checked on a batch before training. Read the file with :func:`lightning_accel.load_compressed`.
 
-    A report beside it, in ``figures/`` of the run folder and in the terminal, has what was measured: parameters, size,
-    multiply-accumulates, latency at batch 1 and at the batch of validation, and what ``validation_step`` logs; of the
-    file, of the model as it is, compiled, and in bfloat16.
+    A report beside it, in ``figures/`` of the run folder and in the terminal, lists parameters, size,
+    multiply-accumulates, latency at batch size 1 and at the validation batch size, and the metrics that
+    ``validation_step`` logs, for the file and for the model as it is, compiled, and in bfloat16.
 
     Args:
         format: ``pt2`` (``torch.export``), ``aoti`` (AOTInductor: compiled for this kind of machine) or ``onnx``;
             ``auto`` is ``onnx`` where Quantization made an ONNX file, else ``pt2``.
-        filename: absolute, or relative to the run folder (the Trainer's ``log_dir``, or its ``default_root_dir``); the
-            suffix is added where it is missing.
-        module: name of the submodule to export, where another than the rule above finds is meant.
-        preprocess: what comes before the model in the file, such as a normalisation; needs a method ``inverse`` from
-            what the model takes to what the file takes, to compare on validation batches. ``datamodule`` asks the
-            datamodule, by a method ``preprocessing()``, as ours for digits and tables have it.
-        postprocess: ``probabilities`` of the scores, a module, or None for what the model returns.
-        class_names: by default those of the datamodule or the module, if either has them.
-        dynamic: whether batches may have any number of rows.
-        outputs: names of the tensors that the file gives; by default those with a row for each of the batch's.
+        filename: path, absolute, or relative to the run folder (the Trainer's ``log_dir``, or its
+            ``default_root_dir``); a missing suffix is added.
+        module: name of the submodule to export, to override the rule above.
+        preprocess: module placed before the model in the file, such as a normalisation; needs a method ``inverse`` from
+            the model's input to the file's input, to compare on validation batches. ``datamodule`` takes it from the
+            datamodule's method ``preprocessing()``, as the digits and tables of this package have it.
+        postprocess: ``probabilities`` of the scores, a module, or None for the model's output.
+        class_names: names of the classes; by default those of the datamodule or the module, if either has them.
+        dynamic: whether the file accepts batches of any size.
+        outputs: names of the tensors that the file returns; by default those whose first dimension is the batch.
         verify: whether the file is compared with the model.
-        num_batches: of validation, to compare on.
-        tolerance: of the comparison, as a share of the largest value; by default 0.001, and for what is quantized 0.02,
-            or as much more as rounding alone may cause (see :func:`lightning_accel.compress.export`).
-        compare: whether the report measures the plain forms, too; to compile takes a minute or so.
+        num_batches: number of validation batches to compare on.
+        tolerance: of the comparison, as a share of the largest value; by default 0.001, and for quantized models 0.02,
+            or more where rounding alone may cause it (see :func:`lightning_accel.compress.export`).
+        compare: whether the report measures the plain forms, too; compiling takes about a minute.
 
     Raises:
         ValueError: before training, if the format or ``postprocess`` is unknown, ``filename`` has another suffix, the
@@ -88,7 +87,7 @@ class Export(L.Callback):
         TypeError: before training, if the module has no ``validation_step``, or ``preprocess`` no ``inverse``.
         ModuleNotFoundError: before training, if a package is missing.
         RuntimeError: before training, if the model cannot be traced, or translated, on a validation batch; at the end
-            of another pass than ``fit``, if it cannot be exported or the file gives something else.
+            of a validation run, if it cannot be exported or the file has other outputs.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Export(L.Callback):
         self.num_batches = num_batches
         self.tolerance = tolerance
         self.compare = compare
-        self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds a pass over validation data
+        self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds VALIDATING
         self.exported: Exported | None = None
         self.report: Report | None = None
 
@@ -156,7 +155,7 @@ class Export(L.Callback):
         try_out(trainer, pl_module, self._copy, lambda found: self._try(trainer, found), "export", self.module)
 
     def _try(self, trainer: L.Trainer, deployed: Deployed) -> None:
-        """Fail before training where the file could not be made after it."""
+        """Raise before training what would fail in the export after it."""
         preprocess = self._preprocess(trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         raw = None if preprocess is None else _Raw(preprocess)
         inputs = deployed.inputs if raw is None else [raw.inputs_of(call) for call in deployed.inputs]
@@ -191,7 +190,7 @@ class Export(L.Callback):
             use_in_first_process(trainer, make, lambda made: self._export(trainer, made, folder), "export")
 
     def _spared(self, trainer: L.Trainer, failed: str) -> AbstractContextManager[None]:
-        """Warn where a fit fails with it; a pass whose purpose is the file fails."""
+        """Reduce errors to a warning in a fit; let a validation run, whose purpose is the file, fail."""
         return spare_fit(failed) if trainer.state.fn == TrainerFn.FITTING else nullcontext()
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
@@ -298,7 +297,7 @@ class Export(L.Callback):
 
 
 class _Raw:
-    """What the file takes, from what the model takes."""
+    """Convert the model's inputs to the file's inputs."""
 
     def __init__(self, preprocess: nn.Module) -> None:
         self.inverse: Callable[[Any], Any] = preprocess.inverse  # type: ignore[assignment]
@@ -319,14 +318,14 @@ class _Raw:
         return from_model_inputs
 
     def _of(self, value: Any) -> Any:
-        """Computed once for each batch, so that it counts in no latency."""
+        """Return the inverse of ``value``, computed once per batch so that latencies do not include it."""
         if self._last[0] is not value:
             self._last = value, self.inverse(value)
         return self._last[1]
 
 
 class _InPlace:
-    """The outputs of a file in the classes of the module's, with what it leaves out taken from the module."""
+    """Return a file's outputs in the module's output class, with omitted ones taken from the module."""
 
     def __init__(self, module: nn.Module, run: Run, postprocess: nn.Module | None) -> None:
         self.module = module
@@ -337,7 +336,7 @@ class _InPlace:
         output = type(self.module).forward(self.module, *args, **kwargs)
         own = named_tensors(output, others=[])
         given = named_tensors(self.run(*args, **kwargs))
-        if self.postprocess is not None:  # their logarithms have the softmax that the scores had
+        if self.postprocess is not None:  # the logarithms have the same softmax as the scores
             first = next(iter(given))
             given[first] = given[first].log()
         return restore(output, iter({**own, **given}.values()))
@@ -348,7 +347,7 @@ def _is_of_one_length(shape: Sequence[int | None]) -> bool:
 
 
 def _quantized(trainer: L.Trainer) -> Any:
-    """What a callback ``Quantization`` left: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
+    """Return the result of a ``Quantization``: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         result: Any = getattr(callback, "result", None)
@@ -361,16 +360,16 @@ def _quantized(trainer: L.Trainer) -> Any:
 
 
 def _content(result: Any, format: Format) -> Any:
-    """The program of the result, or the bytes of its ONNX file."""
+    """Return the program of the result, or the bytes of its ONNX file."""
     if format == "onnx" and result.onnx is not None:
         return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
     return result.program
 
 
 def _move_last(trainer: L.Trainer, callback: L.Callback) -> None:
-    """Run after the callbacks that make what is exported, whatever their order in the list.
+    """Move ``callback`` to the end, after the callbacks that produce what is exported.
 
-    A new list, since the Trainer goes through the old one as this is called.
+    The list is replaced, since the Trainer iterates over the old one meanwhile.
     """
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     trainer.callbacks = [one for one in callbacks if one is not callback] + [callback]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What callbacks make at the end of a fit, which is worth less than what was trained."""
+"""Protection of a trained model from failures in callbacks at the end of a fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from lightning_accel.compress.quantized import NothingPickedError
 
 @contextmanager
 def spare_fit(failed: str) -> Iterator[None]:
-    """Warn of what fails inside, after the words ``failed``, so that the fit returns with what it trained.
+    """Turn an exception inside into a warning that begins with ``failed``, so that the fit still succeeds.
 
-    All processes enter it together; collective calls inside come before what one process does alone, else the others
-    would wait for one that has given up.
+    All processes enter it together. Collective calls inside must precede work of a single process, or the others would
+    wait for one that has failed.
     """
     try:
         yield

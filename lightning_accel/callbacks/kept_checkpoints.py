@@ -1,4 +1,4 @@
-"""What ModelCheckpoint callbacks had done, and had still to do, when one of them wrote a checkpoint."""
+"""State of ModelCheckpoint callbacks at the moment when one of them writes a checkpoint."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class KeptCheckpoints:
-    """Keep what Lightning's ModelCheckpoint leaves out of its state, and let each finish what it was stopped in."""
+    """Save what Lightning's ModelCheckpoint omits from its state, and let each callback finish when resumed."""
 
     def __init__(self) -> None:
-        self._files: dict[str, set[str]] = {}  # of each callback, when its state was last asked for
+        self._files: dict[str, set[str]] = {}  # of each callback, when its state was last saved
 
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         states = {}
-        named = {os.path.realpath(trainer.ckpt_path)} if trainer.ckpt_path else set()  # by the user, and left to them
+        named = {os.path.realpath(trainer.ckpt_path)} if trainer.ckpt_path else set()  # the user's file is kept
         for keeper in _keepers(trainer):
             files = _files_of(keeper)
             states[keeper.state_key] = {
@@ -25,7 +25,7 @@ class KeptCheckpoints:
                 "last_step": keeper._last_global_step_saved,
                 "last_file": keeper._last_checkpoint_saved,
                 "waits_for_validation": keeper._defer_save_until_validation,
-                # it removes them once the new file is written
+                # Lightning removes them once the new file is written
                 "superseded": sorted(self._files.get(keeper.state_key, set()) - files - named),
             }
             self._files[keeper.state_key] = files
@@ -47,10 +47,10 @@ class KeptCheckpoints:
             self._files[keeper.state_key] = _files_of(keeper)
 
     def finish(self, trainer: L.Trainer, hook: str, *arguments: Any, came_from: str) -> None:
-        """Run ``hook`` of those that it was not yet run for.
+        """Run ``hook`` of the ModelCheckpoint callbacks that had not run it yet.
 
-        The one that was writing the checkpoint ``came_from`` has its state as it is after that, and is asked for the
-        last thing that it does: to write ``last.ckpt``.
+        The one that wrote the checkpoint ``came_from`` gets the state that it has after writing, and then performs its
+        last action: writing ``last.ckpt``.
         """
         module = trainer.lightning_module
         for keeper in _keepers(trainer):

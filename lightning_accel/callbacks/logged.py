@@ -1,20 +1,20 @@
-"""What a callback asks of the metrics that a run logs."""
+"""Checks of the metric names that callbacks monitor."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
 def require_logged(asker: str, missing: Sequence[str], logged: Iterable[str], hint: str = "") -> None:
-    """Refuse names that nothing logs.
+    """Reject monitored names that nothing logs.
 
     Args:
         asker: the callback that monitors them.
-        missing: of the names, those that are not logged.
-        logged: names of what was logged so far.
-        hint: what else may be the cause.
+        missing: the monitored names that are not logged.
+        logged: names of all metrics logged so far.
+        hint: another possible cause, for the message.
 
     Raises:
-        ValueError: if there are any.
+        ValueError: if ``missing`` is not empty.
     """
     if not missing:
         return

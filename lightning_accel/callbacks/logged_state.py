@@ -1,4 +1,4 @@
-"""What a run has logged so far within an epoch, as values that a checkpoint may hold."""
+"""Logged values of a run within an epoch, in a form that checkpoints can hold."""
 
 import builtins
 import csv
@@ -24,7 +24,7 @@ _FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def rewrite_metrics_at_once(trainer: L.Trainer) -> None:
-    """Have CSVLoggers put a file with more columns in the place of the one before, so that no kill leaves it empty."""
+    """Make CSVLoggers replace their file atomically when columns are added, so that a kill never leaves it empty."""
     for logger in trainer.loggers:
         if not isinstance(logger, CSVLogger) or not trainer.is_global_zero or "://" in str(logger.log_dir):
             continue
@@ -34,7 +34,7 @@ def rewrite_metrics_at_once(trainer: L.Trainer) -> None:
 
 class _WholeWriter(ExperimentWriter):
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        """Write the rows so far under the header ``fieldnames``; Lightning's own empties the file to do so."""
+        """Write the rows so far under the header ``fieldnames``; Lightning's method empties the file first."""
         path = Path(self.metrics_file_path)
         partial = path.with_name(f".{path.name}.partial")
         with path.open(newline="") as old, partial.open("w", newline="") as new:
@@ -45,13 +45,14 @@ class _WholeWriter(ExperimentWriter):
 
 
 def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:
-    """Return this process's running sums of the epoch, states of the module's metrics, and latest figures.
+    """Return this process's running sums of the epoch, states of the module's metrics, and latest values.
 
     Args:
-        trainer: between the steps of a fit.
-        in_validation: whether a validation runs; its sums and metrics are left out, since Lightning resets them after.
+        trainer: a Trainer between the steps of a fit.
+        in_validation: whether a validation runs; its sums and metrics are omitted, since Lightning resets them after
+            it.
     """
-    connector: Any = trainer._logger_connector  # no public name leads to what is logged
+    connector: Any = trainer._logger_connector  # there is no public access to what is logged
     loop: Any = trainer.fit_loop.epoch_loop
     own = {id(each.value) for each in loop.val_loop._results.values() if not each.is_tensor} if in_validation else set()
     return {
@@ -67,7 +68,7 @@ def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:
 
 
 def set_logged_state(trainer: L.Trainer, state: dict[str, Any]) -> None:
-    """Go on from ``state``, a :func:`logged_state` of the process of this rank."""
+    """Restore ``state``, a :func:`logged_state` of the process of this rank."""
     connector: Any = trainer._logger_connector
     device = trainer.strategy.root_device
     connector._current_fx = state["hook"]
@@ -87,7 +88,7 @@ def set_logged_state(trainer: L.Trainer, state: dict[str, Any]) -> None:
 def _metrics_of(module: L.LightningModule) -> Iterator[tuple[str, Metric]]:
     for part in module.modules():
         if isinstance(part, MetricCollection):
-            part.items(copy_state=False)  # metrics of one compute group share states once they are read
+            part.items(copy_state=False)  # metrics of one compute group share states only after being read
     return ((name, part) for name, part in module.named_modules() if isinstance(part, Metric))
 
 
@@ -98,12 +99,12 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
 def _restore_metric(metric: Metric, state: dict[str, Any]) -> None:
     for name, value in state["state"].items():
         setattr(metric, name, tree_map(lambda one: one.to(metric.device) if isinstance(one, Tensor) else one, value))
-    metric._update_count = state["update_count"]  # it has no public name, and without it compute() warns
+    metric._update_count = state["update_count"]  # there is no public setter, and compute() warns without it
     metric._computed = None
 
 
 def _can_be_kept(one: Any) -> bool:
-    return not one.has_reset and one.meta.sync.group is None  # a process group lives in its process alone
+    return not one.has_reset and one.meta.sync.group is None  # process groups cannot be saved
 
 
 def _sum_state(one: Any) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _restored_sum(state: dict[str, Any], trainer: L.Trainer, metrics: dict[str, 
 
 
 def _copied(value: Any) -> Any:
-    """A copy on the CPU of what training goes on to change, while a checkpoint may still be written."""
+    """Return a copy on the CPU, since training changes the original while a checkpoint may still be written."""
     if isinstance(value, dict):
         return {name: _copied(each) for name, each in value.items()}
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
