@@ -1,4 +1,4 @@
-"""Tensor functions with their own gradient or kernel; they need torch alone."""
+"""Tensor functions with a gradient or kernel of their own; they need torch alone."""
 
 from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp

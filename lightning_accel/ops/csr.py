@@ -10,10 +10,11 @@ from lightning_accel.ops.float32 import at_least_float32
 
 
 def csr_sum(rowptr: Tensor, col: Tensor, x: Tensor, transposed_rowptr: Tensor, transposed_col: Tensor) -> Tensor:
-    """Sum the rows ``col[rowptr[i]:rowptr[i + 1]]`` of ``x`` for each i, with nothing of size (K, R) in memory.
+    """Sum the rows ``col[rowptr[i]:rowptr[i + 1]]`` of ``x`` for each i, without a (K, R) tensor in memory.
 
-    The product of a 0/1 matrix of K entries with ``x``; its transpose, which the caller has at hand, gives the
-    gradient, of any order. Sums are float32 for narrower ``x``, also under autocast, and in the same order each time.
+    This is the product of a sparse 0/1 matrix with K nonzero entries and ``x``. The caller also passes the transposed
+    matrix, which gives gradients of any order. Sums are accumulated in float32 for narrower ``x``, also under
+    autocast, and in the same order at each call.
 
     Args:
         rowptr: (N + 1,) int64, ascending from 0 to K.
@@ -35,17 +36,18 @@ def csr_sum(rowptr: Tensor, col: Tensor, x: Tensor, transposed_rowptr: Tensor, t
 
 
 def csr_sum_reference(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
-    """The same through a (K, R) tensor and autograd: the twin that :func:`csr_sum` is tested against."""
+    """Compute :func:`csr_sum` by a (K, R) tensor and autograd, as the reference for its tests."""
     count = rowptr.diff()
     row = torch.repeat_interleave(torch.arange(len(count), device=col.device), count, output_size=len(col))
     return x.new_zeros(len(count), x.shape[1]).index_add(0, row, x.index_select(0, col))
 
 
 def bag_sum(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
-    """:func:`csr_sum` for use within an operation: no gradient, dtype of ``x``.
+    """Compute :func:`csr_sum` without a gradient, in the dtype of ``x``, for use within other operations.
 
-    embedding_bag prefetches rows: on CPU 3 to 5 times as fast as products with sparse CSR tensors, 15 to 20 times as
-    fast as index_select and index_add_. It needs no library of a vendor's, and on CUDA neither atomics nor a host sync.
+    ``embedding_bag`` prefetches rows: on CPU it is 3 to 5 times as fast as products with sparse CSR tensors, and 15 to
+    20 times as fast as ``index_select`` and ``index_add_``. It needs no vendor library, and on CUDA neither atomics nor
+    a host synchronization.
     """
     if not len(col) or not x.shape[1] or x.device.type not in ("cpu", "cuda"):
         return csr_sum_reference(rowptr, col, x)
@@ -76,7 +78,7 @@ _csr_sum_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _CSRSum(torch.autograd.Function):
-    """The same where nothing is compiled: the operation's own calls cost more than the sums of small graphs."""
+    """Compute :func:`csr_sum` in eager mode, where calling a custom op takes longer than the sums of small graphs."""
 
     @staticmethod
     def forward(

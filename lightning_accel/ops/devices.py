@@ -1,13 +1,15 @@
-"""Where the tensors of an operation lie."""
+"""Checks of the devices that tensors are on."""
 
 from torch import Tensor
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
-    """For fakes: torch hands them tensors of mixed devices, if one is on ``meta``, and what they return has no values.
+    """Require that all tensors are on one device.
+
+    Fake kernels call it: torch passes them tensors of mixed devices if one of them is on ``meta``.
 
     Raises:
-        ValueError: if not all are on the same device.
+        ValueError: if the tensors are on different devices.
     """
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:

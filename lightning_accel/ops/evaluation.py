@@ -1,4 +1,4 @@
-"""Modules that are in evaluation mode for a while."""
+"""Temporary evaluation mode of modules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put ``module`` into evaluation mode; each of its parts is as it was afterwards, whatever is raised within.
+    """Put ``module`` into evaluation mode temporarily, then restore the mode of each submodule, also after an error.
 
-    ``module.train(was_training)`` would not do: it trains parts that were in evaluation mode, such as a frozen one.
+    ``module.train(was_training)`` is not enough: it puts submodules that were in evaluation mode, such as frozen ones,
+    into training mode.
     """
     modes = {part: part.training for part in module.modules()}
     module.eval()

@@ -1,4 +1,4 @@
-"""Many two-layer perceptrons at once, each on its own tokens: the compute of a mixture of experts.
+"""Two-layer perceptrons that each process their own tokens: the computation of a mixture of experts.
 
 Shapes: N tokens, D features, E experts, S slots (pairs of a token and an expert), H hidden features, U = H outputs of
 the first layer, or 2 * H where it is gated.
@@ -21,9 +21,9 @@ from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear
 Activation: TypeAlias = Literal["gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop"]
 
-_BLOCK = 1024  # bytes a feature and thread: a block's activations stay in cache from one product to the next
-_FEW_SLOTS = 128  # an expert: below, blocks cost more Python than they save memory traffic, by measurement,
-_SMALL_EXPERT = 512 << 10  # unless the weights, whose gradients the loop moves about, are large
+_BLOCK = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
+_FEW_SLOTS = 128  # per expert: below, blocks cost more Python overhead than they save memory traffic (measured),
+_SMALL_EXPERT = 512 << 10  # unless the weights, whose gradients the loop copies, are large
 _PAGE = 4096
 _MADV_HUGEPAGE = 14  # linux/mman.h
 _PANEL = 2048  # rows of one product for the gradient of a weight: bounds the memory of an expert that got most tokens
@@ -41,33 +41,33 @@ def expert_mlp(
     activation: Activation = "gelu",
     backend: Backend = "auto",
 ) -> Tensor:
-    """Weighted sum, for each token, of what the experts of its slots make of it.
+    """Compute for each token the weighted sum of the outputs of its experts.
 
     Expert e computes ``down[e] @ act(up[e] @ x)``; where U is 2 * H its first layer is gated (Shazeer 2020,
     https://arxiv.org/abs/2002.05202): ``down[e] @ (act(gate[e] @ x) * up[e] @ x)``, ``gate`` being the first H rows
-    of ``up_weight[e]``. Sums over slots are taken in float32 or wider. Under autocast, products run in its dtype.
+    of ``up_weight[e]``. Sums over slots are accumulated in float32 or wider. Under autocast, products run in its dtype.
 
     Args:
         tokens: (N, D), any floating dtype.
-        token_of_slot: (S,) int64 in [0, N), slots sorted by expert; those past ``counts.sum()`` are left out.
+        token_of_slot: (S,) int64 in [0, N), slots sorted by expert; slots past ``counts.sum()`` are ignored.
         weight_of_slot: (S,) floating.
         counts: (E,) int64, slots of each expert; any may be 0.
         up_weight: (E, U, D).
         down_weight: (E, D, H).
         up_bias: (E, U).
         down_bias: (E, D).
-        activation: ``gelu`` (the exact one), ``relu`` or ``silu``.
-        backend: ``loop`` is the plain formula, which every other one is tested against, and the only one with second
-            derivatives. ``grouped_mm`` is torch's kernel; it leaves ``counts`` on its device. ``blocks``, for the CPU,
-            carries a block of rows through both layers while they are in cache, and keeps half of what autograd would.
-            ``dense`` runs every expert on every token, in products that any runtime has: for exported programs.
-            ``auto`` takes what :func:`choose_backend` says.
+        activation: ``gelu`` (exact, not approximated), ``relu`` or ``silu``.
+        backend: ``loop`` is the reference formula, and the only backend with second derivatives. ``grouped_mm`` is
+            torch's kernel; it leaves ``counts`` on its device. ``blocks``, for the CPU, runs a block of tokens through
+            both layers while it is in cache, and stores half of what autograd would. ``dense`` runs every expert
+            on every token, in products that any runtime supports: for exported programs. ``auto`` calls
+            :func:`choose_backend`.
 
     Returns:
-        (N, D), dtype of the products; 0 for a token without slots.
+        (N, D), in the dtype of the products; 0 for a token without slots.
 
     Raises:
-        ValueError: if ``activation`` or ``backend`` is unknown, or the backend cannot run there.
+        ValueError: if ``activation`` or ``backend`` is unknown, or the backend cannot run on the device.
 
     >>> counts, tokens = torch.tensor([1, 2]), torch.tensor([[1.0], [10.0]])
     >>> up, down = torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[2.0]]])
@@ -97,14 +97,14 @@ def expert_mlp(
             keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *biases))
             if torch.compiler.is_compiling():
                 return _blocks_op(*tensors, biases, activation, keep)[0]
-            return _Blocks.apply(activation, keep, *tensors, *biases)  # an op takes hundreds of microseconds more
+            return _Blocks.apply(activation, keep, *tensors, *biases)  # a custom op takes hundreds of microseconds more
         rows = tokens.index_select(0, token_of_slot)  # (S, D)
         hidden = grouped_linear(rows, up_weight, counts, up_bias, backend)
         hidden = _activate(hidden, down_weight.shape[2], activation)
         visited = grouped_linear(hidden, down_weight, counts, down_bias, backend)
         wide = torch.promote_types(tokens.dtype, torch.float32)
         taken = torch.arange(rows.shape[0], device=rows.device) < counts.sum()
-        weights = torch.where(taken, weight_of_slot, 0).to(wide)  # one that is left out may weigh NaN
+        weights = torch.where(taken, weight_of_slot, 0).to(wide)  # the weight of an ignored slot may be NaN
         out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
         return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1)).to(tokens.dtype)
 
@@ -122,7 +122,7 @@ def _dense(
 ) -> Tensor:
     num_experts, wide = up_weight.shape[0], torch.promote_types(tokens.dtype, torch.float32)
     slots = torch.arange(token_of_slot.shape[0], device=tokens.device)
-    expert_of_slot = (slots.unsqueeze(1) >= counts.cumsum(0)).sum(dim=1)  # (S,); E for one that is left out
+    expert_of_slot = (slots.unsqueeze(1) >= counts.cumsum(0)).sum(dim=1)  # (S,); E for an ignored slot
     weights = torch.zeros(num_experts + 1, tokens.shape[0], dtype=wide, device=tokens.device)
     place = expert_of_slot * tokens.shape[0] + token_of_slot
     weights = weights.flatten().scatter_add(0, place, weight_of_slot.to(wide)).view(num_experts + 1, -1)[:-1]
@@ -137,10 +137,10 @@ def _dense(
 
 
 def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Backend:
-    """The fastest backend of :func:`expert_mlp` for weights of this device, dtype and shape, and so many slots."""
+    """Return the fastest backend of :func:`expert_mlp` for these weights (device, dtype, shape) and number of slots."""
     if up_weight.device.type != "cpu":
         return "grouped_mm" if takes_grouped_mm(up_weight, down_weight) else "loop"
-    if torch.compiler.is_compiling():  # a loop would break the graph, and a choice would bound the number of slots
+    if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"
     expert_bytes = (up_weight.nbytes + down_weight.nbytes) // len(up_weight)
     small = num_slots < _FEW_SLOTS * len(up_weight) and expert_bytes < _SMALL_EXPERT
@@ -175,10 +175,10 @@ def _blocks(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, (N, D), and for the backward what the first layers gave, (S, U), and the second ones, (S, D).
+    """Return the output (N, D), and for the backward pass the outputs of the first (S, U) and second layers (S, D).
 
-    The latter two have spare rows, for rows that pad a block run into those of the next one, which overwrites them;
-    nothing reads them before. Without ``keep`` they have a block's rows alone.
+    The last two tensors have extra rows at the end: the padding of a block extends into the rows of the next block,
+    which overwrites it before it is read. Without ``keep`` they hold the rows of a single block.
     """
     hidden_dim, up_dim = down_weight.shape[2], up_weight.shape[1]
     act = ACTIVATIONS[activation].function
@@ -217,16 +217,16 @@ def _blocks_backward(
     visited: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of tokens, (N, D), of the slots' weights, (S,), and of the experts' weights and biases."""
+    """Return the gradients of tokens (N, D), weights of slots (S,), and the experts' weights and biases."""
     dtype, wide = tokens.dtype, torch.promote_types(tokens.dtype, torch.float32)
     d_tokens = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
     d_weights = torch.zeros(len(token_of_slot), 1, dtype=wide, device=tokens.device)
     d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
     d_biases = [torch.zeros_like(bias) for bias in biases]
-    weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of two dtypes takes many times as long
+    weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of mixed dtypes takes many times as long
     longest = _padded(min(int(counts.max()), _PANEL), dtype)
     widths = tokens.shape[1], tokens.shape[1], down_weight.shape[2], up_weight.shape[1]
-    # zeros, so that what pads x and h is finite: it is multiplied by the zeros that pad the other two
+    # zeros, so that the padding of x and h is finite: it is multiplied by the zero padding of the other two
     x, d_y, h, d_up = (tokens.new_zeros(longest, width) for width in widths)
     layers = _per_expert(up_weight, down_weight, [])
     d_layers = _per_expert(d_up_weight, d_down_weight, d_biases)
@@ -256,7 +256,7 @@ def _blocks_backward(
 
 
 def _activate_backward(d_h: Tensor, before: Tensor, h: Tensor, d_up: Tensor, act: _Act) -> None:
-    """Write the hidden features to ``h`` and the gradient of ``before`` to ``d_up``; ``d_h`` is used up."""
+    """Write the hidden features to ``h`` and the gradient of ``before`` to ``d_up``; overwrites ``d_h``."""
     hidden_dim = h.shape[1]
     first = before[:, :hidden_dim]
     if before.shape[1] == hidden_dim:
@@ -287,7 +287,7 @@ _Layers: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _per_expert(up_weight: Tensor, down_weight: Tensor, biases: list[Tensor]) -> list[_Layers]:
-    """Weights and biases (of the first and the second layer; or none) of each expert."""
+    """List, for each expert, the weights and biases of its two layers; biases are None if ``biases`` is empty."""
     up_biases, down_biases = (bias.unbind() for bias in biases) if biases else [(None,) * len(up_weight)] * 2
     return list(zip(up_weight.unbind(), down_weight.unbind(), up_biases, down_biases, strict=True))
 
@@ -306,10 +306,11 @@ def _block_rows(dtype: torch.dtype) -> int:
 
 
 def _padded(rows: int, dtype: torch.dtype) -> int:
-    """Rows to run a product over so that few different numbers occur.
+    """Round a number of rows up, so that matrix products see few different shapes.
 
-    For a 16-bit product oneDNN makes a kernel for each new shape, which takes several times as long as to run it, and
-    the rows of an expert change at every step. 32 sizes an octave cost a sixtieth more rows on average, on tiles of 16.
+    For 16-bit products oneDNN compiles a kernel for each new shape, which takes several times as long as running it,
+    and the number of rows of an expert changes at every step. With 32 sizes per power of two, in tiles of 16, padding
+    adds a sixtieth of the rows on average.
     """
     if dtype.itemsize > 2:
         return rows
@@ -318,10 +319,10 @@ def _padded(rows: int, dtype: torch.dtype) -> int:
 
 
 def _empty_like(weight: Tensor) -> Tensor:
-    """Fresh memory, in huge pages where it is large and the system has them.
+    """Allocate a tensor like ``weight``, in huge pages if it is large and the system supports them.
 
-    The C library gives blocks from 32 MiB on back to the system when they are freed, and the gradients of all experts
-    are freed at every step: a tenth of a step went into mapping their pages anew, 4 KiB at a time.
+    The C library returns blocks of 32 MiB and more to the system when they are freed, and the gradients of all experts
+    are freed at every step: mapping their pages again, 4 KiB at a time, took a tenth of a step.
     """
     fresh = torch.empty_like(weight)
     if fresh.nbytes >= 32 << 20 and sys.platform == "linux":
@@ -354,7 +355,7 @@ def _(grad: Tensor, tokens: Tensor, _: Tensor, weights: Tensor, __: Tensor, *lay
 
 
 class _Blocks(torch.autograd.Function):
-    """Keeps the input and the output of each expert's activation and what it gave, instead of everything between."""
+    """Run :func:`_blocks`, saving for backward only the first layers' and the second layers' outputs."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, keep: bool, *tensors: Tensor) -> Tensor:
@@ -388,8 +389,8 @@ def _op_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
 
 
 def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Any]) -> tuple[Any, ...]:
-    """Of the six tensors, None for those of integers, and of the biases, a list."""
-    saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
+    """Return the gradients of the six tensors, None for integer tensors, and a list of those of the biases."""
+    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them at each access
     tensors, biases, (before, visited) = saved[:6], list(saved[6:-2]), saved[-2:]
     d_tokens, d_weights, *d_layers = run(grad.contiguous(), *tensors, biases, before, visited, ctx.activation)
     return d_tokens, None, d_weights, None, *d_layers

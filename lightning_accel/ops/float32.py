@@ -1,14 +1,14 @@
-"""What low precision must not touch."""
+"""Computation in float32 or wider under mixed precision."""
 
 import torch
 from torch import Tensor
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """``tensor`` in float32, or as it is in float64."""
+    """Cast ``tensor`` to float32, unless it is float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
-    """A context in which operations on the device of ``tensor`` keep their dtypes."""
+    """Return a context manager that disables autocast on the device of ``tensor``."""
     return torch.autocast(tensor.device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""The recurrences of minGRU and minLSTM. Shapes: B rows, T steps, H channels, G gates."""
+"""The recurrences of minGRU and minLSTM. Shapes: B samples, T steps, H channels, G gates."""
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +18,25 @@ def gated_scan(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """States of a minGRU or minLSTM, from what its linear map makes of the inputs, for all steps.
+    """Compute the states of a minGRU or minLSTM at all steps from the output of its linear layer.
 
-    On CPU a C++ kernel does gates and recurrence in one pass for float32, where it can be had. Transforms of torch.func
-    take the formula.
+    On CPU, a C++ kernel computes gates and recurrence in one pass for float32, if it could be built. Transforms of
+    torch.func use the formula in torch.
 
     Args:
-        cell: whose gates they are.
-        gates: (B, T, G * H), floating; update and candidate of ``mingru``, keep, entry and candidate of ``minlstm``.
-        state: (B, H), before the first step; zeros by default.
-        starts: (B, T) bool, where a new sequence begins: the state before counts as 0 there, NaN and infinity too.
-        lengths: (B,) int64; after as many steps the state of a row stays as it is.
+        cell: ``mingru`` or ``minlstm``.
+        gates: (B, T, G * H), floating: update gate and candidate of ``mingru``; forget gate, input gate and candidate
+            of ``minlstm``.
+        state: (B, H), the state before the first step; zeros by default.
+        starts: (B, T) bool, True where a new sequence begins: the previous state counts as 0, even if NaN or infinite.
+        lengths: (B,) int64, number of valid steps; after these the state of a sample stays unchanged.
 
     Returns:
         (B, T, H), dtype of ``gates``.
 
     Raises:
         TypeError: if ``gates`` are not floating, ``starts`` not bool or ``lengths`` not int64.
-        ValueError: if ``cell`` is another, or shapes disagree.
+        ValueError: if ``cell`` is unknown, or shapes disagree.
 
     Source: Feng et al. 2024, Were RNNs All We Needed?, https://arxiv.org/abs/2410.01201, sections 3.1 and 3.2.
 
@@ -61,7 +62,7 @@ def gated_scan_reference(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """The same through autograd and :func:`linear_scan`: the twin that :func:`gated_scan` is tested against."""
+    """Compute :func:`gated_scan` by :func:`linear_scan` and autograd, as the reference for its tests."""
     gate, value = scan_terms(cell, gates)
     if lengths is not None:
         over = torch.arange(gates.shape[1], device=gates.device) >= lengths[:, None]  # (B, T)
@@ -71,7 +72,7 @@ def gated_scan_reference(
 
 
 def scan_terms(cell: str, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and value of h = gate * h + value, (..., H) each, of ``gates`` (..., G * H)."""
+    """Return ``gate`` and ``value`` of the recurrence h = gate * h + value, (..., H) each, from (..., G * H)."""
     if cell == "mingru":
         update, new = gates.chunk(2, -1)
         return (-update).sigmoid(), update.sigmoid() * new

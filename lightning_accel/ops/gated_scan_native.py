@@ -1,4 +1,4 @@
-"""The C++ kernel of :func:`lightning_accel.ops.gated_scan`. Shapes: B rows, T steps, H channels, G gates."""
+"""The C++ kernel of :func:`lightning_accel.ops.gated_scan`. Shapes: B samples, T steps, H channels, G gates."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from lightning_accel.ops.scan import empty_as
 def scan_by_kernel(
     cell: str, gates: Tensor, state: Tensor | None, starts: Tensor | None, lengths: Tensor | None
 ) -> Tensor:
-    """States, (B, T, H), of float32 ``gates`` (B, T, G * H)."""
+    """Compute the states (B, T, H) from float32 ``gates`` (B, T, G * H)."""
     return _GatedScan.apply(gates, state, starts, lengths, NUM_GATES[cell])
 
 
 class _GatedScan(torch.autograd.Function):
-    """Saves its input and the states; the gates are computed again, which takes less time than to read them."""
+    """Call the kernel; backward computes the activations of the gates again, which is faster than reading them."""
 
     @staticmethod
     def forward(

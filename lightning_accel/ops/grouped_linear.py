@@ -1,4 +1,4 @@
-"""A linear layer per group of rows. Shapes: M rows, I features in, O features out, E groups."""
+"""A separate linear layer for each group of rows. Shapes: M rows, I features in, O features out, E groups."""
 
 from typing import Literal, TypeAlias
 
@@ -12,15 +12,15 @@ GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop"]
 def grouped_linear(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, backend: GroupedBackend = "auto"
 ) -> Tensor:
-    """Multiply the first ``counts[0]`` rows of ``x`` by ``weight[0].T``, the next ``counts[1]`` by ``weight[1].T`` ...
+    """Multiply the first ``counts[0]`` rows of ``x`` by ``weight[0].T``, the next ``counts[1]`` by ``weight[1].T``, ...
 
     Args:
-        x: (M, I), rows sorted by group; rows past ``counts.sum()`` belong to none.
-        weight: (E, O, I), dtype of ``x``; under autocast all are cast to its dtype.
+        x: (M, I), rows sorted by group; rows past ``counts.sum()`` belong to no group.
+        weight: (E, O, I), in the dtype of ``x``; under autocast all tensors are cast to its dtype.
         counts: (E,) int64, rows of each group; any may be 0.
         bias: (E, O), added to each row of the group.
-        backend: ``grouped_mm``, torch's kernel, which leaves ``counts`` on its device; ``loop``, one matrix product a
-            group, which copies ``counts`` to the host; by default the kernel on CUDA where it takes the shapes.
+        backend: ``grouped_mm``, torch's kernel, which leaves ``counts`` on its device; ``loop``, one matrix product per
+            group, which copies ``counts`` to the host; ``auto``, the kernel on CUDA if it supports the shapes.
 
     Returns:
         (M, O); rows that belong to no group are 0.
@@ -37,7 +37,7 @@ def grouped_linear(
         if backend == "loop":
             return _loop(x, weight, counts, bias)
         ends = counts.cumsum(0)
-        # the kernel leaves rows past the last end as they were in memory, in its output and in the gradient of x
+        # the kernel does not initialize rows past the last end, neither in its output nor in the gradient of x
         grouped = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(1)
         x = torch.where(grouped, x, 0)
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
@@ -48,7 +48,7 @@ def grouped_linear(
 
 
 def takes_grouped_mm(*weights: Tensor) -> bool:
-    """Whether torch's grouped kernel is the fast path for ``weights`` (E, O, I): CUDA, and rows of whole 16 bytes."""
+    """Return whether torch's grouped kernel is fast for ``weights`` (E, O, I): CUDA, and sizes of 16-byte multiples."""
     return all(
         weight.is_cuda
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -58,9 +58,9 @@ def takes_grouped_mm(*weights: Tensor) -> bool:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the dtype of the autocast region we are in, if any; ``grouped_mm`` and custom ops do not by themselves.
+    """Cast tensors to the dtype of the active autocast region, if any, as ``grouped_mm`` and custom ops do not.
 
-    float64 stays as it is, as everywhere under autocast.
+    float64 tensors stay unchanged, as everywhere under autocast.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -13,25 +13,25 @@ from lightning_accel.ops.transforms import in_transform
 
 
 def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False) -> Tensor:
-    """``log(max(x, clip_value))``, which no zero or negative number makes infinite or NaN.
+    """Compute ``log(max(x, clip_value))``, which is finite for zero and negative numbers.
 
-    Saves ``x`` alone, where ``x.clamp(min=clip_value).log()`` saves two tensors, and on a CPU takes half its time for
-    100 000 numbers and more, forward and backward together. Derivatives have any order and mode, within torch.func and
-    torch.compile, too. NaN stays NaN, and so does its gradient.
+    It saves only ``x`` for backward, where ``x.clamp(min=clip_value).log()`` saves two tensors, and on a CPU takes half
+    the time for 100 000 numbers and more, forward and backward together. Derivatives of any order and mode work, also
+    within torch.func and torch.compile. NaN stays NaN, and its gradient is NaN.
 
     Args:
-        x: any shape, floating. Of 16-bit ``x`` the result is float32 under autocast, and of its dtype elsewhere.
+        x: any shape, floating. For 16-bit ``x`` the result is float32 under autocast, and has its dtype elsewhere.
         clip_value: finite, above 0, rounded to the dtype of the result: 1e-6 is 1.0133e-06 in float16.
-        straight_through: gives also what is clipped a gradient, ``1 / clip_value``, so that it can rise again; but 0 at
-            minus infinity within torch.func and torch.compile.
+        straight_through: pass a gradient of ``1 / clip_value`` to clipped elements too, so that they can rise again; it
+            is 0 at minus infinity within torch.func and torch.compile.
 
     Returns:
-        Of the shape of ``x``. The derivative is ``1 / x`` above ``clip_value``, and 0 (or ``1 / clip_value``) below and
-        at it; the second one is ``-1 / x**2`` above, and 0 below and at it.
+        Tensor of the shape of ``x``. The derivative is ``1 / x`` above ``clip_value``, and 0 (or ``1 / clip_value``) at
+        and below it; the second derivative is ``-1 / x**2`` above, and 0 at and below it.
 
     Raises:
         TypeError: if ``x`` is not floating, or ``clip_value`` not a real number, of Python or NumPy.
-        ValueError: if ``clip_value`` is not finite and above 0, or not so in the dtype of the result.
+        ValueError: if ``clip_value`` is not finite and above 0, or becomes 0 or infinite in the dtype of the result.
 
     >>> x = torch.tensor([0.0, 0.5, 1.0], requires_grad=True)
     >>> log_clip(x, 0.1)
@@ -51,19 +51,19 @@ def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False
 
 
 def log_clip_reference(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False) -> Tensor:
-    """The same through autograd: the twin that :func:`log_clip` is tested against, and what it is in graphs."""
+    """Compute :func:`log_clip` through autograd, as the reference for its tests and in compiled graphs."""
     y = F.threshold(x, clip_value, clip_value).log()
     if not straight_through:
         return y
     below = x.clamp(torch.finfo(x.dtype).min, clip_value)  # finite, as the difference of infinities is NaN
-    return y + (below - below.detach()) / clip_value  # 0, with the slope that was lost
+    return y + (below - below.detach()) / clip_value  # adds 0, with the missing slope
 
 
 def _takes_formula() -> bool:
-    """Whether the caller is a compiler, which fuses the formula and takes no ``jvp``, or a transform of torch.func.
+    """Return whether to use the formula: under torch.compile, which fuses it and needs no ``jvp``, and in torch.func.
 
-    There torch 2.13 finds no second derivative by ``jacfwd(jacfwd(...))`` through a Function's ``jvp``, but zeros
-    (https://github.com/pytorch/pytorch/issues/197867).
+    In torch.func of torch 2.13, ``jacfwd(jacfwd(...))`` through the ``jvp`` of a Function returns zeros for the second
+    derivative (https://github.com/pytorch/pytorch/issues/197867).
     """
     return torch.compiler.is_compiling() or in_transform()
 
@@ -73,7 +73,7 @@ def _advice(x: Tensor) -> str:
 
 
 def _in_dtype(clip_value: float, dtype: torch.dtype) -> float:
-    """``clip_value`` as ``dtype`` has it, so that values, gradients and graphs agree on what is clipped."""
+    """Round ``clip_value`` to ``dtype``, so that values, gradients and graphs agree on which elements are clipped."""
     if isinstance(clip_value, bool) or not isinstance(clip_value, float | int | Real):
         raise TypeError(f"clip_value must be a real number; got {clip_value!r}. Of a tensor, give clip_value.item()")
     clip_value = _as_float(clip_value)
@@ -94,14 +94,14 @@ def _in_dtype(clip_value: float, dtype: torch.dtype) -> float:
 def _as_float(number: float) -> float:
     try:
         return float(number)
-    except OverflowError:  # of integers from 2**1024 on
+    except OverflowError:  # integers from 2**1024 on
         return math.inf if number > 0 else -math.inf
 
 
 class _LogClip(torch.autograd.Function):
-    """Saves x. ``backward`` and ``jvp`` multiply with the same derivative, in operations that have derivatives, too.
+    """Compute the clipped logarithm, saving x; ``backward`` and ``jvp`` are differentiable themselves.
 
-    Without ``setup_context``, of which torch.func alone has need, a call takes 9 us in place of 26.
+    Without ``setup_context``, which only torch.func needs, a call takes 9 us instead of 26.
     """
 
     @staticmethod
@@ -123,11 +123,11 @@ class _LogClip(torch.autograd.Function):
 
 
 def _times_derivative(v: Tensor, x: Tensor, clip_value: float, straight_through: bool) -> Tensor:
-    if torch.is_grad_enabled():  # for a second derivative: that of v / x, which is dropped below, may be NaN
+    if torch.is_grad_enabled():  # for a second derivative: the derivative of v / x, discarded below, may be NaN
         quotient = v / F.threshold(x, clip_value, clip_value)
     else:
         quotient = v / (x.clamp(min=clip_value) if straight_through else x)
     if straight_through:
         return quotient
-    # where(x <= clip_value, 0, quotient), infinite or NaN as that may be, in a tenth of the time of torch.where.
+    # where(x <= clip_value, 0, quotient) for infinite and NaN quotients too, in a tenth of the time of torch.where
     return torch.ops.aten.threshold_backward(quotient, x, clip_value)

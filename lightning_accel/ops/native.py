@@ -1,7 +1,7 @@
-"""Operations written in C++ and CUDA, which are built where they are first used; a formula in torch takes their place.
+"""Operations written in C++ and CUDA, built at their first use; without a compiler, formulas in torch replace them.
 
-A folder holds the sources: ``*.cpp`` register schemas and CPU kernels, ``*.cu`` CUDA kernels for the same schemas, by
-torch's stable ABI (``torch/csrc/stable/library.h``), with which a file compiles in seconds.
+A folder holds the sources: ``*.cpp`` files register schemas and CPU kernels, ``*.cu`` files CUDA kernels for the same
+schemas. They use torch's stable ABI (``torch/csrc/stable/library.h``), with which a file compiles in seconds.
 """
 
 import os
@@ -18,20 +18,20 @@ from lightning_accel.ops.native_build import BuildError, cpu_target, cuda_target
 
 
 class NativeLibrary:
-    """Kernels from the C++ and CUDA sources in a folder, built once per machine and cached.
+    """Build the C++ and CUDA kernels in a folder once per machine, cache the library, and load it at first use.
 
-    Built in ``~/.cache/lightning_accel`` (or ``LIGHTNING_ACCEL_CACHE``; in the folder for temporary files where that
-    cannot be written), again after a change of the sources, of torch or of the kind of processor. Needed: a C++
-    compiler, for GPUs also CUDA's. ``LIGHTNING_ACCEL_NATIVE=0`` does without the kernels; ``=1`` makes it an error if
-    they cannot be had, in place of a warning and the formula.
+    Libraries are cached in ``~/.cache/lightning_accel`` (or ``LIGHTNING_ACCEL_CACHE``; in the folder for temporary
+    files if that is not writable), and built again after a change of the sources, of torch or of the processor type.
+    Building needs a C++ compiler, for GPUs also CUDA's. ``LIGHTNING_ACCEL_NATIVE=0`` disables the kernels; with ``=1``
+    it is an error if they are not available, instead of a warning and the formula in torch.
 
     Args:
-        name: of the library, a Python identifier that no other library has; best the namespace of its ops.
-        folder: of the sources.
-        time_limit_s: for a build, and for waiting for another process's, in seconds.
+        name: name of the library, a unique Python identifier; preferably the namespace of its ops.
+        folder: folder with the sources.
+        time_limit_s: time limit in seconds for a build, and for waiting for the build of another process.
 
     Raises:
-        ValueError: if ``name`` is no identifier.
+        ValueError: if ``name`` is not an identifier.
 
     >>> library = NativeLibrary("my_ops", Path("csrc"))
     >>> def add(a, b):
@@ -51,14 +51,15 @@ class NativeLibrary:
         self._is_off = False
 
     def serves(self, device: torch.device) -> bool:
-        """Whether there are kernels for tensors on ``device``; the first call of a process builds and loads them.
+        """Return whether kernels are available for ``device``; the first call of a process builds and loads them.
 
-        In code that is traced nothing is built: kernels are there if they were asked for before. Where it is False, a
-        warning has told once why, unless no kernels exist for such a device or ``LIGHTNING_ACCEL_NATIVE=0``.
+        Nothing is built while code is traced: kernels are available only if they were loaded before. If kernels cannot
+        be built, a warning gives the reason once; there is none if no kernels exist for the type of device, or under
+        ``LIGHTNING_ACCEL_NATIVE=0``.
 
         Raises:
-            RuntimeError: with the reason, if they cannot be had under ``LIGHTNING_ACCEL_NATIVE=1``; or if other sources
-                were loaded under this name before, or these under another, which this process cannot undo.
+            RuntimeError: if kernels are not available under ``LIGHTNING_ACCEL_NATIVE=1``; or if this process has
+                already loaded other sources under this name, or the same namespace under another name.
             ValueError: if ``LIGHTNING_ACCEL_NATIVE`` is neither 0 nor 1.
         """
         if self._is_off:
@@ -84,7 +85,7 @@ class NativeLibrary:
 
     def _try_to_load(self, device: torch.device) -> bool:
         try:
-            self._load(cpu_target())  # it has the schemas
+            self._load(cpu_target())  # registers the schemas
             if device.type == "cuda":
                 self._load(cuda_target(device))
         except (BuildError, OSError) as error:
@@ -102,7 +103,7 @@ class NativeLibrary:
         return True
 
     def build(self, target: str) -> Path:
-        """Build the library for ``target`` (``AVX512``, ``AVX2``, ``DEFAULT`` or ``sm_90``) unless it is there.
+        """Build the library for ``target`` (``AVX512``, ``AVX2``, ``DEFAULT`` or ``sm_90``) unless it is cached.
 
         Raises:
             BuildError: if it cannot be built.
@@ -132,7 +133,7 @@ class NativeLibrary:
         self._is_loaded = True
 
     def on_load(self, register: Callable[[], None]) -> Callable[[], None]:
-        """Have ``register`` called, once in a process, when schemas are there: for fakes and gradients; a decorator."""
+        """Decorate a function that is to run once per process after loading, to register fake kernels and gradients."""
         self._registrations.append(register)
         if self._is_loaded:
             register()
@@ -140,7 +141,7 @@ class NativeLibrary:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Let :meth:`serves` say no, to compare kernels with formulas."""
+        """Make :meth:`serves` return False temporarily, to compare kernels with formulas."""
         before, self._is_off = self._is_off, True
         try:
             yield
@@ -149,18 +150,18 @@ class NativeLibrary:
 
 
 def _namespaces(folder: Path) -> set[str]:
-    """Those that only one library can register in a process."""
+    """Return the namespaces that the sources define with TORCH_LIBRARY, which only one library may define."""
     texts = [path.read_text(errors="replace") for path in folder.glob("*.cpp")]
     return {name for text in texts for name in re.findall(r"TORCH_LIBRARY\(\s*(\w+)", text)}
 
 
 def _cause(error: Exception) -> str:
-    """What the loader says of a library that is there."""
+    """Return the loader's message, and advice to delete the file, if an existing library failed to load."""
     is_there = isinstance(error, OSError) and error.__cause__ is not None
     return f" ({error.__cause__}); delete it to have it built anew" if is_there else ""
 
 
-# Of this process: a cell of a notebook may run again.
+# State of the process, not of one object: a notebook cell may create the same library again.
 _REGISTERED: set[str] = set()
 _OWNERS: dict[str, str] = {}  # libraries by namespace
 _LOADED: dict[tuple[str, str], Path] = {}  # by name and target

@@ -1,4 +1,4 @@
-"""Shared libraries of C++ and CUDA sources, built once for all processes that want them, by torch's own builder."""
+"""Builds of C++ and CUDA sources into shared libraries, once for all processes, by torch's own builder."""
 
 import hashlib
 import json
@@ -28,8 +28,8 @@ _CPU_FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
 }
 _SOURCES = (".cpp", ".cu", ".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".ipp", ".tpp")
-# In a process of its own: it can be ended, it tells all that the compiler said, and it is it that a library which does
-# not load brings down. What lies in the current folder is none of its modules.
+# Run in a separate process, which can be killed, whose output has all messages of the compiler, and which alone
+# crashes if the library does not load. The current folder is removed from the module path.
 _BUILD = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -40,33 +40,34 @@ load(**json.loads(sys.argv[1]))
 
 
 class BuildError(Exception):
-    """A library could not be built; the text is the reason, in a line."""
+    """Signal that a library could not be built; the text is the reason, in one line."""
 
 
 def cpu_target() -> str:
-    """What this processor is compiled for: ``AVX512``, ``AVX2`` or ``DEFAULT``."""
+    """Return the instruction set to compile for on this processor: ``AVX512``, ``AVX2`` or ``DEFAULT``."""
     capability = torch.backends.cpu.get_cpu_capability()
     return next((target for target in ("AVX512", "AVX2") if capability.startswith(target)), "DEFAULT")
 
 
 def cuda_target(device: torch.device) -> str:
-    """What a GPU is compiled for, such as ``sm_90``."""
+    """Return the architecture to compile for on a GPU, such as ``sm_90``."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> Path:
-    """The library of the sources in ``folder``, ``*.cpp`` or for a GPU ``*.cu``; it is built unless a cache has it.
+    """Return the path of the library for the sources in ``folder``, building it unless it is cached.
 
-    Processes that ask at the same time wait for the one that builds, and take the reason from it if it fails.
+    The sources are ``*.cpp``, or ``*.cu`` for a GPU. Concurrent processes wait for the one that builds; if it fails,
+    they raise the same error.
 
     Args:
-        name: of the library, a Python identifier.
-        folder: of the sources and their headers, also in folders within it; others are not watched for changes.
-        target: ``AVX512``, ``AVX2``, ``DEFAULT``, or ``sm_90`` and its like.
-        time_limit_s: for waiting, and again for building, in seconds.
+        name: name of the library, a Python identifier.
+        folder: folder with sources and headers, searched recursively; changes of files elsewhere are not noticed.
+        target: ``AVX512``, ``AVX2``, ``DEFAULT``, or an architecture such as ``sm_90``.
+        time_limit_s: time limit in seconds for waiting, and again for building.
 
     Raises:
-        BuildError: if it is not there and cannot be built.
+        BuildError: if the library is not cached and cannot be built.
     """
     if sys.platform == "win32":
         raise BuildError("native ops are built on Linux and macOS")
@@ -92,7 +93,7 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
 
 
 def _fingerprint(folder: Path, target: str) -> str:
-    """Of all that a library depends on but the compiler, which a machine that only runs it need not have."""
+    """Compute a digest of everything a library depends on, except the compiler, which may be missing at run time."""
     versions = [torch.__version__, platform.machine(), *_flags(target)]
     digest = hashlib.sha256("\n".join(versions).encode())
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
@@ -105,14 +106,14 @@ def _flags(target: str) -> list[str]:
 
 
 def _caches() -> list[Path]:
-    """Where libraries are kept: the user's cache, and where that cannot be written, a folder for temporary files."""
+    """List the folders that may hold libraries: the user's cache, then a folder for temporary files."""
     chosen = os.environ.get("LIGHTNING_ACCEL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = os.path.expanduser(chosen or os.path.join(base, "lightning_accel"))
-    home = [] if cache.startswith("~") else [Path(cache)]  # of a user whom the system does not know
+    home = [] if cache.startswith("~") else [Path(cache)]  # "~" stays for a user that the system does not know
     try:
         return [*home, _temporary_cache()]
-    except FileNotFoundError:  # no folder for temporary files can be written
+    except FileNotFoundError:  # there is no writable folder for temporary files
         return home
 
 
@@ -121,7 +122,7 @@ def _temporary_cache() -> Path:
 
 
 def _distrust(path: Path) -> str:
-    """Say why somebody else than this user and root may have written ``path``, a library or a folder of them; or ""."""
+    """Return why users other than this one and root could have written ``path`` (a library or folder), or ""."""
     if path.is_symlink() and (reason := _distrust(path.parent)):
         return reason
     path = path.resolve()
@@ -133,7 +134,7 @@ def _distrust(path: Path) -> str:
         if status.st_uid not in (0, os.getuid()):
             return f"{each} belongs to the user {status.st_uid}"
         is_others = status.st_mode & stat.S_IWOTH or (
-            status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid  # a group of one's own has one's number
+            status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid  # private groups have their user's number
         )
         if is_others and not (status.st_mode & stat.S_ISVTX and each != path):  # sticky, as /tmp: entries are safe
             return f"others can write to {each}"
@@ -159,7 +160,7 @@ def _writable_cache() -> Path:
 
 @contextmanager
 def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends."""
+    """Hold a file lock, which the system releases however the process ends."""
     import fcntl  # Windows has none
 
     deadline = time.monotonic() + time_limit_s
@@ -172,35 +173,35 @@ def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise BuildError(f"another process builds it for more than {time_limit_s:g} s ({path})") from None
                 time.sleep(0.1)
-            except OSError:  # a file system without locks: all build, each for itself, and the last one's stays
+            except OSError:  # a file system without locks: each process builds, and the last library is kept
                 break
         yield
 
 
 def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: float) -> None:
     compiler = _compiler()
-    # programs that have not set up logging show warnings alone, and wait here
+    # a warning, since programs without a logging setup show only warnings, and this may take minutes
     _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
     _remove_leftovers(library.parent)
-    # a folder of its own: torch's lock in it would otherwise outlive a process that is killed
+    # a temporary folder, since torch's lock file in it would outlive a killed process
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
         settings = {
             "name": name,
             "sources": [str(path) for path in sorted(folder.glob("*.cu" if _is_cuda(target) else "*.cpp"))],
             "build_directory": made,
             "extra_cflags": _flags(target),
-            "extra_cuda_cflags": ["-O3", "-DUSE_CUDA"],  # with which the stable headers give the current stream
+            "extra_cuda_cflags": ["-O3", "-DUSE_CUDA"],  # USE_CUDA makes the stable headers declare the current stream
             "extra_include_paths": [str(folder)],
             "is_python_module": False,
         }
         command = [sys.executable, "-c", _BUILD, json.dumps(settings)]
         _run(command, _environment(target, compiler, Path(made)), time_limit_s)
-        (Path(made) / f"{name}.so").chmod(0o755)  # whatever the umask, others must not be able to change it
-        os.replace(Path(made) / f"{name}.so", library)  # at once, so that nobody loads half a file
+        (Path(made) / f"{name}.so").chmod(0o755)  # whatever the umask, other users must not be able to change it
+        os.replace(Path(made) / f"{name}.so", library)  # atomic, so that no process loads half a file
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler and its own arguments."""
+    """Return the command of the C++ compiler: CXX split into words, or ``c++``."""
     said = os.environ.get("CXX", "")
     try:
         compiler = shlex.split(said) or ["c++"]
@@ -212,7 +213,7 @@ def _compiler() -> list[str]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Of builds that were killed, a day ago or longer."""
+    """Delete temporary folders of killed builds that are older than a day."""
     for folder in cache.glob("build-*"):
         with suppress(OSError):
             if folder.stat().st_mtime < time.time() - 86_400:
@@ -224,9 +225,9 @@ def _is_cuda(target: str) -> bool:
 
 
 def _environment(target: str, compiler: list[str], made: Path) -> dict[str, str]:
-    """With ninja on the PATH where it is installed beside a Python that is run without its environment activated."""
+    """Return the environment of the build, with ninja on the PATH even if Python's environment is not activated."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    if len(compiler) > 1:  # torch takes CXX for one word
+    if len(compiler) > 1:  # torch treats CXX as one word
         wrapper = made / "c++"
         wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
         wrapper.chmod(0o700)
@@ -250,7 +251,7 @@ def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -
             output, _ = process.communicate(timeout=time_limit_s)
         except subprocess.TimeoutExpired:
             raise BuildError(f"the compiler took more than {time_limit_s:g} s") from None
-        finally:  # after Ctrl-C, too, no compiler is left behind
+        finally:  # no compiler keeps running, also after Ctrl-C
             if process.poll() is None:
                 _end(process)
     if process.returncode:
@@ -258,7 +259,7 @@ def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGTERM)  # which ninja hands on to its compilers; they are in groups of their own
+    os.killpg(process.pid, signal.SIGTERM)  # ninja passes it on to its compilers, which are in other groups
     time.sleep(0.5)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -266,7 +267,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _reason(output: str, status: int) -> str:
-    """The first line that tells of an error, of the compiler's or linker's; or the last line there is."""
+    """Return the first line of ``output`` with an error of the compiler or linker, or else the last line."""
     lines = [
         line.strip() for line in output.splitlines() if line.strip() and not line.startswith("ninja: build stopped")
     ]

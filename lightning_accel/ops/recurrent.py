@@ -1,6 +1,6 @@
-"""A recurrent layer over rows of unequal lengths. Shapes: S steps, B rows, I inputs, H hidden, G gates.
+"""A recurrent layer over sequences of unequal lengths. Shapes: S steps, B samples, I inputs, H hidden, G gates.
 
-Weights are laid out as those of ``torch.nn.RNN`` (tanh, G = 1), ``GRU`` (3) and ``LSTM`` (4): ``weight_ih`` (G * H, I),
+Weights have the layout of ``torch.nn.RNN`` (tanh, G = 1), ``GRU`` (3) and ``LSTM`` (4): ``weight_ih`` (G * H, I),
 ``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,).
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 KERNELS = {"rnn": torch.rnn_tanh, "gru": torch.gru, "lstm": torch.lstm}
-_SURE = 1e4  # a pre-activation whose sigmoid is 1, and 0 with the other sign, in every dtype; float16 holds it
+_SURE = 1e4  # its sigmoid is 1, and that of its negative 0, in every dtype; representable in float16
 
 
 def run_kernel(
@@ -23,14 +23,14 @@ def run_kernel(
     batch_sizes: Tensor | None = None,
     training: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run torch's kernel on ``x`` (S, B, I): what each step puts out, (S, B, H), and the last states, (B, H) each.
+    """Run torch's kernel on ``x`` (S, B, I); return the outputs of all steps (S, B, H) and the last states (B, H).
 
-    With ``batch_sizes``, int64 on the CPU, ``x`` (N, I) and what is put out lie as in a PackedSequence.
+    With ``batch_sizes``, int64 on the CPU, ``x`` (N, I) and the outputs have the layout of a PackedSequence.
     """
     batched = [state[None] for state in states]
     layout = () if batch_sizes is None else (batch_sizes,)
-    once = (True, 1, 0.0, training, False)  # biases, layers, dropout, whether to train, bidirectional
-    first = (False,) * (batch_sizes is None)  # whether rows come first
+    once = (True, 1, 0.0, training, False)  # biases, layers, dropout, training, bidirectional
+    first = (False,) * (batch_sizes is None)  # batch_first
     kernel: Any = KERNELS[cell]
     with _kernel_precision(x):
         out, *new = kernel(x, *layout, batched if cell == "lstm" else batched[0], weights, *once, *first)
@@ -45,13 +45,13 @@ def run_padded(
     lengths: Tensor | None = None,
     training: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """:func:`run_kernel`, in which the states of a row stay as they are after its length, (B,), on the device of ``x``.
+    """Run :func:`run_kernel` on a padded batch; states stay unchanged after ``lengths`` (B,), on the device of ``x``.
 
-    What is put out after a row's length means nothing.
+    Outputs after the length of a sample are undefined.
     """
     if lengths is None:
         return run_kernel(cell, x, states, weights, training=training)
-    if cell == "lstm":  # its kernel does not tell the c of each step
+    if cell == "lstm":  # its kernel does not return the c of each step
         x = torch.cat([x, _is_over(x, lengths).to(x.dtype)], dim=-1)
         hidden_size = states[0].shape[-1]
         stay = x.new_tensor([-_SURE, _SURE, 0, 0]).repeat_interleave(hidden_size)
@@ -69,19 +69,19 @@ def recurrent_layer(
     lengths: Tensor | None = None,
     backwards: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A whole layer in one direction, as one operation: graphs that hold it are for any number of steps.
+    """Run a layer in one direction as one operation, so that graphs that contain it accept any number of steps.
 
     Args:
         cell: ``rnn``, ``gru`` or ``lstm``.
         x: (S, B, I), in the dtype of the weights.
-        states: (B, H), one, or h and c of an LSTM; None for zeros.
+        states: one state (B, H), or h and c of an LSTM; None for zeros.
         weights: ``weight_ih``, ``weight_hh``, ``bias_ih``, ``bias_hh``.
-        lengths: (B,) int64 in [0, S], on the device of ``x``; None where all rows are full.
-        backwards: whether a row is read from its last valid step to its first.
+        lengths: (B,) int64 in [0, S], on the device of ``x``; None if all steps are valid.
+        backwards: whether samples are read from the last valid step to the first.
 
     Returns:
-        What is put out at each step, (S, B, H), zeros after a row's length; and the states, (B, H) each, after the last
-        step that was read, or those given, for a row of length 0.
+        The outputs of all steps (S, B, H), zero after the length of a sample; and the states (B, H) after the last step
+        that was read, which are the given ones for a sample of length 0.
 
     >>> weights = [torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1), torch.zeros(1)]
     >>> recurrent_layer("rnn", torch.ones(2, 1, 1), None, weights, torch.tensor([1]))[0].flatten()
@@ -105,7 +105,7 @@ def _layer_op(
     cell: str,
     backwards: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(x.device.type, enabled=False):  # all have one dtype
+    with torch.autocast(x.device.type, enabled=False):  # all tensors have one dtype
         found = _layer(x, lengths, h, c, weight_ih, weight_hh, bias_ih, bias_hh, cell, backwards)
     out, last_h, last_c = (one.contiguous() for one in found)
     return out, last_h, last_c
@@ -123,7 +123,7 @@ def _layer(
     cell: str,
     backwards: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, h, and c, empty but for an LSTM."""
+    """Return the outputs, h, and c, which is empty except for an LSTM."""
     steps, rows = x.shape[:2]
     hidden_size = weight_hh.shape[1]
     zeros = x.new_zeros(rows, hidden_size)
@@ -132,7 +132,7 @@ def _layer(
     if not steps or not rows:
         return x.new_zeros(steps, rows, hidden_size), states[0].clone(), states[1].clone() if cell == "lstm" else none
     if lengths is not None and x.device.type == "cpu" and bool((lengths == steps).all()):
-        lengths = None  # plain kernels are faster; a GPU would be waited for
+        lengths = None  # kernels without lengths are faster; on a GPU the check would wait for the device
     turned = turn(x, lengths) if backwards else x
     out, new = run_padded(cell, turned, states, [weight_ih, weight_hh, bias_ih, bias_hh], lengths)
     out = turn(out, lengths) if backwards else out
@@ -168,7 +168,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    """Through the kernels' own gradients, of a second run: programs are rarely trained."""
+    """Compute gradients by running the kernels again under autograd, since exported programs are rarely trained."""
     with torch.enable_grad():
         inputs: list[Any] = [
             None if one is None else one.detach().requires_grad_(one.is_floating_point()) for one in ctx.saved_tensors
@@ -184,7 +184,7 @@ _layer_op.register_autograd(_op_backward, setup_context=_keep_inputs)
 
 
 def turn(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Turn each row's valid steps round: ``x`` (S, B, ...), ``lengths`` (B,) on its device, None where all are full."""
+    """Reverse the valid steps of each sample of ``x`` (S, B, ...); ``lengths`` is (B,), or None if all are valid."""
     if lengths is None:
         return x.flip(0)
     step = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -193,10 +193,10 @@ def turn(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _kernel_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast knows cuDNN's kernels; torch's on the CPU need one dtype, and gain nothing from bf16."""
+    """Return a context without autocast on CPU, where torch's kernels need one dtype and bf16 gains nothing."""
     return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
 
 
 def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
-    """Whether a row has ended before a step of ``x``: (S, B, 1) bool."""
+    """Return where steps of ``x`` are past the end of their sample: (S, B, 1) bool."""
     return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]

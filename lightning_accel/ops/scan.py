@@ -1,4 +1,4 @@
-"""A first-order linear recurrence over time. Shapes: B rows, T steps, H channels; in chunks, C chunks of L steps."""
+"""A first-order linear recurrence over time. Shapes: B samples, T steps, H channels; C chunks of L steps."""
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -11,29 +11,30 @@ from torch import Tensor
 
 from lightning_accel.ops.transforms import in_transform
 
-# What starting a small operation costs, as the number of elements whose arithmetic takes as long; measured on CPU.
+# Overhead of a small operation, as the number of elements whose arithmetic takes as long; measured on CPU.
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
-# By how much gates above 1 may multiply a state within a chunk: no product of others is lost before it grows again.
+# The largest factor by which gates above 1 may multiply a state within a chunk, so that products of the other gates
+# do not underflow before they grow again.
 _MOST_GROWTH = 2.0**10
 
 
 def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-    """States of ``h[:, t] = gate[:, t] * h[:, t - 1] + value[:, t]``, for all steps.
+    """Compute the recurrence ``h[:, t] = gate[:, t] * h[:, t - 1] + value[:, t]`` for all steps.
 
-    A plain recurrence, without logarithms and divisions, so that gates may be 0, values may have any sign, and float32
-    stays accurate over tens of thousands of steps. 16-bit inputs are accumulated in float32. Few rows of many steps are
-    cut into chunks of time that run side by side, unless gates above 1 could overflow there alone. On CUDA a Triton
-    kernel does it, where triton is installed. Within transforms of torch.func it goes step by step, through autograd;
-    not where torch.compile traces them.
+    It uses neither logarithms nor divisions, so gates may be 0, values may have any sign, and float32 stays accurate
+    over tens of thousands of steps. 16-bit inputs are accumulated in float32. Small batches of many steps are split
+    into chunks of time that run in parallel, unless gates above 1 could overflow within a chunk. On CUDA a Triton
+    kernel is used if triton is installed. Within transforms of torch.func, unless traced by torch.compile, the
+    recurrence runs step by step through autograd.
 
     Args:
-        gate: (B, T, H), any floating dtype; tensors that are time-major in memory stay so.
-        value: (B, T, H). Of two dtypes the result has the wider one.
-        state: (B, H), before the first step; zeros by default.
-        starts: (B, T) bool, where a new sequence begins: the state before counts as 0 there, NaN and infinity too.
+        gate: (B, T, H), any floating dtype; the result is time-major in memory if the inputs are.
+        value: (B, T, H). If dtypes differ, the result has the wider one.
+        state: (B, H), the state before the first step; zeros by default.
+        starts: (B, T) bool, True where a new sequence begins: the previous state counts as 0, even if NaN or infinite.
 
     Returns:
-        (B, T, H).
+        (B, T, H), the states.
 
     Raises:
         TypeError: if ``gate``, ``value`` or ``state`` is not floating, or ``starts`` not bool.
@@ -56,15 +57,15 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
     inputs = gate.to(dtype), value.to(dtype), state, starts
     if torch.compiler.is_compiling():
         return torch.ops.lightning_accel.linear_scan(*inputs)
-    if in_transform():  # the Function has no rules for them
+    if in_transform():  # the autograd Function does not support them
         return _linear_scan_wide(*inputs).to(dtype)
-    return _LinearScan.apply(*inputs)  # an op takes longer to call
+    return _LinearScan.apply(*inputs)  # calling a custom op takes longer
 
 
 def linear_scan_reference(
     gate: Tensor, value: Tensor, state: Tensor | None = None, starts: Tensor | None = None
 ) -> Tensor:
-    """The same step by step, through autograd: the twin that :func:`linear_scan` is tested against."""
+    """Compute :func:`linear_scan` step by step through autograd, as the reference for its tests."""
     h = torch.zeros_like(value[:, :1].sum(1)) if state is None else state
     steps = []
     for t, (g, v) in enumerate(zip(gate.unbind(1), value.unbind(1), strict=True)):
@@ -76,7 +77,7 @@ def linear_scan_reference(
 
 
 def _linear_scan_wide(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
-    """:func:`linear_scan_reference`, where 16-bit inputs are accumulated in float32."""
+    """Compute :func:`linear_scan_reference`, accumulating 16-bit inputs in float32."""
     wide = torch.promote_types(value.dtype, torch.float32)
     return linear_scan_reference(gate.to(wide), value.to(wide), None if state is None else state.to(wide), starts)
 
@@ -97,7 +98,7 @@ def _check(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | N
 def check_state_and_starts(
     num_rows: int, num_steps: int, num_channels: int, state: Tensor | None, starts: Tensor | None
 ) -> None:
-    """Refuse those that do not fit a recurrence over (B, T, H)."""
+    """Require that ``state`` and ``starts`` fit a recurrence over (B, T, H)."""
     if state is not None and state.shape != (num_rows, num_channels):
         raise ValueError(
             f"state must be (B, H), here {(num_rows, num_channels)}; got {tuple(state.shape)}. "
@@ -113,9 +114,9 @@ def check_state_and_starts(
 
 
 class _LinearScan(torch.autograd.Function):
-    """Saves the gates and the states, which the caller has anyway.
+    """Compute the recurrence, saving only gates and states for backward, which the caller keeps anyway.
 
-    Backward is the scan from the end: g[t] = d_h[t] + gate[t + 1] * g[t + 1]; d_value = g, d_gate[t] = g[t] * h[t - 1].
+    Backward is a scan from the end: g[t] = d_h[t] + gate[t + 1] * g[t + 1]; d_value = g, d_gate[t] = g[t] * h[t - 1].
     """
 
     @staticmethod
@@ -133,7 +134,7 @@ class _LinearScan(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # to be read once: activation checkpointing recomputes them for it
+    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them at each access
     if torch.is_grad_enabled():  # a second derivative is wanted
         backward = _differentiable_backward
     d_gate, d_value, d_state = backward(grad, *saved)
@@ -180,7 +181,7 @@ def _backward(
 def _differentiable_backward(
     grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`_backward` in operations that have derivatives themselves, this one among them."""
+    """Compute :func:`_backward` by differentiable operations, for derivatives of any order."""
     if not grad.shape[1]:
         return torch.zeros_like(gate), grad, torch.zeros_like(gate.sum(1))
     first = torch.zeros_like(out[:, 0]) if state is None else state
@@ -196,17 +197,17 @@ def _differentiable_backward(
 def _recur(
     out: Tensor, gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None, reverse: bool = False
 ) -> None:
-    """Write into ``out`` the states from the first step to the last, or from the last to the first."""
+    """Write the states to ``out``, from the first step to the last, or with ``reverse`` from the last to the first."""
     if not out.numel():
         return
     if starts is None:
         _recur_without_starts(out, gate, value, state, reverse)
         return
-    # Gates that are 0 at starts, in memory where the states follow: each is read before its state is written. Not by
-    # masked_fill, which takes 8 times as long.
+    # Write gates, set to 0 at starts, to the memory of the states: each is read before its state overwrites it. A
+    # multiplication, since masked_fill takes 8 times as long.
     torch.mul(gate, ~starts.unsqueeze(2), out=out)
     _recur_without_starts(out, out, value, state, reverse)
-    # 0 times infinity or NaN is NaN, which a gate of 0 therefore hands on from one sequence to the next, to the end.
+    # 0 times infinity or NaN is NaN, which a gate of 0 would carry over to the next sequences.
     if not out[:, 0 if reverse else -1].isfinite().all():
         masks = starts.unsqueeze(2).unbind(1)
         _loop([tensor.unbind(1) for tensor in (out, gate, value)], state, masks, reverse)
@@ -232,16 +233,16 @@ def _recur_without_starts(out: Tensor, gate: Tensor, value: Tensor, state: Tenso
 
 
 def _begins_of_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: bool) -> Tensor | None:
-    """States with which chunks begin, (B, C, H), of ``chunks`` of out, gate and value, (B, C, L, H) each.
+    """Compute the initial state (B, C, H) of each chunk, given chunks (B, C, L, H) of out, gate and value.
 
-    Where each chunk ends if it begins with zeros; from that and the product of its gates, where each begins. All chunks
-    at once go on from there in the very operations of the plain recurrence: L + C + L steps for C * L.
+    First all chunks run in parallel from zeros. Their last states and the products of their gates give the initial
+    states, from which the chunks run again by the operations of the plain recurrence: L + C + L steps instead of C * L.
 
-    None where a product could leave the range of the dtype, or lose its precision, although the states do not: one that
-    overflows makes NaN of a state of 0, one that underflows before it grows again forgets the state.
+    Returns None if a product of gates could overflow, or underflow before it grows again, although the states do not:
+    an overflow times a state of 0 is NaN, and an underflow loses the state.
     """
     _, gate, value = chunks
-    within_1 = float(gate.amax()) <= 1 and float(gate.amin()) >= -1  # in a third less time than aminmax
+    within_1 = float(gate.amax()) <= 1 and float(gate.amin()) >= -1  # takes a third less time than aminmax
     if not within_1 and not bool((gate.abs().clamp_(min=1).prod(2) <= _MOST_GROWTH).all()):
         return None
     ends = torch.empty_like(value[:, :, 0], memory_format=torch.contiguous_format)  # (B, C, H)
@@ -258,7 +259,7 @@ def _begins_of_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: b
 def _loop(
     steps: Sequence[Sequence[Tensor]], state: Tensor | None, starts: Sequence[Tensor] | None, reverse: bool
 ) -> None:
-    """The recurrence, step by step; ``steps`` are those of out, gate and value."""
+    """Run the recurrence step by step; ``steps`` holds the steps of out, gate and value."""
     outs, gates, values = steps
     for t in range(len(outs) - 1, -1, -1) if reverse else range(len(outs)):
         if state is None:
@@ -272,10 +273,10 @@ def _loop(
 
 @lru_cache(1024)
 def _chunk_length(num_steps: int, size: int, device: str) -> int:
-    """Steps of a chunk of least cost, ``num_steps`` where chunks do not pay; ``size`` elements a step.
+    """Return the fastest number of steps per chunk, given ``size`` elements per step; ``num_steps`` for no chunks.
 
-    In chunks each element is read three times, so that they pay where steps are small. Odd lengths keep the chunks of
-    one operation out of each other's place in cache.
+    Chunks read each element three times, so they are faster only if steps are small. Lengths are odd, so that the
+    chunks of one operation do not compete for the same cache lines.
     """
     overhead = _OVERHEAD.get(device, _OVERHEAD["other"])
 
@@ -288,7 +289,7 @@ def _chunk_length(num_steps: int, size: int, device: str) -> int:
 
 
 def empty_as(like: Tensor, dtype: torch.dtype, num_channels: int | None = None) -> Tensor:
-    """Fresh memory, time-major where ``like`` is, batch-major otherwise."""
+    """Allocate a tensor that is time-major in memory if ``like`` is, else batch-major."""
     num_rows, num_steps, width = like.shape
     width = width if num_channels is None else num_channels
     if like.is_contiguous() or not like.transpose(0, 1).is_contiguous():
@@ -297,9 +298,9 @@ def empty_as(like: Tensor, dtype: torch.dtype, num_channels: int | None = None) 
 
 
 def _zero_(x: Tensor, rows: Tensor) -> None:
-    """Put zeros into the rows of ``x``, made by :func:`empty_as`, that are marked, (B, T)."""
+    """Set the steps of ``x``, allocated by :func:`empty_as`, to zero where ``rows`` (B, T) is True."""
     if x.device.type != "cpu":
-        x.masked_fill_(rows.unsqueeze(2), 0)  # the number of marked rows is not known here
+        x.masked_fill_(rows.unsqueeze(2), 0)  # nonzero() would wait for the device
         return
     if not x.is_contiguous():
         x, rows = x.transpose(0, 1), rows.t()
@@ -315,7 +316,7 @@ def _takes_triton(x: Tensor) -> bool:
     return x.is_cuda and _has_triton()
 
 
-# The same as one operation, for graphs: torch.compile would break at the Function's loop, or unroll it.
+# The recurrence as a custom op, for graphs: torch.compile would break at the Function's loop, or unroll it.
 
 
 @torch.library.custom_op("lightning_accel::linear_scan", mutates_args=())

@@ -1,8 +1,8 @@
-"""The recurrence of :func:`lightning_accel.ops.linear_scan` on a GPU. Shapes: B rows, T steps, H channels.
+"""The recurrence of :func:`lightning_accel.ops.linear_scan` on a GPU. Shapes: B samples, T steps, H channels.
 
-A program takes a row and a block of channels, and goes over time in tiles; within a tile an associative scan over
-pairs (product of gates, state from zero) runs in parallel; step by step where gates above 1 could overflow in a product
-alone. Accumulates in float32, or float64.
+A program processes one sample and a block of channels, tile by tile over time. Within a tile an associative scan over
+pairs (product of gates, state from zero) runs in parallel, or the recurrence step by step if products of gates above 1
+could overflow although the states do not. Sums are float32, or float64.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from torch import Tensor
 
 _TILE_STEPS = 64
 _TILE_CHANNELS = 32
-_MOST_LOG2_GROWTH = tl.constexpr(10.0)  # by which gates above 1 may multiply a state within a tile
+_MOST_LOG2_GROWTH = tl.constexpr(10.0)  # log2 of the largest factor of gates above 1 within a tile
 
 
 def scan_forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
-    """States, (B, T, H), of inputs of one dtype."""
+    """Compute the states (B, T, H) from inputs of one dtype."""
     gate, value = gate.contiguous(), value.contiguous()
     out = torch.empty_like(value)
     if value.numel():
@@ -31,7 +31,7 @@ def scan_forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tens
 def scan_backward(
     grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate, value, (B, T, H), and state, (B, H)."""
+    """Compute the gradients of gate and value (B, T, H), and of state (B, H)."""
     grad, gate, out = grad.contiguous(), gate.contiguous(), out.contiguous()
     d_gate, d_value = torch.empty_like(gate), torch.empty_like(gate)
     d_state = gate.new_zeros(len(gate), gate.shape[2])
@@ -47,7 +47,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _device_of(x: Tensor) -> Any:
-    return torch.cuda.device_of(x)  # kernels start on the current device; nothing for a tensor on the CPU
+    return torch.cuda.device_of(x)  # kernels start on the current device; does nothing for a tensor on the CPU
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def _settings(x: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _join(gate_1, value_1, start_1, gate_2, value_2, start_2):
-    """Two stretches of time as one: what they do to a state is ``gate * state + value``, or ``value`` after a start."""
+    """Combine two consecutive spans; each maps a state to ``gate * state + value``, or to ``value`` after a start."""
     gate = tl.where(start_2 != 0, gate_2, gate_1 * gate_2)
     value = tl.where(start_2 != 0, value_2, gate_2 * value_1 + value_2)  # not by gates of 0: 0 * inf is NaN
     return gate, value, start_1 | start_2
@@ -69,12 +69,12 @@ def _join(gate_1, value_1, start_1, gate_2, value_2, start_2):
 
 @triton.jit
 def _scan_tile(gate, value, start, carry, TILE_STEPS: tl.constexpr):
-    """States of a tile that begins with the state ``carry``, and the last of them."""
+    """Return the states of a tile that begins with the state ``carry``, and the last of them."""
     products, sums, started = tl.associative_scan((gate, value, start), 0, _join)
     h = tl.where(started != 0, sums, products * carry[None, :] + sums)
     growth = tl.sum(tl.log2(tl.maximum(tl.abs(gate), 1.0)), 0)
     lost = tl.sum((h - h != 0.0).to(tl.int32), 0) + (growth > _MOST_LOG2_GROWTH).to(tl.int32)
-    if tl.sum(lost, 0) > 0:  # overflow, or NaN of it, that the recurrence itself may not have
+    if tl.sum(lost, 0) > 0:  # overflow or NaN that the recurrence itself may not have
         h = _step_through(gate, value, start, carry, TILE_STEPS)
     last = tl.arange(0, TILE_STEPS)[:, None] == TILE_STEPS - 1
     return h, tl.sum(tl.where(last, h, 0.0), 0)
@@ -82,7 +82,7 @@ def _scan_tile(gate, value, start, carry, TILE_STEPS: tl.constexpr):
 
 @triton.jit
 def _step_through(gate, value, start, carry, TILE_STEPS: tl.constexpr):
-    """The states of a tile, one after the other."""
+    """Compute the states of a tile step by step."""
     h = tl.zeros_like(value)
     for t in range(TILE_STEPS):
         now = tl.arange(0, TILE_STEPS)[:, None] == t

@@ -1,11 +1,11 @@
-"""Transforms of torch.func."""
+"""Detection of transforms of torch.func."""
 
 import torch
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func, such as ``vmap``, calls; a compiler's tracing aside.
+    """Return whether a transform of torch.func, such as ``vmap``, is active; tracing by a compiler does not count.
 
-    Private, and in no public form: Function.apply asks the same question, to choose its way.
+    torch has only a private function for this, which Function.apply calls too.
     """
     return torch._C._are_functorch_transforms_active()

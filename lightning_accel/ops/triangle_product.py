@@ -1,4 +1,4 @@
-"""Sums of products over triangles. Shapes: N nodes, E edges, T triangles, S edges that lie in triangles, R channels."""
+"""Sums of products over triangles. Shapes: N nodes, E edges, T triangles, S edges in triangles, R channels."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from lightning_accel.ops.csr import bag_sum
 from lightning_accel.ops.float32 import at_least_float32
 
-# Bytes of one factor for a block of edges. On CPU for each thread: a few of these stay in cache; elsewhere enough to
-# fill the device.
+# Bytes of one factor for a block of edges. On CPU per thread, so that several blocks fit into cache; elsewhere enough
+# to fill the device.
 _BLOCK_BYTES = {"cpu": 2**20, "other": 2**28}
 
 
@@ -18,20 +18,20 @@ def triangle_product(
 ) -> Tensor:
     """Sum ``x_j y_k + x_k y_j``, or ``x_j x_k`` without ``y``, over the triangles {i, j, k} of each node i.
 
-    Over the edges {i, j} of each node, ``x_j`` times the sum of ``y`` over the third nodes: 3 T rows are summed and S
-    multiplied, a block of edges at a time, so that nothing larger than x stays in memory. Symmetric in x and y, and
-    the gradient with respect to either is the same of the other one and the output's gradient, in any order.
-    Sums are float32 for narrower factors, also under autocast.
+    For each edge {i, j} of node i, ``x_j`` is multiplied by the sum of ``y`` over the third nodes of its triangles: 3 T
+    rows are summed and S multiplied, a block of edges at a time, so that no tensor larger than x stays in memory. The
+    function is symmetric in x and y; the gradient of either is the same function of the other and the output's
+    gradient, so derivatives of any order work. Sums are float32 for narrower factors, also under autocast.
 
-    On CUDA the order of sums changes from call to call, unless torch.use_deterministic_algorithms fixes it.
+    On CUDA the order of summation varies between calls, unless torch.use_deterministic_algorithms is on.
 
     Args:
         x: (N, R) floating.
         y: (N, R) floating.
         edge: (2, E) int64.
-        triangle_edge: (S,) int64, the edges that lie in triangles, ascending.
+        triangle_edge: (S,) int64, the edges in triangles, ascending.
         third_rowptr: (E + 1,) int64, where the third nodes of each edge begin in ``third``.
-        third: (3 T,) int64.
+        third: (3 T,) int64, the third nodes of the triangles of each edge.
 
     Returns:
         (N, R), float32 or float64.
@@ -53,10 +53,10 @@ def _product(
         return out
     size = _block_size(x)
     summed = x if y is None else y.contiguous()
-    # edges in no triangle take no room in third, so that where one begins there the one before ends
+    # edges in no triangle have no entries in third, so each edge's entries end where the next edge's begin
     rowptr = torch.cat([third_rowptr.index_select(0, triangle_edge), third_rowptr[-1:]])
     borders = rowptr[:-1:size].tolist() if num_edges > size else [0]  # a host sync
-    buffer = x.new_empty(min(size, num_edges), x.shape[1])  # one for all blocks: fresh memory costs more than the sums
+    buffer = x.new_empty(min(size, num_edges), x.shape[1])  # reused: allocating takes longer than the sums
     for first, start, stop in zip(range(0, num_edges, size), borders, [*borders[1:], len(third)], strict=True):
         last = min(first + size, num_edges)
         u, v = edge.index_select(1, triangle_edge[first:last])
@@ -100,7 +100,7 @@ _triangle_product_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _TriangleProduct(torch.autograd.Function):
-    """The same where nothing is compiled: the operation's own calls cost more than the sums of small graphs."""
+    """Compute :func:`triangle_product` in eager mode, where a custom op's call takes longer than small graphs' sums."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

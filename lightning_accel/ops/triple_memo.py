@@ -1,4 +1,4 @@
-"""Triples that are found once for as long as their graph lives. Shapes: N nodes, M entries, T triangles."""
+"""A cache of the triples of each graph. Shapes: N nodes, M entries, T triangles."""
 
 import threading
 from typing import NamedTuple
@@ -30,26 +30,27 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes of what is found depend on the data
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes of the results depend on the data
 def triples_of(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None) -> Triples:
-    """:func:`find_triples`, but only once for each ``edge_index``, so that layers and epochs share what is found.
+    """Return :func:`find_triples` of a graph, cached per ``edge_index``, so that layers and epochs share the result.
 
-    It goes by the tensor itself, not by its values, and is forgotten with it; after a change in place it is found anew,
-    unless torch does not count the change: one through ``edge_index.data``, or of a NumPy array that shares its memory,
-    is not seen, and what was found before it is returned. Threads may call it; two that ask for the same at once may
-    both search. torch.compile breaks the graph here; with ``fullgraph=True`` call it outside.
+    The key is the tensor object, not its values, and the entry is deleted with the tensor. After a change in place the
+    triples are computed again, unless torch does not count the change: changes through ``edge_index.data``, or of a
+    NumPy array that shares its memory, go unnoticed, and the old result is returned. The function is thread-safe;
+    concurrent calls with the same graph may both compute the result. torch.compile breaks the graph here; with
+    ``fullgraph=True`` call it outside of the compiled function.
 
     Args:
         edge_index: (2, M) int64 in [0, N).
         num_nodes: N.
-        triangle_index: (3, T) int64, all triangles, where they are known: nodes ascending.
+        triangle_index: (3, T) int64, all triangles if they are known, nodes ascending in each column.
     """
     with _lock:
         found = _found.get(edge_index)
     if found is not None and found.holds(edge_index, num_nodes, triangle_index):
         return found.triples
     given = None if triangle_index is None else (TensorWeakRef(triangle_index), _state(triangle_index))
-    with torch.inference_mode(False):  # a validation may come first, and training may save them for its backward
+    with torch.inference_mode(False):  # the first call may come from validation; training saves the result for backward
         triples = find_triples(edge_index, num_nodes, triangle_index)
     found = _Found(num_nodes, _state(edge_index), given, triples)
     with _lock:
@@ -58,7 +59,7 @@ def triples_of(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None
 
 
 def _state(tensor: Tensor) -> Tensor | int:
-    """What tells of changes in place: torch counts them, but not for tensors made in inference mode."""
+    """Return a value that changes with in-place changes: torch's counter, or a copy for inference-mode tensors."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,7 @@
-"""Triangles of graphs, and sums over them. Shapes: N nodes, M entries, E edges, T triangles, S edges in triangles."""
+"""Triangles of graphs, and sums over them.
+
+Shapes: N nodes, M entries of edge_index, E edges, T triangles, S edges in triangles, R channels.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,21 +17,21 @@ from lightning_accel.ops.triangle_product import triangle_product
 
 
 class Triples(NamedTuple):
-    """A simple undirected graph, its edges and triangles listed once each, all int64.
+    """Hold a simple undirected graph with its edges and triangles, each listed once, as int64 tensors.
 
-    Columns of ``edge`` and ``triangle`` hold nodes in ascending order, and are in lexicographic order themselves.
+    The nodes in a column of ``edge`` and ``triangle`` are in ascending order, and the columns in lexicographic order.
     """
 
     rowptr: Tensor  # (N + 1,) where the neighbours of each node begin in col
     col: Tensor  # (2 E,) neighbours, ascending
     edge: Tensor  # (2, E)
-    edge_of: Tensor  # (2 E,) the edge that each entry of col stands for
+    edge_of: Tensor  # (2 E,) the edge of each entry of col
     triangle: Tensor  # (3, T)
-    num_triangles: Tensor  # (N,) how many have the node for a corner
-    third_rowptr: Tensor  # (E + 1,) where those of each edge begin in third
-    third: Tensor  # (3 T,) the nodes which make a triangle with the edge
-    side: Tensor  # (3, T) the edges of each triangle, that in row r opposite to the node in row r
-    triangle_edge: Tensor  # (S,) the edges that lie in triangles, ascending
+    num_triangles: Tensor  # (N,) number of triangles of each node
+    third_rowptr: Tensor  # (E + 1,) where the third nodes of each edge begin in third
+    third: Tensor  # (3 T,) for each edge, the nodes that form a triangle with it
+    side: Tensor  # (3, T) the edges of each triangle; row r holds the edge opposite to the node in row r
+    triangle_edge: Tensor  # (S,) the edges in triangles, ascending
 
     @property
     def num_nodes(self) -> int:
@@ -38,23 +41,23 @@ class Triples(NamedTuple):
 def find_triples(
     edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None, max_wedges: int = 2**21
 ) -> Triples:
-    """List edges and triangles of a graph; direction, self-loops and repetitions of edges do not count.
+    """List the edges and triangles of a graph, ignoring directions, self-loops and duplicate edges.
 
-    Each triangle is found once, from a node of lesser degree, in O(E**1.5 log E) at worst. Memory is linear in edges
-    and triangles, whatever the degrees. On CPU C++ kernels do it, where they can be had. On CUDA it waits for the
-    device a few times: sizes are data.
+    Each triangle is found once, from its node of lowest degree, in O(E**1.5 log E) in the worst case. Memory is linear
+    in edges and triangles, whatever the degrees. On CPU, C++ kernels are used if available. On CUDA it waits for the
+    device a few times, as sizes depend on the data.
 
     Args:
         edge_index: (2, M) int64 in [0, N).
         num_nodes: N.
-        triangle_index: (3, T) int64, all triangles, where they are known: each column ascending. None is looked for
-            then, so that those which are left out do not exist in the result.
-        max_wedges: candidates that are tested at a time, about 60 bytes each; C++ kernels store none.
+        triangle_index: (3, T) int64, all triangles if they are known, each column ascending. No triangles are searched
+            then, so the result lacks any that are missing here.
+        max_wedges: number of candidates tested at a time, about 60 bytes each; C++ kernels store none.
 
     Raises:
         TypeError: if ``edge_index`` is not int64.
         ValueError: if it is not (2, M), N is negative, a node is not in [0, N), or a column of ``triangle_index`` is
-            not a triangle, nodes ascending, or comes twice.
+            not a triangle with ascending nodes, or is a duplicate.
 
     >>> find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4).triangle.T
     tensor([[0, 1, 2]])
@@ -74,7 +77,7 @@ def find_triples(
 
 
 def neighbour_sum(x: Tensor, triples: Triples) -> Tensor:
-    """Sum ``x`` (N, R) over the neighbours of each node: (N, R), in float32 for narrower ``x``."""
+    """Sum ``x`` (N, R) over the neighbours of each node; return (N, R), float32 for narrower ``x``."""
     return csr_sum(triples.rowptr, triples.col, x, triples.rowptr, triples.col)
 
 
@@ -84,7 +87,7 @@ def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
     Args:
         x: (N, R).
         y: (N, R).
-        triples: of the graph.
+        triples: edges and triangles of the graph.
 
     Returns:
         (N, R), float32 for narrower factors.
@@ -93,10 +96,10 @@ def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
 
 
 def triangle_sum_reference(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
-    """The same by products of the ends of edges, (E, R): the twin that :func:`triangle_sum` is tested against."""
+    """Compute :func:`triangle_sum` by products (E, R) of the ends of edges, as the reference for its tests."""
     u, v = triples.edge
     product = x[u] * x[v] if y is None else x[u] * y[v] + x[v] * y[u]
-    # each corner of a triangle takes the product of the side opposite to it
+    # each corner of a triangle gets the product of the opposite side
     return torch.zeros_like(x).index_add(0, triples.triangle.flatten(), product[triples.side.flatten()])
 
 
@@ -124,7 +127,7 @@ def _takes_kernel(edge_index: Tensor) -> bool:
 
 
 def _simple_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(2, E) edges u < v, in order, and what :func:`_symmetric_csr` gives."""
+    """Return the sorted edges u < v, (2, E), and the result of :func:`_symmetric_csr`."""
     low, high = torch.minimum(edge_index[0], edge_index[1]), torch.maximum(edge_index[0], edge_index[1])
     keys = torch.unique(low * num_nodes + high)
     keys = keys[keys % (num_nodes + 1) != 0] if num_nodes else keys
@@ -133,7 +136,7 @@ def _simple_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, T
 
 
 def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where rows begin, (N + 1,), the neighbours and the edges, (2 E,): lower ones of each row before higher ones."""
+    """Return row pointers (N + 1,), neighbours and edges (2 E,) of the symmetric graph; columns ascend in each row."""
     u, v = edge
     high_rowptr = _starts(u, num_nodes)
     low_rowptr, by_end = _grouped(v, num_nodes)
@@ -149,14 +152,14 @@ def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor
 def _find_triangles(
     edge: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int
 ) -> tuple[Tensor, Tensor]:
-    """(3, T) triangles in order, and their sides, as in :class:`Triples`."""
+    """Return the triangles in lexicographic order and their sides, (3, T) each, as in :class:`Triples`."""
     num_nodes = len(rowptr) - 1
     keys = edge[0] * num_nodes + edge[1]
     return _in_order(_find_sides(keys, rowptr, col, edge_of, max_wedges), edge, num_nodes)[:2]
 
 
 def _in_order(side: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Triangles and their sides in lexicographic order, numbers that tell them apart, ascending, and their columns."""
+    """Sort triangles; return triangles and sides in lexicographic order, their sorted keys, and the permutation."""
     # by the edge between the lower nodes, then by the highest
     place, order = (side[2] * num_nodes + edge[1].index_select(0, side[0])).sort()
     side = side.index_select(1, order)
@@ -167,7 +170,7 @@ def _in_order(side: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tenso
 def _group_triangles(
     triangle: Tensor, side: Tensor, num_nodes: int, num_edges: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``num_triangles``, ``third_rowptr``, ``third`` and ``triangle_edge`` of :class:`Triples`."""
+    """Compute ``num_triangles``, ``third_rowptr``, ``third`` and ``triangle_edge`` of :class:`Triples`."""
     third_rowptr, by_edge = _grouped(side.flatten(), num_edges)
     return (
         torch.bincount(triangle.flatten(), minlength=num_nodes),
@@ -178,16 +181,16 @@ def _group_triangles(
 
 
 def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int) -> Tensor:
-    """(3, T) the sides of all triangles, as in :class:`Triples`, in no order."""
+    """Find the sides of all triangles, (3, T) as in :class:`Triples`, in no particular order."""
     num_nodes, degree = len(rowptr) - 1, rowptr.diff()
     row = torch.repeat_interleave(degree, output_size=len(col))
     row_degree, col_degree = degree.index_select(0, row), degree.index_select(0, col)
-    # from the end of lesser degree, of whose entries there are at most sqrt(2 E) then
+    # start at the end of lower degree: a node then has at most sqrt(2 E) such edges
     chosen = ((row_degree < col_degree) | ((row_degree == col_degree) & (row < col))).nonzero().squeeze(1)
     tail, head, edge = (tensor.index_select(0, chosen) for tensor in (row, col, edge_of))
     del row, row_degree, col_degree, chosen
     place = torch.arange(len(tail), device=tail.device)
-    # with each later entry of the same tail: head < the other's head
+    # pair each edge with each later edge of the same tail: its head is below the other's
     num_later = _starts(tail, num_nodes).index_select(0, tail + 1) - place - 1
     test = _EdgeTest(keys, num_nodes)
     found = []
@@ -206,7 +209,7 @@ def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_
 
 
 def _chunks(count: Tensor, size: int) -> Iterator[tuple[int, int, int]]:
-    """Where runs of ``count`` with a sum of about ``size`` begin and end, and their sums."""
+    """Yield start, stop and sum of consecutive runs of ``count`` that each sum to about ``size``."""
     ends = F.pad(count.cumsum(0), (1, 0))
     total = int(ends[-1])
     borders = torch.searchsorted(ends, torch.arange(0, total, size, device=ends.device), right=True) - 1
@@ -218,9 +221,9 @@ def _chunks(count: Tensor, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 class _EdgeTest:
-    """Finds those of many pairs of nodes that are edges.
+    """Find which of many pairs of nodes are edges.
 
-    A table of hashes refuses nearly all others in one access to memory, in place of a binary search.
+    A hash table rejects nearly all other pairs by one memory access each, instead of a binary search.
     """
 
     def __init__(self, keys: Tensor, num_nodes: int) -> None:
@@ -234,17 +237,17 @@ class _EdgeTest:
         return (u * 2654435761 + v) & self.mask
 
     def __call__(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the pairs u < v are edges, and which edges."""
+        """Return the positions of the pairs u < v that are edges, and the numbers of these edges."""
         maybe = self.table.index_select(0, self._hash(u, v)).nonzero().squeeze(1)
         wanted = u.index_select(0, maybe) * self.num_nodes + v.index_select(0, maybe)
-        wanted, order = wanted.sort()  # sorting them costs less than what neighbouring searches share
+        wanted, order = wanted.sort()  # takes less time than it saves: searches of neighbouring keys share cache lines
         place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
         right = (self.keys.index_select(0, place) == wanted).nonzero().squeeze(1)
         return maybe.index_select(0, order.index_select(0, right)), place.index_select(0, right)
 
 
 def _given_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """(3, T) triangles that are known, in order, and their sides."""
+    """Check and sort the given triangles; return them and their sides, (3, T) each."""
     i, j, k = triangle_index
     keys = edge[0] * num_nodes + edge[1]
     wanted = torch.stack([j, i, i]) * num_nodes + torch.stack([k, k, j])
@@ -263,7 +266,7 @@ def _given_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tu
 
 
 def _check_unique(triangle_index: Tensor, place: Tensor, order: Tensor) -> None:
-    """``place`` (T,), ascending, tells triangles apart; ``order`` (T,) is the column of each."""
+    """Require unique triangles, given their sorted keys ``place`` (T,) and the column ``order`` (T,) of each."""
     again = (place[1:] == place[:-1]).nonzero()
     if len(again):
         columns = sorted(order[again[0, 0] : again[0, 0] + 2].tolist())
@@ -276,6 +279,6 @@ def _starts(index: Tensor, size: int) -> Tensor:
 
 
 def _grouped(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Where each group begins, (size + 1,), and the places of ``index`` by group, in their order."""
-    # a radix sort: half the digits take half the time
+    """Return where each group begins, (size + 1,), and the stable order that sorts ``index`` by group."""
+    # it is a radix sort: int32 takes half the time of int64
     return _starts(index, size), torch.argsort(index.int() if size < 2**31 else index, stable=True)

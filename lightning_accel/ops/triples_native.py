@@ -8,19 +8,19 @@ from lightning_accel.ops.native import KERNELS
 
 
 def simple_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``edge`` (2, E), ``rowptr`` (N + 1,), ``col`` and ``edge_of`` (2 E,) of the graph with ``edge_index`` (2, M)."""
+    """Compute ``edge`` (2, E), ``rowptr`` (N + 1,), ``col`` and ``edge_of`` (2 E,) from ``edge_index`` (2, M)."""
     return torch.ops.lightning_accel_native.simple_graph(edge_index, num_nodes)
 
 
 def find_triangles(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """``triangle`` and ``side``, (3, T) each, in lexicographic order, of the graph with ``edge`` (2, E)."""
+    """Find ``triangle`` and ``side``, (3, T) each, in lexicographic order, given ``edge`` (2, E)."""
     return torch.ops.lightning_accel_native.find_triangles(edge, num_nodes)
 
 
 def group_triangles(
     triangle: Tensor, side: Tensor, num_nodes: int, num_edges: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``num_triangles`` (N,), ``third_rowptr`` (E + 1,), ``third`` (3 T,) and ``triangle_edge`` (S,)."""
+    """Compute ``num_triangles`` (N,), ``third_rowptr`` (E + 1,), ``third`` (3 T,) and ``triangle_edge`` (S,)."""
     return torch.ops.lightning_accel_native.group_triangles(triangle, side, num_nodes, num_edges)
 
 

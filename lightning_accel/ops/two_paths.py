@@ -10,21 +10,21 @@ from lightning_accel.ops.triples import Triples
 
 
 class TwoPaths(NamedTuple):
-    """Paths leaf - centre - other with leaf < other."""
+    """Hold paths leaf - centre - other with leaf < other."""
 
     leaf: Tensor  # (P,)
     centre: Tensor  # (P,)
     other: Tensor  # (P,)
-    closed: Tensor  # (P,) bool, whether leaf and other are neighbours: the path lies in a triangle
+    closed: Tensor  # (P,) bool, whether leaf and other are neighbours, so that the path is part of a triangle
 
 
 def num_two_paths(triples: Triples) -> int:
-    """Number of paths of two edges: d (d - 1) / 2 at a centre of degree d."""
+    """Count the paths of two edges: d (d - 1) / 2 for a centre of degree d."""
     return int(_num_paths(triples).sum())
 
 
 class TwoPathIndex(NamedTuple):
-    """Finds any of the paths by its place in the order of :func:`two_paths`; O(E) memory."""
+    """Find any path by its position in the order of :func:`two_paths`, in O(E) memory."""
 
     triples: Triples
     num_paths: int
@@ -42,9 +42,9 @@ def index_two_paths(triples: Triples) -> TwoPathIndex:
 
 
 def two_paths(triples: Triples, max_paths: int) -> Iterator[TwoPaths]:
-    """Every path of two edges once, ordered by centre, leaf and other, ``max_paths`` at a time; the last may be fewer.
+    """Yield all paths of two edges once, ordered by centre, leaf and other, in chunks of ``max_paths``.
 
-    A chunk may end among the paths of a centre, so that memory does not depend on degrees.
+    The last chunk may be smaller. A chunk may end within the paths of a centre, so memory does not depend on degrees.
 
     >>> from lightning_accel.ops import find_triples
     >>> triples = find_triples(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), num_nodes=4)
@@ -64,13 +64,13 @@ def sample_two_paths(
     """Draw paths of two edges uniformly and independently, with replacement.
 
     Args:
-        triples: of the graph.
+        triples: edges and triangles of the graph.
         num_samples: S.
-        generator: on the device of ``triples``.
-        batch: (N,) the graph of each node, ascending: S paths are drawn from each graph that has any.
+        generator: random number generator on the device of ``triples``.
+        batch: (N,), the graph of each node, ascending: S paths are drawn from each graph that has any.
 
     Returns:
-        S paths, or G * S in the order of the graphs, G of them with paths; none where there are none.
+        S paths; with ``batch``, G * S paths in the order of the graphs, where G graphs have paths. Empty without paths.
     """
     ends = _path_ends(triples)
     if batch is None:
@@ -80,7 +80,7 @@ def sample_two_paths(
     starts = sizes.cumsum(0) - sizes
     some = sizes > 0
     starts, sizes = starts[some, None], sizes[some, None]
-    # the remainder favours none by more than one in a million million: sizes are far below 2**62
+    # sizes are far below 2**62, so the bias of the remainder is below 1e-12
     index = starts + torch.randint(2**62, (len(sizes), num_samples), device=ends.device, generator=generator) % sizes
     return _paths(index.flatten(), ends, _edge_keys(triples), triples)
 
@@ -91,7 +91,7 @@ def _num_paths(triples: Triples) -> Tensor:
 
 
 def _path_ends(triples: Triples) -> Tensor:
-    """(2 E,) how many paths have their leaf at this entry of col or at one before: with each later one of its row."""
+    """Count the paths whose leaf is at each entry of col, each with a later entry of its row, cumulatively: (2 E,)."""
     row_ends = torch.repeat_interleave(triples.rowptr[1:], triples.rowptr.diff(), output_size=len(triples.col))
     return (row_ends - torch.arange(1, len(row_ends) + 1, device=row_ends.device)).cumsum(0)
 
@@ -102,11 +102,11 @@ def _edge_keys(triples: Triples) -> Tensor:
 
 
 def _paths(index: Tensor, ends: Tensor, keys: Tensor, triples: Triples) -> TwoPaths:
-    """The paths with these places in the order of :func:`two_paths`."""
+    """Return the paths at positions ``index`` in the order of :func:`two_paths`."""
     if not len(index):
         return TwoPaths(index, index, index, index.bool())
     first = torch.searchsorted(ends, index, right=True)
-    # ends - index: that many paths with this leaf are left, this one among them; the last ends with the row
+    # ends - index counts the remaining paths with this leaf, including this one; the last one ends with the row
     row = torch.searchsorted(triples.rowptr, first, right=True) - 1
     second = triples.rowptr[row + 1] - (ends[first] - index)
     leaf, other = triples.col[first], triples.col[second]
