@@ -1,4 +1,4 @@
-"""Weights that are kept at zero by masks, in each process for the part that it holds."""
+"""Pruning by masks that keep weights at zero; each process masks its own shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,24 +26,24 @@ from lightning_accel.compress.masks import choose_groups, choose_weights, parse_
 from lightning_accel.compress.prunable import clean_name, find_prunable, is_stacked
 from lightning_accel.compress.selection import Part, choose_lowest, hash_uniform
 
-_HIGHEST = 1e38  # twice that is finite
-_COVERED = 0.75  # of what is in matrices; below that the target is not what a user takes it for
+_HIGHEST = 1e38  # its double is still finite
+_COVERED = 0.75  # share of the values in matrices; below it, the target would mislead users
 _MEANT = (
     "excluded", "a bias", "a vector", "a number", "an embedding", "a normalisation", "a gate", "frozen",
-)  # fmt: skip  # reasons of which nobody expects zeros
+)  # fmt: skip  # reasons that surprise nobody
 
 
 class MaskStructure:
-    """The lowest scores of single weights, or of N:M groups of them, are zero, and stay so until they are regrown."""
+    """Set the weights with the lowest scores, single or in N:M groups, to zero until they are regrown."""
 
     def __init__(self, options: StructureOptions) -> None:
         self.options = options
         self.pattern = parse_structure(options.structure)
         self.parts: list[WeightPart] = []
-        self.pruned: dict[str, Tensor] = {}  # bool, of the part that this process holds
+        self.pruned: dict[str, Tensor] = {}  # bool, for the shard on this process
         self.left_out: dict[str, str] = {}
         self.scores = WeightScores(options)
-        self.wants_gradients = False  # set before a step after which connections regrow
+        self.wants_gradients = False  # set before a step after which weights regrow
         self._gradients: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}  # pruned weights, over all processes
@@ -106,7 +106,7 @@ class MaskStructure:
         self.parts = kept
 
     def _tell_coverage(self, pl_module: L.LightningModule) -> None:
-        """Warn where much of what multiplies is no part of the target, without being excluded or another kind."""
+        """Warn if the target leaves out many values in matrices without the user's having excluded them."""
         missed = {
             name: parameter.numel()
             for name, parameter in pl_module.named_parameters()
@@ -164,12 +164,12 @@ class MaskStructure:
         if not part.is_held:
             return None
         scores = self.scores.of(part, number)
-        # what is pruned comes first: masks are nested, whatever the criterion makes of zeros
+        # pruned weights sort first, so that masks are nested, whatever the criterion gives for zeros
         kept = self._kept(part).float()
         return (scores.clamp(-_HIGHEST, _HIGHEST) * kept).add_(kept - 1, alpha=2 * _HIGHEST)
 
     def _kept(self, part: WeightPart) -> Tensor:
-        """What a weight and its gradient are multiplied with: on CPUs ten times as fast by a float as by a bool."""
+        """Return the factor for a weight and its gradient: a float on CPUs, which is ten times as fast as a bool."""
         if part.name not in self._factors:
             kept = ~self.pruned[part.name]
             self._factors[part.name] = kept.to(part.value.dtype) if kept.device.type == "cpu" else kept
@@ -182,10 +182,10 @@ class MaskStructure:
         return _sum_over_processes if self._is_split else None
 
     def regrow(self, trainer: L.Trainer, fraction: float, step: int) -> None:
-        """Exchange a ``fraction`` of the connections of each layer: the weakest are dropped, as many others grow.
+        """Exchange a ``fraction`` of the weights of each layer: drop the weakest and grow as many others.
 
-        RigL grows those with the largest gradients, SET others at random (Evci et al. 2020, section 3; Mocanu et al.
-        2018, https://arxiv.org/abs/1707.04780, algorithm 2). Weights that grow begin at zero.
+        RigL grows those with the largest gradients, SET random ones (Evci et al. 2020, section 3; Mocanu et al. 2018,
+        https://arxiv.org/abs/1707.04780, algorithm 2). Regrown weights start at zero.
         """
         gradients, self._gradients = self._gradients, {}
         if self.options.regrowth == "rigl" and not self._all_finite(gradients):
@@ -220,7 +220,7 @@ class MaskStructure:
         return part.value.abs().float().masked_fill(self.pruned[part.name], torch.inf)
 
     def _wish(self, part: WeightPart, gradients: dict[str, Tensor], number: int, step: int) -> Tensor | None:
-        """Low for those that should grow; what lives cannot."""
+        """Return growth scores; the lowest are regrown first, active weights get infinity."""
         if not part.is_held:
             return None
         if self.options.regrowth == "rigl":
@@ -254,7 +254,7 @@ class MaskStructure:
         )
         if self._is_split:
             counts = _sum_over_processes(counts)
-        elif num_held := len(self._held()):  # every process holds all
+        elif num_held := len(self._held()):  # every process holds all weights
             assert num_held == len(self.parts)
             counts = torch.tensor([int(self.pruned[part.name].sum()) for part in self.parts])
         self._counts = {part.name: count for part, count in zip(self.parts, counts.tolist(), strict=True)}
@@ -288,10 +288,10 @@ class MaskStructure:
                 part.value.mul_(self._kept(part))
 
     def apply(self, trainer: L.Trainer) -> None:
-        """Zero weights, moments and averaged weights under the masks."""
+        """Set pruned entries of weights, optimizer moments and averaged weights to zero."""
         for one in _model_of(trainer).modules():
             if isinstance(one, FSDPModule):
-                one.reshard()  # else a gathered copy of an evaluation would be used
+                one.reshard()  # else a copy unsharded for an evaluation would be used
         with torch.no_grad():
             for part in self._held():
                 mask = self.pruned[part.name]
@@ -303,7 +303,7 @@ class MaskStructure:
         self.apply_to_averages(trainer)
 
     def apply_to_averages(self, trainer: L.Trainer) -> None:
-        """Weights that another callback averages."""
+        """Set pruned entries of weights that another callback averages to zero."""
         with torch.no_grad():
             for weights in averaged_weights(trainer):
                 for name, mask in self.pruned.items():
@@ -311,9 +311,9 @@ class MaskStructure:
                         weights[name].masked_fill_(mask.to(weights[name].device), 0)
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Zeros are where they should be."""
+        """Do nothing, since the masks already hold the zeros."""
 
-    # ---- telling
+    # ---- reporting
 
     def sparsity(self) -> float:
         total = sum(part.numel for part in self.parts)
@@ -336,7 +336,7 @@ class MaskStructure:
         ]
 
     def masks(self) -> dict[str, Tensor]:
-        """What is kept, bool, by the names of weights, whole, on the CPU; all processes call it."""
+        """Return the masks of kept weights by name, bool, gathered on the CPU; all processes must call it."""
         return {
             part.name: ~self._whole(number, None if not part.is_held else self.pruned[part.name].to(torch.uint8)).bool()
             for number, part in enumerate(self.parts)
@@ -384,7 +384,7 @@ class MaskStructure:
         self._count()
 
     def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
-        """Shapes are those of a dense module."""
+        """Do nothing, since masks do not change shapes."""
 
 
 def _what_differs(state: dict[str, Any], shapes: dict[str, list[int]], structure: str) -> str:

@@ -1,4 +1,4 @@
-"""One metric of a run: smoothed against noise, its best so far, and since when it has not improved."""
+"""Tracking of one metric: smoothing, best value and time since the last improvement."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any, Literal, TypeAlias, get_args
 
 Smoothing: TypeAlias = Literal["none", "average", "median"]
-Marks: TypeAlias = dict[str, float]  # how far a run is: checks, steps, epochs, seconds
+Marks: TypeAlias = dict[str, float]  # progress of the run: checks, steps, epochs, seconds
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of a metric."""
+    """Hold the options of a monitored metric."""
 
     mode: Literal["min", "max"] = "min"
     min_delta: float = 0.0
@@ -29,7 +29,7 @@ class Goal:
         return value < other if self.mode == "min" else value > other
 
     def overruled(self, name: str, options: Mapping[str, Any]) -> "Goal":
-        """This goal with the ``options`` of the metric ``name``.
+        """Return a copy in which ``options`` of the metric ``name`` override the fields.
 
         Raises:
             ValueError: if there is no such option.
@@ -41,11 +41,10 @@ class Goal:
 
 
 class Smoother:
-    """A mean of the last values that weighs newer ones more, or their median.
+    """Smooth values by an exponential moving average, or by the median of the last ones.
 
-    The mean is exponential, with the weights of Adam's moments (Kingma and Ba 2015, section 3): bias-corrected, so that
-    the first is the value itself. ``over`` values weigh 1 - 1/e^2 of all.
-
+    The average is bias-corrected like Adam's moments (Kingma and Ba 2015, section 3), so that the first result is the
+    first value itself. The last ``over`` values have 1 - 1/e^2 of the total weight.
     >>> one = Smoother("average", over=3)
     >>> [round(one.add(value), 3) for value in (4.0, 1.0, 1.0)]
     [4.0, 2.0, 1.429]
@@ -79,11 +78,11 @@ class Smoother:
 
 
 class Watch:
-    """Follows one metric towards its goal.
+    """Track one metric towards its goal.
 
     Attributes:
-        best: smoothed value, None before there is one.
-        smoothed: of the last check.
+        best: best smoothed value, None before there is one.
+        smoothed: smoothed value of the last check.
     """
 
     def __init__(self, name: str, goal: Goal, smoothing: Smoothing, over: int, start: Marks) -> None:
@@ -91,11 +90,11 @@ class Watch:
         self.smoother = Smoother(smoothing, over)
         self.best: float | None = None
         self.smoothed: float | None = None
-        self.reference: float | None = None  # what has to be bettered by min_delta
+        self.reference: float | None = None  # the value to improve on by min_delta
         self.improved_at = dict(start)
 
     def add(self, value: float, now: Marks) -> bool:
-        """Take a new value; whether it is the best so far. One that is not finite is none."""
+        """Add a value and return whether it is the best so far; a value that is not finite is ignored."""
         if not math.isfinite(value):
             return False
         self.smoothed = smoothed = self.smoother.add(value)
@@ -111,7 +110,7 @@ class Watch:
         return now[unit] - self.improved_at[unit]
 
     def crossed(self) -> tuple[str, str] | None:
-        """Return the name of the threshold that the smoothed value is beyond, and the same in words; None if none."""
+        """Return the threshold that the smoothed value has passed, by name and as a message; None if there is none."""
         goal, value = self.goal, self.smoothed
         if value is None:
             return None

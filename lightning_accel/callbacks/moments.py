@@ -1,4 +1,4 @@
-"""Moments of a run, as steps or as shares of it."""
+"""Moments of a run, given as optimizer steps or as shares of the run."""
 
 import lightning as L
 
@@ -11,9 +11,9 @@ def require_moment(name: str, value: int | float) -> None:
 
 
 def num_steps(trainer: L.Trainer) -> int | None:
-    """Optimizer steps of the run, None if that is not known."""
+    """Return the number of optimizer steps of the run, None if unknown."""
     steps = trainer.estimated_stepping_batches
-    if not trainer.lightning_module.automatic_optimization and trainer.max_steps > 0:  # steps of each count in it
+    if not trainer.lightning_module.automatic_optimization and trainer.max_steps > 0:  # it counts every optimizer's
         steps = min(steps, trainer.max_steps // max(1, len(trainer.optimizers)))
     return None if steps == float("inf") or steps < 0 else int(steps)
 

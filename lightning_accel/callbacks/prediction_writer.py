@@ -1,4 +1,4 @@
-"""Predictions to a file. Shapes: B rows."""
+"""Writing of predictions to a CSV file. Shapes: B samples, M values per sample."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,26 +18,26 @@ from lightning_accel.callbacks.deployment import fail_together
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Write what ``predict_step`` returns to one CSV file, a line a row of the data, in the order of the data.
+    """Write the results of ``predict_step`` to one CSV file, one line per sample, in the order of the data.
 
     ``predict_step`` returns a tensor (B,) or (B, M), or a dict of such tensors and of lists of B values; each name
-    becomes a column, or M columns ``name_0`` ..., and ``row`` counts the rows of the data from 0. Rows from several
-    processes are gathered, those that a sampler repeated to give every process equally many are written once, and
-    several data loaders give a column ``loader``; columns that only some of them have are blank for the others.
-    Where the datamodule has ``predict_ids``, a list with a name for each row, they become the column ``id``.
+    becomes a column, or M columns ``name_0`` ..., and ``row`` counts the samples of the data from 0. Samples from
+    several processes are gathered, samples that a sampler repeated to give every process the same number are written
+    once, and several data loaders give a column ``loader``; columns that only some of them have are blank for the
+    others. If the datamodule has ``predict_ids``, a list with a name for each sample, they become the column ``id``.
 
-    Texts are written as they are: a class or id that begins with ``=``, ``+``, ``-`` or ``@`` is a formula to a
-    spreadsheet that opens the file; an escape would change names such as ``-1``. Where strangers name the classes or
-    ids, import the columns as text.
+    Texts are written unchanged: a spreadsheet that opens the file takes a class or id that begins with ``=``, ``+``,
+    ``-`` or ``@`` for a formula; an escape would change names such as ``-1``. If the classes or ids come from untrusted
+    sources, import the columns as text.
 
     Args:
-        filename: absolute, or relative to the run folder (the Trainer's ``log_dir``).
+        filename: path of the file, absolute, or relative to the run folder (the Trainer's ``log_dir``).
 
     Raises:
-        TypeError: at the first batch, if ``predict_step`` returned something else; the message says what. At the end,
+        TypeError: at the first batch, if ``predict_step`` returned another type, which the message names. At the end,
             if there was no batch.
-        ValueError: likewise, if it did not return one value for each row, or two columns of one name. At the end, if
-            the batches of a loader do not all have the same columns.
+        ValueError: at the first batch, if it did not return one value for each sample, or two columns of one name. At
+            the end, if the batches of a loader do not all have the same columns.
     """
 
     def __init__(self, filename: str = "predictions.csv") -> None:
@@ -54,7 +54,7 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        if batch_idx == 0:  # hours before the table is made
+        if batch_idx == 0:  # find errors now, not hours later
             _batch_table(prediction, batch_indices or None)
 
     def write_on_epoch_end(
@@ -78,7 +78,7 @@ class PredictionWriter(BasePredictionWriter):
             if trainer.is_global_zero:
                 self._write(trainer, tables, path)
 
-        fail_together(trainer, write, "write predictions")  # the file is whole when predict returns, on every process
+        fail_together(trainer, write, "write predictions")  # every process returns only after the file is complete
 
     def _write(self, trainer: L.Trainer, tables: Sequence[pd.DataFrame], path: Path) -> None:
         filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
@@ -95,7 +95,7 @@ def _warn_of_order(trainer: L.Trainer, rows: Sequence[Any]) -> None:
     loaders = [loader for loader in tree_leaves(trainer.predict_dataloaders) if isinstance(loader, DataLoader)]
     for loader, numbers in zip(loaders, rows, strict=False):
         ordered = isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset)
-        if not ordered and not any(numbers):  # the Trainer knows rows of samplers of row numbers alone
+        if not ordered and not any(numbers):  # the Trainer knows indices only of samplers that yield single ones
             rank_zero_warn(
                 f"PredictionWriter: batches came in the order of {type(loader.sampler).__name__}, which does not tell "
                 "which rows they hold, so the column 'row' counts that order. Predict with a loader in order, "
@@ -104,24 +104,23 @@ def _warn_of_order(trainer: L.Trainer, rows: Sequence[Any]) -> None:
 
 
 def make_table(batches: Sequence[Any], rows: Sequence[Sequence[int]]) -> pd.DataFrame:
-    """One line for each of ``rows``, the numbers of the rows in each of ``batches``; unnumbered if none are known.
+    """Build a table with one line for each index in ``rows``, given per batch; numbered from 0 if there are none.
 
     Raises:
         ValueError: if the batches do not all have the same columns.
-
     >>> make_table([{"label": torch.tensor([3, 1])}, {"label": torch.tensor([4])}], [[0, 1], [2]]).label.tolist()
     [3, 1, 4]
     """
     if not batches:
         return pd.DataFrame()
-    numbers = rows if any(rows) else [None] * len(batches)  # an IterableDataset has none
+    numbers = rows if any(rows) else [None] * len(batches)  # an IterableDataset has no indices
     tables = [_batch_table(batch, numbered) for batch, numbered in zip(batches, numbers, strict=True)]
     return _stack(tables, ignore_index=not any(rows))
 
 
 def _stack(tables: Sequence[pd.DataFrame], ignore_index: bool = False) -> pd.DataFrame:
     names: list[set[object]] = [set(table.columns) for table in tables]
-    if lacking := set.union(*names) - set.intersection(*names):  # pandas would fill them with blanks
+    if lacking := set.union(*names) - set.intersection(*names):  # pandas would leave blanks
         raise ValueError(
             f"predict_step must return the same columns for every batch; some lack {sorted(map(str, lacking))}. Return "
             "them always, with nan or None where there is no value"
@@ -179,7 +178,7 @@ def _unwritable(kind: str, name: str, remedy: str) -> TypeError:
 
 
 def _gather(table: pd.DataFrame) -> pd.DataFrame:
-    """All processes' rows on process 0, in order, each once."""
+    """Gather the lines of all processes on process 0, sorted and without duplicates."""
     gathered = torch.distributed.is_available() and torch.distributed.is_initialized()
     if gathered:
         tables: list[Any] | None = None

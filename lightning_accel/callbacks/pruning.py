@@ -1,4 +1,4 @@
-"""Prune a module while it trains."""
+"""Pruning of a module while it trains."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -29,63 +29,65 @@ from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_frac
 from lightning_accel.ops.names import list_of_names
 
 CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "batchnorm", "random"]
-_MEASURED = "movement", "taylor", "wanda"  # in steps before weights are pruned
+_MEASURED = "movement", "taylor", "wanda"  # measured in the steps before weights are pruned
 
 
 class Pruning(L.Callback):
-    """Set a growing share of the weights to zero while the module trains, and keep it there.
+    """Set a growing share of the weights to zero while the module trains, and keep them there.
 
-    Masks live here: parameters keep their names and their order, so that optimizers, EMA, SWA, DDP and checkpoints see
-    the module that they know. Gradients are masked before each optimizer step (and before they are clipped), weights
-    after it, and whatever optimizers and averages remember of a pruned weight is zero too. ``target`` is the share of
-    zeros at the end among all weights that are pruned, see :func:`~lightning_accel.compress.find_prunable`: those of
-    linear layers, convolutions, recurrent layers, attention and experts, the last layer among them; embeddings,
-    normalisations, biases and gates are left out. All that is left out is named with its reason in ``left_out`` and in
-    the log. What is pruned stays so, unless ``regrowth`` exchanges it.
+    The callback holds the masks: parameters keep their names and order, so that optimizers, EMA, SWA, DDP and
+    checkpoints see the unchanged module. Gradients are masked before each optimizer step (and before clipping), weights
+    after it, and optimizer states and averages of pruned weights are zero too. ``target`` is the final share of zeros
+    among all prunable weights, see :func:`~lightning_accel.compress.find_prunable`: those of linear layers,
+    convolutions, recurrent layers, attention and experts, including the last layer; embeddings, normalisations, biases
+    and gates are left out. Everything left out is listed with its reason in ``left_out`` and in the log. Pruned weights
+    stay zero unless ``regrowth`` exchanges them.
 
-    Steps are optimizer steps: batches that are accumulated count once, and so do those in which several optimizers
-    step. Under DDP all processes have the masks of the first one; under FSDP2 and in a pipeline each has those of its
-    part, the same as one process would have, but for scores so close that gradients summed in another order tell them
-    apart otherwise. A run that is killed and resumed as it was ends with equal bits; on another number of processes or
-    strategy it goes on with its masks. ``ModelCheckpoint`` takes no model for the best before the target is reached.
-    Parts of a module may have a callback each, which leaves out the others with ``exclude``. Logged:
-    ``pruning/sparsity``, and of a second callback ``pruning_2/sparsity``. At the end a table of the layers is printed.
+    Steps are optimizer steps: accumulated batches count once, and so do batches in which several optimizers step. Under
+    DDP all processes use the masks of the first one; under FSDP2 and in a pipeline each has the masks of its shards,
+    the same as a single process would have, except for scores so close that the order in which gradients are summed
+    decides. A run that is killed and resumed in the same setting ends with equal bits; on another number of processes
+    or strategy it continues with its masks. ``ModelCheckpoint`` selects no best model before the target is reached.
+    Parts of a module may have one callback each, which leave out each other's weights with ``exclude``.
+    ``pruning/sparsity`` is logged, and ``pruning_2/sparsity`` for a second callback. A table of the layers is printed
+    at the end.
 
-    Zeros make neither files smaller nor computing faster by themselves; ``structure="channel"`` does.
+    Zeros alone make neither files smaller nor computation faster; ``structure="channel"`` does both.
 
     Args:
-        target: share of zeros at the end, of weights, or of channels; by default 0.9, or what N:M means.
-        structure: ``"unstructured"``; ``"2:4"`` or another N:M, where N of M neighbours along a layer's input are kept;
+        target: final share of zeros, of weights or of channels; by default 0.9, or as N:M implies.
+        structure: ``"unstructured"``; ``"2:4"`` or another N:M, which keeps N of M neighbours along a layer's input;
             ``"channel"``, which removes whole channels.
-        criterion: what makes a weight important: ``"magnitude"``; ``"movement"``, ``"taylor"`` (of gradients),
-            ``"wanda"`` (of inputs), which measure in all steps before; ``"batchnorm"``, of channels, by the scale of
-            their norm; ``"random"``; or a function of a parameter's
-            name and value (the part that the process holds) that returns scores of that shape, the lowest of which go.
-        scope: shares are equal in each ``"layer"``; or the lowest scores of all go (``"global"``); or smaller layers
-            keep more (``"erk"``). N:M is the same in all layers.
+        criterion: importance of a weight: ``"magnitude"``; ``"movement"``, ``"taylor"`` (both from gradients),
+            ``"wanda"`` (from inputs), which measure in all steps before; ``"batchnorm"``, for channels, by the scale of
+            their norm; ``"random"``; or a function of a parameter's name and value (the shard on the process) that
+            returns scores of that shape, of which the lowest are pruned.
+        scope: prune equal shares of each ``"layer"``; or the lowest scores of all (``"global"``); or larger shares of
+            larger layers (``"erk"``). N:M is the same in all layers.
         schedule: ``"cubic"`` (Zhu and Gupta 2017), ``"linear"`` or ``"geometric"`` from 0 at ``begin`` to the target at
             ``end``; ``"one_shot"``, all at ``begin``; ``"constant"``, the same with ``regrowth`` from ``begin`` to
             ``end``.
         begin: optimizer step, or share of the run if a float in [0, 1].
-        end: the same; weights are pruned no more from then on.
-        every_n_steps: steps from one pruning to the next, the last is at ``end``; by default a 32nd of the ramp.
-        regrowth: ``"rigl"`` or ``"set"``: at each pruning the weakest connections give way to others, those with the
+        end: optimizer step, or share of the run, after which nothing more is pruned.
+        every_n_steps: number of steps between prunings, of which the last is at ``end``; by default a 32nd of the ramp.
+        regrowth: ``"rigl"`` or ``"set"``: at each pruning replace the weakest weights with others, those with the
             largest gradients, or random ones. With ``schedule="constant"`` the run is sparse from ``begin`` on.
-        drop_fraction: share of the connections that is exchanged at first; it falls to 0 at ``end`` by half a cosine.
-        rewind: at each pruning what is left goes back to its weights after this step (lottery tickets; a copy of all
-            parameters is kept), and optimizers begin anew. ``schedule="geometric"`` with few prunings is the usual way.
+        drop_fraction: initial share of the weights that is exchanged; it falls to 0 at ``end`` by half a cosine.
+        rewind: at each pruning reset the remaining weights to their values after this step (lottery tickets; a copy of
+            all parameters is kept), and reset the optimizers. It is mostly used with ``schedule="geometric"`` and few
+            prunings.
         exclude: names or patterns of parameters or submodules (``"head"``, ``"blocks.*.norm"``), or classes by name.
-        module: name of the submodule whose channels are removed; by default what ``validation_step`` calls.
-        round_to: a multiple of this many channels is kept in each layer, such as 8 for GPUs.
+        module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
+        round_to: keep a multiple of this number of channels in each layer, such as 8 for GPUs.
         log_layers: log ``pruning/sparsity/<weight>`` too.
-        seed: of random choices.
+        seed: seed of random choices.
 
     Raises:
         ValueError: if an option is out of range or contradicts another; before training, if nothing can be pruned, the
             target would not be reached, another callback prunes a weight too, or the length of the run is needed and
             unknown.
         TypeError: before training, under strategies that flatten parameters (FSDP1, DeepSpeed), and for weights that
-            FSDP and tensor parallelism split at once.
+            FSDP and tensor parallelism both shard.
 
     Attributes:
         left_out: why parameters are not pruned, by name.
@@ -159,7 +161,7 @@ class Pruning(L.Callback):
 
     def _start_anew(self) -> None:
         self._step = 0  # optimizer steps that this callback has seen
-        self._seen = 0  # trainer.global_step then; several optimizers make it run ahead
+        self._seen = 0  # trainer.global_step at that time; it counts every optimizer's steps
         self._reached = 0.0
         self._first, self._last, self._every = 0, 0, 1
         self._is_set_up = False
@@ -176,19 +178,19 @@ class Pruning(L.Callback):
 
     @property
     def is_final_phase(self) -> bool:
-        """Whether the target is reached."""
+        """Return whether the target is reached."""
         return self._reached >= self.target
 
     def sparsity(self) -> float:
-        """Share that is pruned, of all that is to be pruned."""
+        """Return the current share of zeros among all prunable weights."""
         return self._masks.sparsity()
 
     def report_rows(self) -> list[dict[str, Any]]:
-        """A row for each pruned layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""
+        """Return a row per pruned layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""
         return self._masks.report_rows()
 
     def masks(self) -> dict[str, Tensor]:
-        """What is kept, bool, by the names of weights, whole, on the CPU; all processes call it."""
+        """Return the masks of kept weights by name, bool, gathered on the CPU; all processes must call it."""
         return self._masks.masks() if isinstance(self._masks, MaskStructure) else {}
 
     # ---- setting up
@@ -206,7 +208,7 @@ class Pruning(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.structure == "channel":
-            # a public method, where no hook stands: the checkpoint is read, and its weights are not loaded yet
+            # a public method, since there is no hook between reading the checkpoint and loading its weights
             trainer.strategy.load_model_state_dict = _LoadIntoSmaller(self, trainer)  # type: ignore[method-assign]
         if stage != "fit":
             return
@@ -240,12 +242,12 @@ class Pruning(L.Callback):
         return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
 
     def _settle_steps(self, trainer: L.Trainer) -> None:
-        """Steps of the ramp: those of the checkpoint where its options are those of now."""
+        """Set the steps of the ramp; take those of the checkpoint if its options equal the current ones."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["ramp"] == self._ramp():
             self._first, self._last, self._every = loaded["steps"]
             return
-        if self._is_set_up and loaded is None and self._step:  # the same run goes on
+        if self._is_set_up and loaded is None and self._step:  # the same run continues
             return
         total = num_steps(trainer)
         self._first = to_step("begin", self.begin, total)
@@ -253,7 +255,7 @@ class Pruning(L.Callback):
         if self.schedule == "one_shot" and self.regrowth is None:
             self._last = self._first
         elif self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
-            self._last += 1  # shares of a run of a few steps, such as one to try it out
+            self._last += 1  # shares of a very short run, such as a trial
         elif self._last <= self._first:
             raise ValueError(f"end must come after begin; got begin={self.begin}, end={self.end} of {total} steps")
         if total is not None and self._last > total and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -275,11 +277,11 @@ class Pruning(L.Callback):
     # ---- steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._step == 0 and self._seen == 0 and trainer.global_step:  # the run had no pruning before
+        if self._step == 0 and self._seen == 0 and trainer.global_step:  # resumed from a run without pruning
             self._step = self._seen = trainer.global_step
         if self._step == 0:
             self._update(trainer, pl_module)
-        else:  # it may have been saved between the optimizer's step and ours
+        else:  # the checkpoint may stem from between the optimizer's step and this callback's
             self._masks.after_step(trainer, pl_module)
             self._advance(trainer, pl_module)
         self._prepare()
@@ -318,7 +320,7 @@ class Pruning(L.Callback):
     def _update(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.rewind is not None and self._step == self.rewind:
             self._rewinding.keep(pl_module)
-        is_late = self._step > self._last and not self.is_final_phase  # of a run that had no pruning before
+        is_late = self._step > self._last and not self.is_final_phase  # resumed from a run without pruning
         if not (self._updates_at(self._step) or is_late):
             return
         sparsity = sparsity_at(self._step, self._first, self._last, self.target, self.schedule)
@@ -373,7 +375,7 @@ class Pruning(L.Callback):
     # ---- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks as bits, sums of the criterion, where the ramp is; all processes call it."""
+        """Return masks as bits, running sums of the criterion and the progress; all processes must call it."""
         if self._module is None:
             return {}
         return {
@@ -387,7 +389,7 @@ class Pruning(L.Callback):
         }
 
     def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
-        """Bring a new module to the shapes of a checkpoint that has this ``state`` of the callback."""
+        """Change a new module to the shapes of a checkpoint in which this callback has the given ``state``."""
         if state:
             self._masks.rebuild(pl_module, state["masks"])
 
@@ -397,7 +399,7 @@ class Pruning(L.Callback):
         self._loaded = state_dict
         self._masks.load_state_dict(state_dict["masks"])
         self._rewinding.load_state_dict(state_dict["rewinding"])
-        if self._is_set_up and self._module is not None:  # a strategy that restores after its setup
+        if self._is_set_up and self._module is not None:  # strategies that restore after their setup
             self._rewinding.attach(self._module)
             self._settle_steps(self._module.trainer)
 
@@ -424,7 +426,7 @@ def _require_strategy(strategy: Strategy) -> None:
 
 
 class _LoadIntoSmaller:
-    """In place of a strategy's ``load_model_state_dict``: the module gets the shapes of the checkpoint first."""
+    """Replace a strategy's ``load_model_state_dict`` to give the module the shapes of the checkpoint first."""
 
     def __init__(self, pruning: Pruning, trainer: L.Trainer) -> None:
         self.pruning = pruning

@@ -1,4 +1,4 @@
-"""What a kind of sparsity has to offer :class:`~lightning_accel.callbacks.Pruning`, which says when and how much."""
+"""Interface between :class:`~lightning_accel.callbacks.Pruning`, which schedules, and the kinds of sparsity."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ Criterion = str | Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StructureOptions:
-    """What a structure is made with: ``MaskStructure(options)``, ``ChannelStructure(options)``.
+    """Hold the options of ``MaskStructure(options)`` and ``ChannelStructure(options)``.
 
     Args:
-        structure: as the user gave it: ``"unstructured"``, ``"channel"``, ``"2:4"``, another ``"N:M"``.
-        criterion: name of it, or a function of a parameter's name and value that returns scores of its shape, of
-            which the lowest are pruned.
+        structure: ``"unstructured"``, ``"channel"``, ``"2:4"`` or another ``"N:M"``.
+        criterion: name, or a function of a parameter's name and value that returns scores of its shape, of which the
+            lowest are pruned.
         scope: ``"layer"``, ``"global"`` or ``"erk"``.
         exclude: names or globs of parameters or modules (``"network.6"``, ``"*.head.*"``), or classes, or their names.
         regrowth: ``None``, ``"rigl"`` or ``"set"``.
-        seed: of random criteria and regrowth; equal on all processes.
-        target: share that is zero, or removed, at the end.
+        seed: seed of random criteria and regrowth; equal on all processes.
+        target: final share that is zero, or removed.
     """
 
     structure: str
@@ -36,62 +36,62 @@ class StructureOptions:
 
 
 class Structure(Protocol):
-    """A kind of sparsity: masks that keep zeros, or channels that are marked and then removed.
+    """Define a kind of sparsity: masks that keep zeros, or channels that are zeroed and then removed.
 
-    Called by :class:`~lightning_accel.callbacks.Pruning` alone, in this order: ``rebuild`` in ``setup`` of a resumed
-    run, ``load_state_dict`` (where a checkpoint is resumed), ``attach`` in ``on_fit_start``, with parameters laid out
-    by the strategy and optimizers made, then in each step ``before_optimizer_step`` once for each optimizer that
-    steps (gradients are there, and unscaled), ``after_step`` once ``trainer.global_step`` has moved, and ``prune_to``
-    after it where the schedule says so; ``finish`` once, right after the ``prune_to`` that reached the target; at the
-    end ``detach``. All processes call each method alike, so that each may use collectives.
+    Only :class:`~lightning_accel.callbacks.Pruning` calls it, in this order: ``rebuild`` in ``setup`` of a resumed run;
+    ``load_state_dict`` when resuming from a checkpoint; ``attach`` in ``on_fit_start``, after the strategy has sharded
+    the parameters and the optimizers exist; then in each step ``before_optimizer_step`` once for each optimizer that
+    steps (with unscaled gradients), ``after_step`` once ``trainer.global_step`` has advanced, and then ``prune_to``
+    where the schedule says so; ``finish`` once, right after the ``prune_to`` that reached the target; ``detach`` at the
+    end. All processes make the same calls, so that each method may use collectives.
     """
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
-        """Find what is to be pruned, apply a loaded state, and refuse what cannot work.
+        """Find what to prune, apply a loaded state, and reject what is not supported.
 
         Returns:
-            The name of each parameter of at least two dimensions that is left out, with the reason.
+            the name of each omitted parameter of at least two dimensions, with the reason.
 
         Raises:
             ValueError: if nothing can be pruned, or the target cannot be met; the message says what to do.
-            TypeError: if the module or strategy is of a kind that this structure cannot serve.
+            TypeError: if this structure does not support the module or the strategy.
         """
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
-        """Have a share of ``sparsity`` pruned, of all that is to be pruned: absolute, never of what is left.
+        """Prune up to a share of ``sparsity`` of everything prunable, including what is pruned already.
 
-        Shares never shrink from one call to the next within a run.
+        Shares never decrease from one call to the next within a run.
         """
 
     def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Collect what the criterion needs of the gradients, then keep them from what is pruned."""
+        """Collect what the criterion needs from the gradients, then zero the gradients of pruned weights."""
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep weights and moments of what is pruned at zero."""
+        """Set weights and moments of pruned entries to zero."""
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The target is reached: for channels, the place to remove them; masks have nothing to do."""
+        """Remove channels once the target is reached; masks do nothing."""
 
     def detach(self, pl_module: L.LightningModule) -> None:
-        """Take hooks off the module; also after a failure."""
+        """Remove hooks from the module; also called after a failure."""
 
     def sparsity(self) -> float:
-        """Share that is pruned now, of all that is to be pruned, over all processes."""
+        """Return the share of everything prunable that is pruned now, over all processes."""
 
     def sparsities(self) -> dict[str, float]:
-        """The same for each parameter that is pruned (of a channel structure: each layer), by name."""
+        """Return the sparsity of each pruned parameter (with channels: each layer), by name."""
 
     def report_rows(self) -> list[dict[str, Any]]:
-        """A row for each layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""
+        """Return a row for each layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of tensors, numbers, strings, lists and dicts: it is loaded with ``weights_only=True``. On all processes."""
+        """Return the state on all processes, of types that load with ``weights_only=True``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep ``state`` for ``attach``: called before parameters are laid out, or after."""
+        """Store ``state`` for ``attach``; called before or after parameters are sharded."""
 
     def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
-        """Bring shapes of a new module to those of the checkpoint that ``state`` comes from.
+        """Change the shapes of a new module to those of the checkpoint that ``state`` comes from.
 
-        In ``setup``, before the strategy lays out parameters and optimizers are made, and before ``load_state_dict``.
+        Called in ``setup``, before parameters are sharded and optimizers created, and before ``load_state_dict``.
         """

@@ -1,4 +1,4 @@
-"""What pruning leaves of the layers, and what it leaves out."""
+"""Printed summaries of pruned and omitted layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Layers and what is left of them, one a line."""
+    """Format a table of layers with their remaining weights, one per line."""
     width = max([len(row["name"]) for row in rows] + [5])
     lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
     total = {"name": "total", "parameters": 0, "nonzero": 0}

@@ -1,4 +1,4 @@
-"""Quantization of what is deployed: measured at the end of a fit, and, if asked for, trained for."""
+"""Quantization of the deployed module, after training or with quantization-aware training."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -51,44 +51,45 @@ Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
 
 
 class Quantization(L.Callback):
-    """Make a copy of the model that runs in int8, or in what is faster on this machine, and measure it beside others.
+    """Convert a copy of the model to int8, or to another form that is faster on this machine, and compare the forms.
 
-    At the end of a fit the first process makes the forms of the model that it can run (see
+    At the end of a fit the first process creates the forms of the model that this machine can run (see
     :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
-    on the module's own batch, and picks the fastest. The trained module stays as it is. What was picked is ``result``;
-    a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes the file. If
-    no form can be picked, the reasons are in the report and in a warning, and the module is kept in float.
+    on the module's own batch, and picks the fastest. The trained module stays unchanged. The picked form is in
+    ``result``; a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes
+    the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
-    ``start`` on, with the grid that the static form has afterwards. No parameter is replaced, so that optimizers,
-    checkpoints and strategies see what they always did; ranges are in the callback's state, and equal on all processes.
+    ``start`` on, with the grid of the later static form. No parameter is replaced, so that optimizers, checkpoints and
+    strategies see the same ones as ever; ranges are in the callback's state, and equal on all processes.
 
     Args:
         mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``; ``qat`` trains for ``static``.
-        backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto``, any.
-        calibrate: rows of training data that ranges are found on.
-        skip: layers that stay in float: names or patterns in the module (``"head"``, ``"blocks.*.norm"``), or types,
-            by their names in a config.
-        monitor: the figure of validation that says how good a form is.
-        monitor_mode: whether larger is better.
-        max_drop: by how much ``monitor`` may be worse than in float. Layers that cost most are left in float until it
-            is not; a form for which that does not help is not picked.
-        module: name of the submodule that is deployed; by default what ``validation_step`` calls.
-        batch_sizes: rows at which forms are measured; by default 1, and those of a training batch. The last decides.
-            Where the rows of a call cannot be taken apart, as the nodes of graphs, the whole call is measured.
-        start: of ``qat``: share of the run if a float in [0, 1), else an epoch.
-        seconds: that each form is measured for, at each batch size; those too close to call take up to thrice that.
-        device: on which it is to run: ``cpu``, or ``cuda``, where there are ``dynamic`` and ``weight_only`` int8, and
-            float8, of linear layers, the rest in bfloat16.
+        backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto`` for any.
+        calibrate: number of training samples for calibrating the ranges.
+        skip: layers that stay in float: names or patterns in the module (``"head"``, ``"blocks.*.norm"``), or types, by
+            their names in a config.
+        monitor: validation metric that measures the quality of a form.
+        monitor_mode: ``max`` if higher values are better, ``min`` if lower values are.
+        max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
+            it is within this limit; a form that stays beyond it is not picked.
+        module: name of the deployed submodule; by default the one that ``validation_step`` calls.
+        batch_sizes: numbers of samples at which forms are measured; by default 1, and the size of a training batch. The
+            last decides. If the samples of a call cannot be separated, like the nodes of graphs, the whole call is
+            measured.
+        start: start of ``qat``: share of the run if a float in [0, 1), else an epoch.
+        seconds: measuring time of each form at each batch size; forms too close to call take up to three times as long.
+        device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` and ``weight_only`` int8, and float8, of
+            linear layers, with the rest in bfloat16.
 
     Raises:
-        ValueError: if an option is out of range; before training, if ``skip`` or ``module`` names nothing, no layer
-            can be quantized, or there is no validation data for ``monitor``.
+        ValueError: if an option is out of range; before training, if ``skip`` or ``module`` names nothing, no layer can
+            be quantized, or there is no validation data for ``monitor``.
         TypeError: before training, if the module has no ``validation_step``.
         ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
 
     Attributes:
-        result: in the first process, what was picked, after a fit; None if nothing could be.
+        result: the picked form, in the first process after a fit; None if there is none.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Quantization(L.Callback):
         self._loaded: dict[str, Tensor] = {}
         self._enabled = False
         self._start_step = math.inf
-        self._in_batch: L.Trainer | None = None  # until what it saw has moved the ranges
+        self._in_batch: L.Trainer | None = None  # set until the ranges are updated from this batch
 
     @property
     def phase(self) -> str:
@@ -192,7 +193,7 @@ class Quantization(L.Callback):
             self._attach(pl_module)
 
     def _try(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Fail before training where nothing could be measured after it."""
+        """Raise before training what would make all measurements fail after it."""
         try_out(trainer, pl_module, self._copy, self._try_calls, "quantize", self.module, of_training=True)
         if self.monitor is not None:
             try_out(trainer, pl_module, self._copy, self._try_monitor, "quantize", self.module)
@@ -229,7 +230,7 @@ class Quantization(L.Callback):
         inside = f"{self.module}." if self.module else ""
         layers = find_layers(pl_module, self.skip)
         chosen = {name: one for name, one in layers.quantized.items() if f"{name}.".startswith(inside)}
-        detach(pl_module)  # of a run that was interrupted
+        detach(pl_module)  # from a run that was interrupted
         self._layers = attach(chosen)
         for name, layer in self._layers.items():
             layer.to(pl_module.device)
@@ -240,7 +241,7 @@ class Quantization(L.Callback):
         rank_zero_info(f"{len(chosen)} layers train for int8" + (f"; left in float: {left}" if left else ""))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before training where the Trainer tries validation first, as it does unless told otherwise."""
+        """Reject an unknown ``monitor``, which usually happens in the sanity check before training."""
         if self.monitor is not None and trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
             require_logged("Quantization", [self.monitor], trainer.callback_metrics)
 
@@ -271,12 +272,12 @@ class Quantization(L.Callback):
         trainer, self._in_batch = self._in_batch, None
         if trainer is not None and self._enabled and self._layers:
             seen = torch.stack([layer.seen for layer in self._layers.values()])
-            seen = trainer.strategy.reduce(seen, reduce_op="min")  # all processes see what one with all rows would
+            seen = trainer.strategy.reduce(seen, reduce_op="min")  # as one process with all samples would see
             for layer, own in zip(self._layers.values(), seen, strict=True):
                 layer.take_seen(own)
 
     def state_dict(self) -> dict[str, Any]:
-        self._move_ranges()  # a callback before this one may save at the end of a batch
+        self._move_ranges()  # an earlier callback may save at the end of a batch
         return {"ranges": {name: layer.range.cpu().clone() for name, layer in self._layers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -286,7 +287,7 @@ class Quantization(L.Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
         if self.mode == "qat" and not any(layer.ready for layer in self._layers.values()):
-            detach(pl_module)  # what other callbacks make of it is in float
+            detach(pl_module)  # other callbacks use the module in float
             rank_zero_warn("no step was trained in int8: the run ended before start; nothing is quantized")
             return
         folder = run_folder(trainer)
@@ -307,7 +308,7 @@ class Quantization(L.Callback):
             raise
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._in_batch = None  # other processes may not have come this far
+        self._in_batch = None  # other processes may not have got this far
         detach(pl_module)
 
     def convert(
@@ -317,16 +318,16 @@ class Quantization(L.Callback):
         val_loader: Any = None,
         datamodule: L.LightningDataModule | None = None,
     ) -> Quantized:
-        """Quantize a copy of ``module`` without a Trainer, such as one that ``load_from_checkpoint`` gave.
+        """Quantize a copy of ``module`` without a Trainer, such as one from ``load_from_checkpoint``.
 
         Args:
-            module: on the device where it is to run, in evaluation mode; not changed.
-            train_loader: that ranges are found on.
-            val_loader: that forms are judged by, if there is one.
-            datamodule: whose hooks move and change batches.
+            module: the module, on the device to run on, in evaluation mode; not changed.
+            train_loader: batches for calibrating the ranges.
+            val_loader: batches for validating the forms, if any.
+            datamodule: the datamodule whose batch hooks are applied.
 
         Raises:
-            NothingPickedError: if no form can be made, or none is within ``max_drop``; it has the report.
+            NothingPickedError: if no form can be created, or none is within ``max_drop``; it holds the report.
         """
         detach(module)
         with isolate_rng():
@@ -337,7 +338,7 @@ class Quantization(L.Callback):
         return self.result
 
     def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
-        """What is deployed, with calls that have ``calibrate`` rows in all."""
+        """Find the deployed module, with calls of ``calibrate`` samples in total."""
         loader = _in_random_order(loader)
         size = getattr(loader, "batch_size", None)
         batches = math.ceil(self.calibrate / size) if size else 16
@@ -349,7 +350,7 @@ class Quantization(L.Callback):
     ) -> Quantized:
         prefix = f"{deployed.name}." if deployed.name else ""
         skipped = [
-            name.removeprefix(prefix) if prefix != f"{name}." else ""  # which is what is deployed
+            name.removeprefix(prefix) if prefix != f"{name}." else ""  # the deployed module itself
             for name in sorted(find_layers(module, self.skip).skipped)
             if f"{name}.".startswith(prefix)
         ]
@@ -366,7 +367,7 @@ class Quantization(L.Callback):
         if loader:
 
             def judge(run: Any) -> dict[str, float]:
-                run = None if run is deployed.module else run  # it cannot stand for its own forward
+                run = None if run is deployed.module else run  # a module cannot replace its own forward
                 return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
 
             limit = Limit(judge, self.monitor, self.max_drop, self.monitor_mode == "max")
@@ -387,14 +388,14 @@ class Quantization(L.Callback):
 
 @torch.no_grad()
 def _call_flat(module: nn.Module, call: Inputs) -> None:
-    """Take a call and its result apart and put them together, as forms of ``module`` do."""
+    """Flatten and rebuild a call and its result, as forms of ``module`` do, to find errors early."""
     flat = Flat(module, call)
     result = flat.see_result(call)
     noise_share(result, flat.rebuild(flat(*tensors_of(call))))
 
 
 def _show(report: Report | None, folder: Path) -> None:
-    """Print a report and write its files, without which what was picked is as good."""
+    """Print a report and write its files; reduce errors to a warning."""
     if report is not None:
         with spare_fit("Quantization could not write its report"):
             report.print()
@@ -402,18 +403,18 @@ def _show(report: Report | None, folder: Path) -> None:
 
 
 def _file_format(trainer: L.Trainer) -> str | None:
-    """Of the file that an Export in the Trainer is to write what is picked to."""
+    """Return the file format that the Trainer's Export callback writes, if any."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     formats = [one.format for one in callbacks if isinstance(one, Export) and one.format != "auto"]
     return formats[0] if formats else None
 
 
 def _in_random_order(loader: Any) -> Any:
-    """Rows that stand for all, the same each time; a loader of another kind is read as it is."""
+    """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
     if type(loader.sampler) not in (SequentialSampler, RandomSampler):
-        return loader  # its keys, and the rows that it leaves out, are its own
+        return loader  # a custom sampler may use other keys and omit samples
     order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
     return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
 
@@ -443,7 +444,7 @@ def _tell(result: Quantized, mode: str) -> str:
 
 
 def _tell_speed(result: Quantized) -> str:
-    """Return what it gains, at each batch, over the model as it is and over floats of the same runtime."""
+    """Describe the speedup at each batch size over the original model and over float in the same runtime."""
     rows = {row.name: row for row in result.report.rows} if result.report is not None else {}
     if result.name not in rows:
         return ""

@@ -1,4 +1,4 @@
-"""States of the global random generators, as values that a checkpoint may hold."""
+"""State of the global random number generators, in a form that checkpoints can hold."""
 
 import random
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import torch
 
 
 def random_state(cuda: bool = True) -> dict[str, Any]:
-    """States of torch's, NumPy's and Python's global generators in this process: tensors, numbers and tuples."""
-    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  # the global one is what user code draws from
+    """Return the states of torch's, NumPy's and Python's global generators in this process."""
+    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from the global one
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_available() else [],
@@ -26,7 +26,7 @@ def random_state(cuda: bool = True) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on from ``state``, a :func:`random_state`; of CUDA devices, those that both machines have."""
+    """Restore ``state``, a :func:`random_state`; for CUDA, only the devices that both machines have."""
     torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available():
         for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
@@ -40,14 +40,14 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_random_state(seed: int) -> None:
-    """Begin anew from ``seed`` in [0, 2**63)."""
+    """Seed all global generators with ``seed`` in [0, 2**63)."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     random.seed(seed)
 
 
 def derived_seed(*parts: int) -> int:
-    """A seed in [0, 2**63) that differs for different ``parts``.
+    """Compute a seed in [0, 2**63) that differs for different ``parts``.
 
     >>> derived_seed(1, 2) == derived_seed(1, 2) != derived_seed(2, 1)
     True
@@ -56,7 +56,7 @@ def derived_seed(*parts: int) -> int:
 
 
 class RandomStream:
-    """Draws of its own from the global CPU generators: within :meth:`drawing` they go on where they were last left."""
+    """Draw from the global CPU generators with a separate state, which continues at each :meth:`drawing`."""
 
     def __init__(self, seed: int) -> None:
         with _kept():
