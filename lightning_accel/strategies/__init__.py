@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer, which serve any LightningModule; importing them registers their short names."""
+"""Strategies for Lightning's Trainer that work with any LightningModule; importing them registers their short names."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 

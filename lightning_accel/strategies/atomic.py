@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whenever the process that writes them is killed."""
+"""Atomic writing and removal of files and folders: they are complete or absent, even if the process is killed."""
 
 import errno
 import os
@@ -9,35 +9,35 @@ from pathlib import Path
 
 
 class NotWrittenError(OSError):
-    """A file that a disk did not take."""
+    """Report that a disk could not take a file."""
 
 
 @contextmanager
 def write_atomically(
     path: str | os.PathLike[str], owner: bool = True, barrier: Callable[[], object] | None = None
 ) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write a file or a folder to; then put it in the place of ``path``.
+    """Yield a temporary path beside ``path`` to write a file or a folder to, then move it to ``path``.
 
-    What stood at ``path`` stays until the new one is whole and on the disk. After an exception it stays for good, and
-    what was written is removed. Where several processes write one folder, each enters with the same ``path``, one of
-    them as ``owner``, and with a ``barrier``:
+    What stood at ``path`` stays until the new file or folder is complete and flushed to the disk. If the body raises,
+    it stays for good, and what was written is removed. If several processes write one folder, each enters with the same
+    ``path``, one of them as ``owner``, and with a ``barrier``:
 
     >>> with write_atomically(path, owner=rank == 0, barrier=dist.barrier) as folder:  # doctest: +SKIP
     ...     torch.distributed.checkpoint.save(state, checkpoint_id=folder)
 
     Args:
         path: a local file or folder, which may exist.
-        owner: whether this process makes room, renames and removes.
-        barrier: waits for all processes. Called before the body, after it, and once the new one is in place.
+        owner: whether this process creates parent folders, renames and removes.
+        barrier: waits for all processes. Called before the body, after it, and once the new version is in place.
 
     Raises:
-        NotWrittenError: where the disk is full, naming it.
+        NotWrittenError: if the disk is full; the message names it.
     """
     path = Path(path)
     partial = partial_path(path)
     if owner:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)  # of a process that was killed
+        _remove(partial)  # left behind by a process that was killed
     if barrier is not None:
         barrier()
     with _removed_on_failure(partial, path, owner):
@@ -57,7 +57,7 @@ def _removed_on_failure(partial: Path, path: Path, owner: bool) -> Iterator[None
         yield
     except BaseException as error:
         if owner:
-            with suppress(OSError):  # the first error is the one to tell
+            with suppress(OSError):  # report the first error, not one raised while cleaning up
                 _remove(partial)
         if not _is_of_the_disk(error):
             raise
@@ -68,7 +68,7 @@ def _removed_on_failure(partial: Path, path: Path, owner: bool) -> Iterator[None
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a disk is full, or a quota or limit reached; torch tells it by a count of bytes (torch 2.13)."""
+    """Return whether ``error`` means a full disk, a quota or a size limit; torch 2.13 reports it as a byte count."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return "unexpected pos" in str(error) or "No space left" in str(error)
@@ -82,7 +82,7 @@ def _room(folder: Path) -> str:
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Where :func:`write_atomically` has ``path`` written; no pattern such as ``*.ckpt`` finds it.
+    """Return the path that :func:`write_atomically` uses for ``path``; no pattern such as ``*.ckpt`` finds it.
 
     >>> partial_path("run/last.ckpt").name
     '.last.ckpt.partial'
@@ -91,10 +91,10 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
 
 
 def put_in_place(partial: Path, path: str | os.PathLike[str]) -> None:
-    """Flush the file or folder ``partial`` to the disk and rename it to ``path``, in place of what is there.
+    """Flush the file or folder ``partial`` to the disk and rename it to ``path``, replacing what is there.
 
-    A file replaces a file in one step. No step of POSIX replaces a folder, so the old one is renamed first: a process
-    that is killed in between leaves it under a name that :func:`find_written` knows.
+    A file replaces a file in one step. POSIX has no such step for folders, so the old folder is renamed first: if the
+    process is killed in between, :func:`find_written` finds it under that name.
     """
     path = Path(path)
     old = _beside(path, "replaced")
@@ -108,16 +108,16 @@ def put_in_place(partial: Path, path: str | os.PathLike[str]) -> None:
 
 
 def remove_atomically(path: str | os.PathLike[str]) -> None:
-    """Remove the file or folder ``path``, if it is there; a process that is killed leaves no part of it there."""
+    """Remove the file or folder ``path``, if it exists; if the process is killed, no part of it remains at ``path``."""
     _remove(Path(path))
     _remove(_beside(Path(path), "replaced"))
 
 
 def find_written(path: str | os.PathLike[str]) -> Path:
-    """Where the last whole thing that was written to ``path`` stands: there, or under the name it was replaced under.
+    """Return the last complete file or folder written to ``path``: at ``path``, or where its replacement moved it.
 
     Raises:
-        FileNotFoundError: if nothing was.
+        FileNotFoundError: if nothing was written completely.
     """
     for candidate in (Path(path), _beside(Path(path), "replaced")):
         if candidate.exists():
@@ -130,7 +130,7 @@ def _beside(path: Path, state: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    removed = _beside(path, "removed")  # so that what is half removed has another name than what is whole
+    removed = _beside(path, "removed")  # a half-removed folder must not have the name of a complete one
     if removed.exists():
         shutil.rmtree(removed)
     if path.is_dir() and not path.is_symlink():
@@ -141,7 +141,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until ``path``, and all that is in it, is on the disk: a rename may get there before the bytes do."""
+    """Flush ``path`` and everything in it to the disk, since a rename may reach the disk before the bytes do."""
     for folder, _, files in os.walk(path):
         for name in files:
             _flush_entry(Path(folder, name))
@@ -152,7 +152,7 @@ def _flush(path: Path) -> None:
 
 def _flush_entry(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
+        return  # Windows cannot open folders
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A batch taken apart for several devices, and their results put together. Shapes: B rows."""
+"""Splitting of a batch over several devices, and merging of their results. Shapes: B samples."""
 
 import copy
 import dataclasses
@@ -18,27 +18,28 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, PurePath, np.
 
 
 class Part(NamedTuple):
-    """Some rows of a batch."""
+    """Hold a part of a batch and its number of samples."""
 
     batch: Any
     rows: int
 
 
 def split_batch(batch: Any, num_parts: int, instead: str = "train with ddp") -> list[Part]:
-    """Take ``batch`` apart into ``num_parts`` of about as many rows, in order; fewer where it has fewer rows.
+    """Split ``batch`` in order into ``num_parts`` of about equal size, or into B parts if it has fewer samples.
 
-    Rows are counted along the first dimension of its tensors and arrays, which must agree, or as the graphs of a batch
-    of PyTorch Geometric. It may be nested in lists, tuples, named tuples, mappings and dataclasses. Lists of B things
-    that are no tensors, such as texts, are split; tensors without dimensions, numbers and texts go to every part.
+    Samples are counted along the first dimension of its tensors and arrays, which must agree, or as the graphs of a
+    PyTorch Geometric batch. The batch may be nested in lists, tuples, named tuples, mappings and dataclasses. Lists of
+    B items that are not tensors, such as texts, are split; tensors without dimensions, numbers and texts go to every
+    part.
 
     Args:
-        batch: of B rows.
-        num_parts: at most B are made.
-        instead: of splitting, for messages.
+        batch: a batch of B samples.
+        num_parts: number of parts; at most B are returned.
+        instead: what to do instead of splitting, for error messages.
 
     Raises:
-        TypeError: if it holds what cannot be split.
-        ValueError: if numbers of rows disagree, or nothing in it has rows.
+        TypeError: if the batch holds something that cannot be split.
+        ValueError: if numbers of samples disagree, or nothing in the batch has samples.
 
     >>> [part.batch for part in split_batch({"x": torch.arange(3), "names": ["a", "b", "c"]}, 2)]
     [{'x': tensor([0, 1]), 'names': ['a', 'b']}, {'x': tensor([2]), 'names': ['c']}]
@@ -50,7 +51,7 @@ def split_batch(batch: Any, num_parts: int, instead: str = "train with ddp") -> 
 
 
 def num_rows(batch: Any, instead: str) -> int:
-    """Count the rows that :func:`split_batch` would split."""
+    """Count the samples that :func:`split_batch` would split."""
     counts = {count for leaf in leaves(batch) if (count := _count(leaf)) is not None}
     if isinstance(batch, list) and not counts:
         counts = {len(batch)}
@@ -72,7 +73,7 @@ def num_rows(batch: Any, instead: str) -> int:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Go through what ``batch`` holds, in order, in any nesting of containers that :func:`split_batch` knows."""
+    """Yield what ``batch`` holds, in order, from any nesting of containers that :func:`split_batch` knows."""
     items = _items(batch)
     if items is None:
         yield batch
@@ -82,7 +83,7 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def _items(batch: Any) -> list[Any] | None:
-    """What a container holds; None for what is none."""
+    """Return the items of a container; None if ``batch`` is no container."""
     if isinstance(batch, PackedSequence) or is_graphs(batch):
         return None
     if isinstance(batch, Mapping):
@@ -95,7 +96,7 @@ def _items(batch: Any) -> list[Any] | None:
 
 
 def _count(leaf: Any) -> int | None:
-    """Rows of what is no container; None where it has none."""
+    """Return the number of samples in a leaf; None if it has none."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return len(leaf) if leaf.ndim else None
     return int(leaf.num_graphs) if is_graphs(leaf) else None
@@ -106,7 +107,7 @@ def _has_rows(batch: Any) -> bool:
 
 
 def _opaque(batch: Any, rows: int) -> Iterator[Any]:
-    """Go through what nobody knows how to split, but for the items of lists that are."""
+    """Yield what cannot be split, except items of lists that are split themselves."""
     items = _items(batch)
     if items is None:
         if not isinstance(batch, (Tensor, np.ndarray, *_PLAIN)) and not is_graphs(batch):
@@ -132,10 +133,10 @@ def _take(batch: Any, first: int, last: int, rows: int) -> Any:
 
 
 def _rebuild(like: Any, items: Sequence[Any]) -> Any:
-    """Make a container of the kind of ``like`` that holds ``items``."""
+    """Build a container of the type of ``like`` that holds ``items``."""
     kind: Any = type(like)
     if isinstance(like, MutableMapping):
-        rebuilt: Any = copy.copy(like)  # its constructor may ask for something else, such as a factory of defaults
+        rebuilt: Any = copy.copy(like)  # its constructor may take other arguments, such as a default factory
         for key, item in zip(like, items, strict=True):
             rebuilt[key] = item
         return rebuilt
@@ -147,35 +148,35 @@ def _rebuild(like: Any, items: Sequence[Any]) -> Any:
         return kind(items)
     rebuilt = copy.copy(like)
     for field, item in zip(dataclasses.fields(like), items, strict=True):
-        object.__setattr__(rebuilt, field.name, item)  # a frozen one, too
+        object.__setattr__(rebuilt, field.name, item)  # works for frozen dataclasses, too
     return rebuilt
 
 
 def is_graphs(batch: Any) -> bool:
-    """Whether ``batch`` is one of PyTorch Geometric's, of several graphs."""
-    geometric: Any = sys.modules.get("torch_geometric.data")  # where nobody imported it, nothing is of it
+    """Return whether ``batch`` is a PyTorch Geometric batch of several graphs."""
+    geometric: Any = sys.modules.get("torch_geometric.data")  # no object can be one before the package is imported
     return geometric is not None and isinstance(batch, geometric.Batch)
 
 
 def holds_graphs(batch: Any) -> bool:
-    """Whether anything in ``batch`` is a graph, or several, of PyTorch Geometric."""
+    """Return whether anything in ``batch`` is a PyTorch Geometric graph or a batch of them."""
     geometric: Any = sys.modules.get("torch_geometric.data.data")
     return geometric is not None and any(isinstance(leaf, geometric.BaseData) for leaf in leaves(batch))
 
 
 def take_graphs(batch: Any, first: int, last: int) -> Any:
-    """The graphs from ``first`` up to ``last``, as a batch of their own."""
+    """Return the graphs from ``first`` up to ``last`` as a batch of their own."""
     follow = [key.removesuffix("_batch") for key in batch.keys() if key.endswith("_batch")]  # noqa: SIM118
     geometric: Any = sys.modules["torch_geometric.data"]
     return geometric.Batch.from_data_list(batch.index_select(list(range(first, last))), follow_batch=follow)
 
 
 def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
-    """What one device would have returned for the whole batch, on ``device``.
+    """Merge ``outputs`` of several devices into what one device would return for the whole batch, on ``device``.
 
-    Numbers and tensors without dimensions become their mean, weighted by ``rows``; other tensors, and lists, are
-    joined; mappings, tuples and dataclasses are merged by item. A mapping with "weight" is weighted by that, which is
-    summed. Of anything else the first is taken.
+    Numbers and tensors without dimensions become their mean, weighted by ``rows``, the samples of each part; other
+    tensors, and lists, are concatenated; mappings, tuples and dataclasses are merged item by item. If a mapping has the
+    key "weight", that is used as weight and summed. Anything else is taken from the first output.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and first.ndim:
@@ -195,7 +196,7 @@ def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], device: torch.dev
 
 
 def _mean(values: Sequence[Any], weights: Sequence[Any], device: torch.device) -> Tensor:
-    """Weighted, (), of a floating dtype; 0 where all weights are."""
+    """Return the weighted mean, (), of a floating dtype; 0 if all weights are 0."""
     tensors = [torch.as_tensor(value).to(device) for value in values]
     tensors = [one if one.is_floating_point() else one.to(torch.get_default_dtype()) for one in tensors]
     wide = torch.float32 if device.type == "mps" else torch.float64

@@ -1,4 +1,4 @@
-"""Samplers of batches that Lightning would take apart wrongly."""
+"""Checks of batch samplers that Lightning would distribute wrongly over processes."""
 
 import inspect
 import os
@@ -15,14 +15,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def require_dealable_batches(trainer: L.Trainer) -> None:
-    """Refuse a loader whose ``batch_sampler`` Lightning would make anew, for several processes, from a wrong argument.
+    """Reject a loader whose ``batch_sampler`` Lightning would rebuild, for several processes, from a wrong argument.
 
-    It hands a sampler of row numbers to the first parameter of the class, whatever that is. Where that parameter means
-    something else, nothing fails: each process may train on all rows, or on batches of nonsense. Lightning says so
-    itself for a loader that is made in a hook such as ``train_dataloader``, not for one that is made elsewhere.
+    Lightning passes a sampler of indices as the first parameter of the class, whatever that parameter means. If it
+    means something else, nothing fails: each process may train on all samples, or on meaningless batches. Lightning
+    itself reports this for loaders created in a hook such as ``train_dataloader``, not for those created elsewhere.
 
     Raises:
-        TypeError: if there is such a loader among those given to ``fit``, ``validate``, ``test`` or ``predict``.
+        TypeError: if there is such a loader among those passed to ``fit``, ``validate``, ``test`` or ``predict``.
     """
     if not (deals_rows(trainer) or trainer.state.fn == TrainerFn.PREDICTING):
         return
@@ -31,20 +31,21 @@ def require_dealable_batches(trainer: L.Trainer) -> None:
         if type(batches) in (BatchSampler, type(None)) or isinstance(loader.sampler, DistributedSampler):
             continue
         if hasattr(batches, "__pl_saved_args") or isinstance(loader.dataset, IterableDataset):
-            continue  # made in a hook, Lightning knows its arguments; or without rows to deal
+            continue  # Lightning knows the arguments of one made in a hook; iterable data sets have no indices
         if isinstance(batches, DistributedSampler) or _first_is_no_sampler(batches):
             raise TypeError(_message(type(batches).__qualname__, isinstance(batches, DistributedSampler)))
 
 
 def deal_as_wanted(loader: Any, num_replicas: int, rank: int) -> Any:
-    """Have the sampler of ``loader``, if it deals rows itself, deal them as a strategy wants, or refuse it.
+    """Set up the sampler of ``loader`` for ``num_replicas`` processes with different samples, or reject it.
 
-    Where several processes work on the same rows, a sampler that asks torch.distributed gives each of them others. One
-    with a method ``deal_to(num_replicas, rank)`` is told. Workers that ``seed_everything(workers=True)`` has Lightning
-    seed by process are seeded alike where the rows are the same.
+    If several processes work on the same samples, a sampler that asks torch.distributed would give each of them others.
+    A sampler with a method ``deal_to(num_replicas, rank)`` is set up by it. Workers that
+    ``seed_everything(workers=True)`` makes Lightning seed by process are seeded alike where processes load the same
+    samples.
 
     Raises:
-        ValueError: if it was made for another number of processes.
+        ValueError: if the sampler was made for another number of processes.
     """
     if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(loader, "worker_init_fn", 0) is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
@@ -64,14 +65,14 @@ def deal_as_wanted(loader: Any, num_replicas: int, rank: int) -> Any:
 
 
 def deals_rows(trainer: L.Trainer) -> bool:
-    """Whether Lightning puts a sampler of its own into loaders, so that each process has other rows."""
-    # The one name under which the Trainer keeps its flag use_distributed_sampler.
+    """Return whether Lightning replaces samplers in loaders so that each process gets different samples."""
+    # No public name of the Trainer leads to its flag use_distributed_sampler.
     wanted = getattr(getattr(trainer, "_accelerator_connector", None), "use_distributed_sampler", True)
     return wanted and trainer.distributed_sampler_kwargs is not None and trainer.world_size > 1
 
 
 def given_loaders(trainer: L.Trainer, training_only: bool = False) -> Iterator[DataLoader[Any]]:
-    """Loaders given to a method of ``trainer``, before it takes them apart; not those that hooks return."""
+    """Yield the loaders passed to a method of ``trainer``, before it unpacks them; not those that hooks return."""
     fit: Any = trainer.fit_loop
     loops = [fit] if training_only else [fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
     if trainer.state.fn == TrainerFn.PREDICTING:
@@ -83,10 +84,10 @@ def given_loaders(trainer: L.Trainer, training_only: bool = False) -> Iterator[D
 
 
 def _first_is_no_sampler(batches: object) -> bool:
-    """Whether the first parameter of the class of ``batches`` was no sampler when they were made."""
+    """Return whether the first argument that the class of ``batches`` was called with was no sampler."""
     parameters = list(inspect.signature(type(batches)).parameters)
     if not (hasattr(batches, "batch_size") and hasattr(batches, "drop_last")):
-        return False  # Lightning refuses it
+        return False  # Lightning rejects it
     return (
         bool(parameters)
         and parameters[0] != "sampler"

@@ -1,4 +1,4 @@
-"""Which parts of a module repeat: what is gathered, used and freed as one."""
+"""Detection of the repeated blocks of a module, which sharding gathers, uses and frees one at a time."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,16 +8,16 @@ from lightning_accel.ops.names import list_of_names
 
 
 def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
-    """The repeated blocks of ``module``, in order, none inside another.
+    """Return the repeated blocks of ``module``, in order, none inside another.
 
-    They are the submodules of the classes that are named; else what the module's own method ``repeated_blocks()``
-    returns, if it has one; else, found by structure, the children of one class with parameters that stand at least
-    twice in an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``. Blocks that share a parameter with the rest
-    of the module are left out.
+    Blocks are the submodules of the named classes; without names, what the module's own method ``repeated_blocks()``
+    returns, if it has one; else, found by structure, children of one class with parameters that occur at least twice in
+    an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``. Blocks that share a parameter with the rest of the
+    module are left out.
 
     Raises:
-        ValueError: if a class name fits no submodule.
-        TypeError: if ``repeated_blocks()`` returns something else than submodules.
+        ValueError: if a class name matches no submodule.
+        TypeError: if ``repeated_blocks()`` returns something other than submodules.
 
     >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), nn.Linear(3, 1))
     >>> find_blocks(model)
@@ -38,7 +38,7 @@ def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> 
 
 
 def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Each once, however many names it has, and none that is inside another."""
+    """Return each block once, however many names it has, without those inside another."""
     inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
     return list({id(block): block for block in blocks if id(block) not in inside}.values())
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole whenever the process that writes them is killed, and the newest of them."""
+"""Checkpoints written atomically, and the search for the newest undamaged one."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,13 +18,14 @@ from lightning_accel.strategies.rendezvous import waiting_for_processes
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write local checkpoints beside their final place, flush them to the disk, and rename them.
 
-    Lightning's own writes to the system's temporary folder and moves the file. Where that folder is on another disk
-    than the checkpoints, as on most clusters, the move is a copy, and a process that is killed leaves a part of it
-    in the place of the last checkpoint. Nor does it flush the file, or keep less than two copies of it in memory.
+    Lightning's default writes to the system's temporary folder and moves the file. If that folder is on another disk
+    than the checkpoints, as on most clusters, the move is a copy, and a process that is killed leaves an incomplete
+    file in place of the last checkpoint. The default also does not flush the file, and keeps two copies of it in
+    memory.
 
-    Before it reads a file it compares the checksums of its parts (500 MB in 0.2 s), which ``torch.load`` does not.
+    Before reading a file, the checksums of its parts are compared (500 MB in 0.2 s), which ``torch.load`` does not do.
 
-    Paths with a protocol (``s3://``) are left to Lightning, whose stores show no object before it is whole.
+    Paths with a protocol (``s3://``) are left to Lightning; such stores show no object before it is complete.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -54,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy``, whose sharded folders are replaced as a whole."""
+    """Run Lightning's ``ModelParallelStrategy``, replacing its sharded checkpoint folders atomically."""
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         require_loadable(self.broadcast(checkpoint_path), weights_only)
@@ -81,9 +82,9 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
 
 
 def newest_checkpoint(places: Iterable[str | Path]) -> Path | None:
-    """Return the undamaged checkpoint that was written last of those ``places``, or in folders among them, if any.
+    """Return the undamaged checkpoint that was written last among ``places`` and the folders among them, if any.
 
-    Newer ones that are damaged, such as the half that Lightning's own ways of writing leave, are told and passed over.
+    Newer checkpoints that are damaged, such as incomplete files that other writers leave, are skipped with a warning.
     """
     found = [path for place in places for path in _candidates(Path(place)) if path.exists()]
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -105,7 +106,7 @@ def _written_or_same(path: str | Path) -> str | Path:
     try:
         return find_written(path)
     except FileNotFoundError:
-        return path  # Lightning says that it is not there
+        return path  # Lightning reports that it does not exist
 
 
 def _is_remote(path: str | Path) -> bool:

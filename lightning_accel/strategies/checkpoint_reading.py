@@ -1,7 +1,7 @@
-"""Checkpoints read without running code from them, and without taking damaged ones for whole.
+"""Reading of checkpoints that detects damage and runs no code from them.
 
 Files of ``torch.save`` are archives whose parts have CRC-32 checksums, which ``torch.load`` does not compare. A sharded
-folder holds such files, too: the part of each tensor is one, and ``meta.pt``.
+folder contains such files, too: each saved tensor is one, and so is ``meta.pt``.
 """
 
 import io
@@ -27,22 +27,21 @@ from lightning_accel.strategies.sharded_metadata import (
 
 
 class DamagedCheckpointError(ValueError):
-    """A file or folder that is not what was once written, or no checkpoint at all."""
+    """Report a file or folder that differs from what was written, or is no checkpoint at all."""
 
 
 def find_damage(path: str | os.PathLike[str]) -> str:
-    """Say what is wrong with a file of ``torch.save`` or a sharded folder; nothing where it is as it was written.
+    """Describe the damage to a file of ``torch.save`` or a sharded folder; return an empty string if there is none.
 
-    Everything is read once in a process (500 MB in 0.2 s from the cache of the system), and read again once it
-    changed. Files written without checksums (``torch.serialization.set_crc32_options(False)``) are looked at for their
-    length alone.
+    Everything is read once in a process (500 MB in 0.2 s from the cache of the system), and again if it has changed.
+    For files written without checksums (``torch.serialization.set_crc32_options(False)``) only the length is checked.
     """
     path = Path(path)
     return _damage(path, _fingerprint(path))
 
 
 def require_undamaged(path: str | os.PathLike[str]) -> None:
-    """Refuse what :func:`find_damage` finds.
+    """Raise an error if :func:`find_damage` finds damage.
 
     Raises:
         DamagedCheckpointError: naming the file or folder, and what is wrong.
@@ -54,11 +53,11 @@ def require_undamaged(path: str | os.PathLike[str]) -> None:
 
 
 def require_loadable(path: str | Path, weights_only: bool | None) -> None:
-    """Refuse a file or sharded folder that is damaged, and a folder that would run code unless that is allowed.
+    """Reject a file or sharded folder that is damaged, and a folder that would run code unless that is allowed.
 
     Raises:
         DamagedCheckpointError: naming what is wrong.
-        UntrustedCheckpointError: naming what it holds.
+        UntrustedCheckpointError: naming the objects that could run code.
     """
     path = Path(path)
     if path.is_dir() and (path / METADATA).is_file():
@@ -71,11 +70,11 @@ def require_loadable(path: str | Path, weights_only: bool | None) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Compare the checksums of a file of ``torch.save`` before the body reads it; say so where it cannot be read.
+    """Compare the checksums of a file of ``torch.save`` before the body reads it, and explain errors of the body.
 
     Raises:
-        DamagedCheckpointError: if it is damaged, or no file of ``torch.save``.
-        pickle.UnpicklingError: if it holds other objects than tensors and plain values, which the body refuses.
+        DamagedCheckpointError: if the file is damaged, or was not written by ``torch.save``.
+        pickle.UnpicklingError: if it holds objects other than tensors and plain values, which the body rejects.
     """
     is_archive = zipfile.is_zipfile(path)
     if is_archive:
@@ -84,7 +83,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (FileNotFoundError, IsADirectoryError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # torch.load tells what is no file of its own in many ways
+    except Exception as error:  # torch.load raises many types of errors for files that are not its own
         if is_archive and isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
             raise
         raise DamagedCheckpointError(
@@ -94,11 +93,11 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = True, mmap: bool = False) -> Any:
-    """Read a file of ``torch.save`` to the CPU, as :func:`whole_file` has it.
+    """Read a file of ``torch.save`` to the CPU after comparing its checksums.
 
     Args:
         path: a local file.
-        weights_only: false to let it run code.
+        weights_only: False lets the file run code.
         mmap: leave tensors on the disk until they are used.
     """
     with whole_file(path):
@@ -132,7 +131,7 @@ def _damage_of_archive(file: Path | io.BytesIO) -> str:
 
 
 def _damage_of_folder(folder: Path) -> str:
-    """The parts are written first, then their table, then the Trainer's state."""
+    """Describe the damage to a sharded folder, whose shards are written first, then their table, then the rest."""
     for name in (METADATA, REST):
         if not (folder / name).is_file():
             return f"it has no {name}"
@@ -141,7 +140,7 @@ def _damage_of_folder(folder: Path) -> str:
     try:
         parts = parts_of_items(folder, read_metadata(folder))
     except UntrustedCheckpointError:
-        return ""  # no damage: it is refused when it is loaded, with the reason
+        return ""  # not damage: loading it is rejected with the reason
     except ValueError as error:
         return str(error)
     for name, slices in parts.items():

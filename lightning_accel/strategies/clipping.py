@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients of ``parameters`` so that their 2-norm over all processes is ``max_norm`` at most.
 
-    ``torch.nn.utils.clip_grad_norm_`` refuses gradients of several meshes, and split beside whole ones.
+    ``torch.nn.utils.clip_grad_norm_`` rejects gradients of several meshes, and sharded beside unsharded ones.
 
     Returns:
-        (): the norm before.
+        (): the norm before clipping.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_layout: dict[object, list[Tensor]] = {}
@@ -28,7 +28,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     if not norms:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch's
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
     for grad in grads:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         local.mul_(scale.to(local))

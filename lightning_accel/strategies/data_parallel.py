@@ -1,4 +1,4 @@
-"""Several devices in one process."""
+"""Data parallelism over several devices in one process."""
 
 import os
 from typing import Any
@@ -19,23 +19,24 @@ from lightning_accel.strategies.replicas import LogOfReplicas, Replica, run_in_t
 
 
 class DataParallelStrategy(Strategy):
-    """One process that splits each batch over its devices, which run copies of the module in threads.
+    """Split each batch over several devices in one process, whose replicas of the module run in threads.
 
-    The short name is ``accel_dp``. Loss, gradients and what ``self.log`` is given are those of one device with the
-    whole batch: means over devices are weighted by rows, and metrics of torchmetrics see all rows, in order (but a
-    metric logged with ``on_step=True`` tells of a step the first device's rows alone). So are checkpoints. Batches
-    may be nested, see :func:`~lightning_accel.strategies.batch_parts.split_batch`; one with fewer rows than devices
-    leaves some idle.
+    The short name is ``accel_dp``. Loss, gradients and values logged by ``self.log`` equal those of one device with the
+    whole batch: means over devices are weighted by numbers of samples, and torchmetrics see all samples in order
+    (except that a metric logged with ``on_step=True`` reports, for a step, the samples of the first device only).
+    Checkpoints are those of one device, too. Batches may be nested, see
+    :func:`~lightning_accel.strategies.batch_parts.split_batch`; a batch with fewer samples than devices leaves some
+    idle.
 
-    What a step leaves behind in the module survives from the first device alone, as in ``torch.nn.DataParallel``:
-    buffers (running statistics of BatchNorm, which are of the first device's rows; counters, which count those) and
-    attributes that are assigned. Objects that the steps change in place, such as lists, are shared by all devices,
-    whose threads must not disturb each other there.
+    Changes that a step makes to the module persist on the first device only, as in ``torch.nn.DataParallel``: buffers
+    (running statistics of BatchNorm and counters cover the samples of the first device) and assigned attributes.
+    Objects that steps change in place, such as lists, are shared by all devices, so their threads must not conflict
+    there.
 
-    With ``accelerator="cpu"`` the copies share parameters and run one after another, for tests.
+    With ``accelerator="cpu"`` the replicas share parameters and run one after another, for tests.
 
     DDP is faster: here each step copies the module to the devices, one interpreter feeds them all, and the first one
-    collects all gradients. Take this where processes cannot be started, or for one debugger to see all.
+    collects all gradients. Use this strategy where processes cannot be started, or to debug all devices at once.
 
     Args:
         accelerator: set by the Trainer.
@@ -45,7 +46,8 @@ class DataParallelStrategy(Strategy):
 
     Raises:
         ValueError: before training, on several nodes or processes.
-        TypeError: before training, if the module optimizes by hand or is compiled; in a step, if its batch cannot be
+        TypeError: before training, if the module uses manual optimization or is compiled; in a step, if its batch
+            cannot be split.
             split.
     """
 
@@ -157,11 +159,11 @@ class DataParallelStrategy(Strategy):
         self.model.to(self.root_device)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same: there is one process."""
+        """Return ``tensor`` unchanged, since there is one process."""
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The same: there is one process."""
+        """Return ``tensor`` unchanged, since there is one process."""
         return tensor
 
     def barrier(self, name: str | None = None) -> None:

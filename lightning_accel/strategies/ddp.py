@@ -1,4 +1,4 @@
-"""DDP for parameters that go unused or are frozen, and with compressed gradients."""
+"""DDP with unused or frozen parameters and with compressed gradients."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -21,27 +21,27 @@ from lightning_accel.strategies.gradient_compression import PowerSGD, send_as
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_KEY = "accel_ddp_powersgd"  # in a checkpoint
+_KEY = "accel_ddp_powersgd"  # key in checkpoints
 
 
 class AccelDDPStrategy(DDPStrategy):
-    """DDP that lets parameters go unused in some steps, on some processes, or frozen in some phases.
+    """Run DDP where parameters may be unused in some steps, on some processes, or frozen in some phases.
 
-    Gradients are those of one process with all batches: a parameter unused on some processes counts there as 0, and one
-    unused on all has no gradient, so that no optimizer moves it. Every parameter is joined to the loss by an edge that
-    carries nothing, and one message of a byte for each is sent in a step. That costs about what
-    ``find_unused_parameters=True`` does on a CPU; on CUDA, a process waits for the device only where it has left
-    parameters unused.
+    Gradients are those of one process with all batches: a parameter unused on some processes counts as 0 there, and one
+    unused on all processes has no gradient, so that no optimizer updates it. Every parameter is connected to the loss
+    by a graph edge that carries no gradient, and one message of a byte per parameter is sent in each step. The overhead
+    is about that of ``find_unused_parameters=True`` on a CPU; on CUDA, a process waits for the device only if it has
+    unused parameters.
 
     ``requires_grad`` may change from one optimizer step to the next, alike on all processes, as when layers are trained
-    one after another; gradients of frozen parameters are then not sent. (Plain DDP fails on a parameter frozen in
-    training, and without a word does not synchronise one that was frozen at first.)
+    one after another; gradients of frozen parameters are then not sent. (Plain DDP fails on a parameter frozen during
+    training, and silently does not synchronize one that was frozen at first.)
 
-    ``compression`` makes what is sent smaller, on CPU, too: ``bf16`` and ``fp16`` halve float32 gradients (fp16 loses
-    those beyond 65504 and below 6e-8; take bf16), ``powersgd`` sends a low-rank approximation, see
-    :class:`~lightning_accel.strategies.gradient_compression.PowerSGD`, whose memory is kept in checkpoints.
+    ``compression`` reduces what is sent, on CPU, too: ``bf16`` and ``fp16`` halve float32 gradients (fp16 loses values
+    beyond 65504 and below 6e-8; prefer bf16), ``powersgd`` sends a low-rank approximation, see
+    :class:`~lightning_accel.strategies.gradient_compression.PowerSGD`, whose state is kept in checkpoints.
 
-    Not served: reentrant activation checkpointing, and sparse gradients of parameters that go unused.
+    Not supported: reentrant activation checkpointing, and sparse gradients of parameters that are unused.
 
     Args:
         accelerator: set by the Trainer.
@@ -49,17 +49,18 @@ class AccelDDPStrategy(DDPStrategy):
         cluster_environment: set by the Trainer.
         checkpoint_io: set by the Trainer.
         precision_plugin: set by the Trainer.
-        compression: of the gradients that are sent.
-        powersgd_rank: of the approximation; higher is closer, and more to send.
-        powersgd_start_step: optimizer steps whose gradients are sent whole, about a tenth of all.
+        compression: how gradients are compressed before they are sent.
+        powersgd_rank: rank of the approximation; higher is more accurate and sends more.
+        powersgd_start_step: number of first optimizer steps whose gradients are sent uncompressed, about a tenth of
+            all.
         bucket_cap_mb: MiB of gradients that are sent together.
-        gradient_as_bucket_view: gradients lie in what is sent, which saves a copy of them.
+        gradient_as_bucket_view: let gradients be views of the communication buckets, which saves a copy of them.
         process_group_backend: by default nccl on CUDA, gloo on CPU.
-        timeout: of each collective.
-        start_method: of the processes.
+        timeout: time limit of each collective.
+        start_method: how Lightning starts the processes.
 
     Raises:
-        ValueError: if a number is out of range; before training, if ``powersgd`` meets a gradient scaler.
+        ValueError: if a number is out of range; before training, if ``powersgd`` is used with a gradient scaler.
         RuntimeError: if ``requires_grad`` changes between the micro-batches of an optimizer step.
     """
 
@@ -103,7 +104,7 @@ class AccelDDPStrategy(DDPStrategy):
         self.powersgd_rank = powersgd_rank
         self.powersgd_start_step = powersgd_start_step
         self._powersgd: PowerSGD | None = None
-        self._loaded: dict[str, Any] | None = None  # what a checkpoint holds for powersgd
+        self._loaded: dict[str, Any] | None = None  # state of PowerSGD from a checkpoint
         self._usage: _Usage | None = None
         self._accumulating = False
 
@@ -118,11 +119,11 @@ class AccelDDPStrategy(DDPStrategy):
                 "have scaled otherwise, or overflowed; use precision=bf16-mixed, or compression=bf16"
             )
         require_dealable_batches(trainer)
-        self._powersgd = None  # of another fit
+        self._powersgd = None  # drop the state of an earlier fit
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        if self._usage is not None:  # called again, where there are other parameters
+        if self._usage is not None:  # called again, after the set of trained parameters changed
             self._unwrap()
         super().configure_ddp()
         assert self.lightning_module is not None
@@ -150,7 +151,7 @@ class AccelDDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self._has_failed:  # else this process may be alone, as in a checkpoint that it saves of an exception
+        if not self._has_failed:  # after a failure this process may be alone, as when it saves a checkpoint
             super().barrier(*args, **kwargs)
 
     @property
@@ -208,7 +209,7 @@ class AccelDDPStrategy(DDPStrategy):
 
 
 class _Usage:
-    """Which of the parameters that DDP was told of get a gradient."""
+    """Track which of the parameters that DDP synchronizes get a gradient."""
 
     def __init__(self, module: nn.Module) -> None:
         self.all = list(module.parameters())
@@ -222,7 +223,7 @@ class _Usage:
 
     def _note(self, position: int) -> Any:
         def hook(parameter: Tensor) -> None:
-            # it is called where no gradient came, too; one may be there from an earlier micro-batch, or set to zero
+            # also called where no gradient arrived; one may exist from an earlier micro-batch, or be set to zero
             if parameter.grad is not None:
                 self.used.add(position)
 
@@ -232,12 +233,12 @@ class _Usage:
         return [parameter.requires_grad for parameter in self.all] != self.trained
 
     def join(self, loss: Tensor) -> Tensor:
-        """The same loss, whose backward pass reaches every parameter, so that DDP waits for none."""
-        if not loss.requires_grad:  # backward tells what is wrong
+        """Return the same loss, whose backward pass reaches every parameter, so that DDP waits for none."""
+        if not loss.requires_grad:  # backward raises a clear error
             return loss
         self.used.clear()
         frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
-        try:  # autograd joins those alone that require a gradient; toggle_optimizer freezes some for a while
+        try:  # autograd skips what requires no gradient, and toggle_optimizer temporarily freezes some
             for parameter in frozen:
                 parameter.requires_grad_(True)
             return _Join.apply(loss, *self.parameters)
@@ -246,14 +247,14 @@ class _Usage:
                 parameter.requires_grad_(False)
 
     def forget_unused(self) -> None:
-        """Take away the zeros that DDP leaves in parameters which no process used."""
+        """Remove the zero gradients that DDP leaves in parameters which no process used."""
         if not self.parameters:
             return
         used = torch.zeros(len(self.parameters), dtype=torch.uint8)
         used[list(self.used)] = 1
         used = used.to(self.parameters[0].device, non_blocking=True)
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        if len(self.used) < len(self.parameters):  # else the answer is known, without waiting for the device
+        if len(self.used) < len(self.parameters):  # if all were used here, there is no need to wait for the device
             for parameter, by_any in zip(self.parameters, used.tolist(), strict=True):
                 if not by_any:
                     parameter.grad = None
@@ -264,7 +265,7 @@ class _Usage:
 
 
 class _Join(torch.autograd.Function):
-    """The first input, with edges to the others along which no gradient goes: their hooks run all the same."""
+    """Return the first input, with graph edges to the others that carry no gradient but run their hooks."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:

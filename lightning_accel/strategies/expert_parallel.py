@@ -1,4 +1,4 @@
-"""Experts split over processes. Shapes: N tokens, D features, E experts, S slots, W processes, R rows that arrive."""
+"""Expert parallelism. Shapes: N tokens, D features, E experts, S slots, W processes, R received tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,31 +14,31 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def find_experts(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers of ``module`` that hold experts, by name.
+    """Return the layers of ``module`` that hold experts, by name.
 
-    A layer holds experts if it has an attribute ``expert_parameters``: the names of those of its parameters whose first
+    A layer holds experts if it has an attribute ``expert_parameters``: the names of its parameters whose first
     dimension counts experts, (E, ...). Its ``forward(tokens, token_of_slot, weight_of_slot, counts)`` maps ``tokens``
-    (N, D) to (N, D): the sum, over the slots of each token, of what the slot's expert makes of it times the slot's
-    weight. A slot is a token's visit to an expert; slots (S,) are sorted by expert, and ``counts`` (E,) int64 says how
-    many each expert has; those past ``counts.sum()`` are not computed.
+    (N, D) to (N, D): the sum, over the slots of each token, of the output of the slot's expert times the slot's weight.
+    A slot is the assignment of a token to an expert; slots (S,) are sorted by expert, and ``counts`` (E,) int64 holds
+    the number of slots of each expert; slots past ``counts.sum()`` are not computed.
     """
     return {name: one for name, one in module.named_modules() if hasattr(one, "expert_parameters")}
 
 
 def expert_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """Those of the parameters of a layer that has experts whose first dimension counts them, by name."""
+    """Return the parameters, by name, of a layer with experts whose first dimension counts experts."""
     named = dict(experts.named_parameters(recurse=False))
     return {name: named[name] for name in experts.expert_parameters if name in named}  # type: ignore[union-attr]
 
 
 def distribute_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep E / W of the experts of a layer on each process of ``mesh`` (W,), and send tokens to where theirs are.
+    """Keep E / W experts of a layer on each process of ``mesh`` (W,), and send tokens to where their experts are.
 
-    Nothing is dropped. Gradients come out as the mean over the processes of those that each one's tokens give, as
-    DistributedDataParallel makes them. Every process must run the layer equally often, forward and backward.
+    No token is dropped. Gradients are the mean, over processes, of those from the tokens of each process, as in
+    DistributedDataParallel. Every process must run the layer equally often, forward and backward.
     """
     for name, parameter in expert_parameters(experts).items():
-        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()  # a view would keep all alive
+        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()  # a view would keep all in memory
         part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     experts.forward = partial(_forward, experts, experts.forward, mesh.get_group())
@@ -54,9 +54,9 @@ def _forward(
     counts: Tensor,
 ) -> Tensor:
     num_ranks = dist.get_world_size(group)
-    arriving = torch.empty_like(counts)  # (W * E / W,): from each process, for each expert here
+    arriving = torch.empty_like(counts)  # (W * E / W,): tokens from each process for each local expert
     dist.all_to_all_single(arriving, counts.contiguous(), group=group)
-    # the one wait for the device: the sizes of what is exchanged must be known on the host
+    # the only wait for the device: the sizes of the exchange must be known on the host
     sent, received = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(dim=2).tolist()
     taken = token_of_slot[: sum(sent)]
     rows = _to_autocast_dtype(tokens).index_select(0, taken)
@@ -78,12 +78,12 @@ def _to_autocast_dtype(tokens: Tensor) -> Tensor:
     device_type = tokens.device.type
     if not torch.is_autocast_enabled(device_type) or tokens.dtype == torch.float64:
         return tokens
-    return tokens.to(torch.get_autocast_dtype(device_type))  # half as many bytes to send
+    return tokens.to(torch.get_autocast_dtype(device_type))  # half the bytes to send
 
 
 @contextmanager
 def _local_parameters(experts: nn.Module) -> Iterator[None]:
-    """Let the layer see the part of its parameters that is here, as plain tensors."""
+    """Temporarily replace the layer's parameters by their local shards as plain tensors."""
     whole = expert_parameters(experts)
     try:
         for name, parameter in whole.items():
@@ -94,10 +94,10 @@ def _local_parameters(experts: nn.Module) -> Iterator[None]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows, sorted by the process they go to, for those that come from each process.
+    """Exchange rows, sorted by destination process, for those that other processes send here.
 
-    Saves nothing. The backward pass sends the gradients back, times ``scale``: the experts in between so get the mean
-    over processes, and what lies before and after them does not notice.
+    Nothing is saved for the backward pass, which sends the gradients back, times ``scale``: the experts in between get
+    the mean over processes, and gradients before and after them are unaffected.
     """
 
     @staticmethod

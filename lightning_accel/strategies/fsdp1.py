@@ -1,4 +1,4 @@
-"""FSDP1 on CPUs too, for modules and checkpoints that need the older of torch's two implementations."""
+"""FSDP1, also on CPUs, for modules and checkpoints that need the older of torch's two implementations."""
 
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 
 class FSDP1Strategy(FSDPStrategy):
-    """Lightning's FSDPStrategy, with its arguments, which so runs on CPUs as well.
+    """Run Lightning's FSDPStrategy, with the same arguments, on CPUs as well.
 
-    Prefer :class:`lightning_accel.strategies.FullyShardedStrategy`, FSDP2. This one deals no experts and reduces the
-    gradients of each accumulated batch; on CPUs it has no ``cpu_offload`` and writes sharded checkpoints alone
-    (``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`` makes one file of them).
+    Prefer :class:`lightning_accel.strategies.FullyShardedStrategy`, FSDP2. This strategy does not distribute experts
+    and reduces the gradients of each accumulated batch; on CPUs it has no ``cpu_offload`` and writes only sharded
+    checkpoints (``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`` converts them to one file).
 
     Raises:
-        ValueError: before training, if it is asked for one of the two on a CPU.
+        ValueError: before training, if CPU offloading or an unsharded checkpoint is requested on a CPU.
     """
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the short name ``accel_fsdp1`` known to the Trainer."""
+        """Register the short name ``accel_fsdp1`` with the Trainer."""
         if "accel_fsdp1" not in strategy_registry:
             description = "Lightning's FSDP1, on CPUs too, with sharded checkpoints"
             strategy_registry.register("accel_fsdp1", cls, description, state_dict_type="sharded")
@@ -41,7 +41,7 @@ class FSDP1Strategy(FSDPStrategy):
         if self.root_device.type == "cpu":
             if self.cpu_offload is not None and self.cpu_offload.offload_params:
                 raise ValueError("on a CPU there is nothing to offload to; leave cpu_offload out of FSDP1Strategy")
-            if self._state_dict_type != "sharded":  # torch kills the process where it makes a whole one
+            if self._state_dict_type != "sharded":  # gathering a full state dict crashes the process in torch
                 raise ValueError(
                     "on a CPU FSDP1Strategy writes sharded checkpoints alone; give it state_dict_type='sharded', or "
                     "take FullyShardedStrategy, which writes whole ones"
@@ -55,7 +55,7 @@ class FSDP1Strategy(FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self.root_device.type != "cpu":
             return super()._setup_model(model)
-        self.kwargs.setdefault("device_id", torch.device("cpu"))  # else FSDP1 asks for another device
+        self.kwargs.setdefault("device_id", torch.device("cpu"))  # otherwise FSDP1 requires another device
         sharding: dict[str, Any] = {
             "sharding_strategy": self.sharding_strategy,
             "mixed_precision": self.mixed_precision_config,
