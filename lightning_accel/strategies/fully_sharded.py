@@ -1,4 +1,4 @@
-"""FSDP2 for any LightningModule: parameters, gradients and optimizer states split over processes, block by block."""
+"""FSDP2 for any LightningModule: parameters, gradients and optimizer states sharded over processes, block by block."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,45 +61,45 @@ _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class FullyShardedStrategy(DDPStrategy):
-    """FSDP2 for a module that is written for one device, on CPUs and GPUs.
+    """Train a module that is written for one device with FSDP2, on CPUs and GPUs.
 
     The repeated blocks of the module (see :func:`lightning_accel.strategies.find_blocks`) are gathered, used and freed
-    one by one, the rest of it once a step. Training equals that of one process with the batches of all of them. Weights
-    are those of the first process at the start, as with DistributedDataParallel.
+    one by one, the rest of it once a step. Training equals that of one process with the batches of all of them. Initial
+    weights are those of the first process, as with DistributedDataParallel.
 
-    A module too large for the memory of a process is made on the meta device, ``with torch.device("meta")``. Its layers
-    then draw their weights where they are kept, by their ``reset_parameters()``, or take those of a checkpoint.
+    Create a module too large for the memory of a process on the meta device, ``with torch.device("meta")``. Its layers
+    then initialize their shards in place by their ``reset_parameters()``, or load those of a checkpoint.
 
     Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype and gradients reduced in float32;
-    submodules with an attribute ``keep_float32 = True`` are gathered in float32. Running statistics of batch norms
-    are those of the first process wherever they are used or saved. After a run the module stays split, for further ones
-    with the same options; on one device, load a checkpoint into a new module. One that is a folder becomes a file by
-    ``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER``.
+    submodules with an attribute ``keep_float32 = True`` are gathered in float32. Running statistics of batch norms are
+    those of the first process wherever they are used or saved. After a run the module stays sharded, for further runs
+    with the same options; to use it on one device, load a checkpoint into a new module. A checkpoint folder is
+    converted to a file by ``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER``.
 
     Args:
-        blocks: class names of the blocks; by default ``repeated_blocks()`` of the module, or what its structure shows.
-        shard_size: processes that split one copy of the model; by default all. With fewer (HSDP), there are several
-            copies, and only gradients travel between them.
-        expert_parallel_size: processes among which the experts of each layer are dealt, to which tokens then travel;
-            for layers as :func:`lightning_accel.strategies.find_experts` describes. 1 splits experts as the rest;
-            ``"all"`` takes all processes.
-        activation_checkpointing: keep of each block its input alone, and compute the rest again in the backward pass.
+        blocks: class names of the blocks; by default ``repeated_blocks()`` of the module, or blocks found by structure.
+        shard_size: number of processes that shard one replica of the model; by default all. With fewer (HSDP), there
+            are several replicas, and only gradients are exchanged between them.
+        expert_parallel_size: number of processes over which the experts of each layer are distributed, to which tokens
+            are then sent; for layers as :func:`lightning_accel.strategies.find_experts` describes. 1 shards experts
+            like the rest; ``"all"`` uses all processes.
+        activation_checkpointing: keep only the input of each block, and recompute the rest in the backward pass.
         cpu_offload: keep parameters, gradients and optimizer states in the memory of the host.
         reshard_after_forward: free a block's parameters between its forward and its backward pass.
-        reduce_every_micro_batch: reduce gradients after each accumulated batch, not after the last alone: more
+        reduce_every_micro_batch: reduce gradients after each accumulated batch, not only after the last: more
             communication, less memory.
         checkpoints: ``whole``: one file, which loads on one device, and resumes on any number of processes;
-            ``sharded``: a folder in which each process writes its part, which also resumes on any number.
-        save_in_background: let training go on while a sharded checkpoint is written. A checkpoint takes its place, and
-            older ones are deleted, once it is complete.
+            ``sharded``: a folder to which each process writes its shard, which also resumes on any number.
+        save_in_background: continue training while a sharded checkpoint is written. A checkpoint appears at its path,
+            and older ones are deleted, once it is complete.
         process_group_backend: by default ``gloo`` on CPUs, ``nccl`` on GPUs.
-        timeout: of a collective operation.
-        start_method: of processes that Lightning starts: ``popen``, or ``spawn`` and ``fork`` (notebooks).
+        timeout: time limit of a collective operation.
+        start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:
         ValueError: if the options contradict each other; before training, if sizes do not divide the number of
-            processes or experts, or a class name fits no submodule.
-        TypeError: before training, if the module has split its parameters itself.
+            processes or experts, or a class name matches no submodule.
+        TypeError: before training, if the module has sharded its parameters itself.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the short names ``accel_fsdp2`` and ``accel_expert_parallel`` known to the Trainer."""
+        """Register the short names ``accel_fsdp2`` and ``accel_expert_parallel`` with the Trainer."""
         if "accel_fsdp2" not in strategy_registry:
             strategy_registry.register("accel_fsdp2", cls, description="FSDP2 for any module")
         if "accel_expert_parallel" not in strategy_registry:
@@ -166,7 +166,7 @@ class FullyShardedStrategy(DDPStrategy):
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Split the module, then build its optimizers."""
+        """Shard the module, then create its optimizers."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -174,7 +174,7 @@ class FullyShardedStrategy(DDPStrategy):
         _require_no_whole_copies(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._has_failed = False
-        if self._layer_sync:  # in evaluation too, where it changes nothing: it must come before the splitting
+        if self._layer_sync:  # in evaluation too, where it changes nothing: it must precede the sharding
             module = self._layer_sync.apply(module)  # type: ignore[assignment]
         self.precision_plugin.convert_module(module)
         self._sharded = vars(module).get("_sharded")
@@ -187,7 +187,7 @@ class FullyShardedStrategy(DDPStrategy):
                 "another precision; make it anew, and load a checkpoint"
             )
         else:
-            self._sharded.reshard()  # an evaluation leaves gathered copies for parameters
+            self._sharded.reshard()  # an evaluation leaves parameters gathered
         if self._folder_to_load is not None:
             load_parts(self._folder_to_load, module, module.strict_loading)
         elif self._state_to_load is not None:
@@ -195,7 +195,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._state_to_load = None
         self.model = self._sharded
         if fitting:
-            self._reset_optimizers_and_schedulers()  # of an earlier fit, which hold parameters of its own
+            self._reset_optimizers_and_schedulers()  # those of an earlier fit hold other parameters
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 step_on_parts(optimizer)
@@ -252,7 +252,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced, as for all but the last of the batches that are accumulated."""
+        """Skip the reduction of gradients, for all but the last of the accumulated batches."""
         if self.reduce_every_micro_batch or self._sharded is None:
             yield
             return
@@ -265,7 +265,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._accumulating = False
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients of numbers, which FSDP does not take."""
+        """Average the gradients of parameters without a dimension, which FSDP does not support."""
         super().post_backward(closure_loss)
         for number in self._sharded.numbers if self._sharded is not None and not self._accumulating else []:
             if number.requires_grad:
@@ -275,7 +275,7 @@ class FullyShardedStrategy(DDPStrategy):
                 number.grad /= self.world_size
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        # torch's own refuses gradients of several meshes, which experts have
+        # torch's own rejects gradients of several meshes, which experts have
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _share_batch_norm_statistics(self) -> None:
@@ -292,7 +292,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._share_batch_norm_statistics()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the whole model on the first process; with sharded checkpoints each process has its part."""
+        """Return the full state dict on the first process; with sharded checkpoints, save_checkpoint adds it."""
         assert self.lightning_module is not None
         self._share_batch_norm_statistics()
         if self.checkpoints == "sharded":
@@ -300,7 +300,7 @@ class FullyShardedStrategy(DDPStrategy):
         return make_whole(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of the whole model on the first process, as one device would give it."""
+        """Return the full optimizer state on the first process, as one device would return it."""
         if self.checkpoints == "sharded":
             return {}  # save_checkpoint adds it
         return make_whole(getattr(optimizer, "optimizer", optimizer).state_dict(), keep=self.is_global_zero)
@@ -308,7 +308,7 @@ class FullyShardedStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write one file, or a folder with a part from each process; either is whole or not there."""
+        """Write one file, or a folder with a shard from each process, atomically."""
         self._finish_saving()
         if self.checkpoints == "whole":
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -333,14 +333,14 @@ class FullyShardedStrategy(DDPStrategy):
     def _start_saving(self, state: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
         folder = partial_path(path)
         if self.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # left behind by a run that was killed
             folder.mkdir(parents=True)
         self.barrier()
         self._saving = save_parts(state, folder, self._cpu_group)
         if self.is_global_zero:
             torch.save(rest, folder / REST)
             assert self._saving is not None
-            self._saving = _then(self._saving, lambda: put_in_place(folder, path))  # all processes have written by then
+            self._saving = _then(self._saving, lambda: put_in_place(folder, path))  # all have written by then
 
     def _finish_saving(self) -> None:
         if self._saving is not None:
@@ -352,7 +352,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._remove(path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, once the one that is being written is complete."""
+        """Delete a checkpoint, after the one that is being written is complete."""
         if self._saving is not None:
             self._to_remove.append(filepath)
         else:
@@ -365,7 +365,7 @@ class FullyShardedStrategy(DDPStrategy):
             remove_atomically(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file or a folder; the weights and optimizer states in a folder follow once the model is split."""
+        """Read a file or a folder; weights and optimizer states of a folder are loaded after the model is sharded."""
         self._folder_to_load = None
         found = checkpoint_path if "://" in str(checkpoint_path) else find_written(checkpoint_path)
         if not is_folder_of_parts(found):
@@ -379,7 +379,7 @@ class FullyShardedStrategy(DDPStrategy):
         if self._folder_to_load is not None:
             return
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
-            self._state_to_load = checkpoint["state_dict"]  # there is nowhere to load it to yet
+            self._state_to_load = checkpoint["state_dict"]  # meta parameters have no memory yet
         else:
             load_whole_model(self.lightning_module, checkpoint["state_dict"], strict)
 
@@ -394,7 +394,7 @@ class FullyShardedStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._saving, self._to_remove = None, []
-        self._has_failed = True  # others may be gone, or wait elsewhere: from here on none is waited for
+        self._has_failed = True  # others may have ended or wait elsewhere, so do not wait for any of them
 
     def teardown(self) -> None:
         if not self._has_failed:
@@ -419,13 +419,13 @@ def _require_no_whole_copies(trainer: L.Trainer) -> None:
 
 
 def _hand_back(module: L.LightningModule, keep: bool) -> None:
-    """Let the process that started this one, which is about to end, get whole weights."""
+    """Return full weights from ``module.state_dict``, for the parent process that started this one."""
     whole = make_whole(module.state_dict(), keep)
     module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
 
 def _then(first: Future[Any], act: Callable[[], object]) -> Future[Any]:
-    """Done once ``first`` is and ``act`` has run."""
+    """Return a future that is done once ``first`` is done and ``act`` has run."""
     both: Future[Any] = Future()
 
     def go_on(done: Future[Any]) -> None:

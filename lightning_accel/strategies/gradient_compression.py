@@ -1,4 +1,4 @@
-"""Gradients made smaller before DDP sends them. Shapes: a gradient is a matrix (N, M), approximated at rank R."""
+"""Compression of gradients that DDP sends. Shapes: a gradient is a matrix (N, M), approximated at rank R."""
 
 import zlib
 from collections.abc import Callable
@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# DDP refuses a hook whose bucket has another annotation than GradBucket, which torch does not export to type checkers.
+# DDP rejects a hook whose bucket is annotated as anything but GradBucket, which torch does not export to type checkers.
 Hook = Callable[..., torch.futures.Future[Tensor]]
 
 
 def send_as(dtype: torch.dtype) -> Hook:
-    """A communication hook of DDP that sends gradients in ``dtype``; torch's own asks for CUDA."""
+    """Return a DDP communication hook that sends gradients in ``dtype``; torch's own hook requires CUDA."""
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
-        small = buffer.to(dtype).div_(dist.get_world_size())  # before they are summed, which fp16 might not hold
+        small = buffer.to(dtype).div_(dist.get_world_size())  # divide before summing, since the sum may overflow fp16
         future: torch.futures.Future[list[Tensor]] = dist.all_reduce(small, async_op=True).get_future()
         return future.then(lambda done: buffer.copy_(done.value()[0]))
 
@@ -25,31 +25,32 @@ def send_as(dtype: torch.dtype) -> Hook:
 
 
 class PowerSGD:
-    """A communication hook of DDP, :meth:`average`, that sends two thin matrices in place of each gradient.
+    """Compress gradients to two low-rank factors by a DDP communication hook, :meth:`average`.
 
-    Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2: one step of subspace iteration from the
-    result of the step before, and what the approximation leaves out is added to the next gradient. Vectors, and
-    matrices that two factors would not halve, are sent whole. Arithmetic is float32 at least.
+    Each step does one subspace iteration from the result of the step before, and adds the approximation error to the
+    next gradient (Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2). Vectors, and matrices
+    whose factors would not be half as large, are sent uncompressed. Arithmetic is float32 at least.
 
-    torch's hook of that name chains collectives in callbacks, whose order on gloo may differ between processes. This
-    one waits, and keeps its memory by parameter, so that neither a new order of buckets nor a resumed run loses it.
+    torch's PowerSGD hook chains collectives in callbacks, whose order on gloo may differ between processes. This one
+    waits, and stores its state by parameter, so that it survives a new order of buckets and a resumed run.
 
     Args:
-        module: whose parameters DDP has.
+        module: module whose parameters DDP synchronizes.
         rank: R.
-        start_step: steps whose gradients are sent whole; early gradients are the hardest to approximate.
+        start_step: number of first steps whose gradients are sent uncompressed; early gradients are the hardest to
+            approximate.
     """
 
     def __init__(self, module: nn.Module, rank: int, start_step: int) -> None:
         self.rank = rank
         self.start_step = start_step
         self.step = 0
-        self.errors: dict[str, Tensor] = {}  # (N, M), of this process
-        self.bases: dict[str, Tensor] = {}  # (M, R), alike on all processes
+        self.errors: dict[str, Tensor] = {}  # (N, M), those of this process
+        self.bases: dict[str, Tensor] = {}  # (M, R), equal on all processes
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def average(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        """Put the mean over processes in place of the gradients of ``bucket``."""
+        """Replace the gradients of ``bucket`` by their mean over processes."""
         if self.step < self.start_step:
             _average(bucket.buffer())
         else:
@@ -62,7 +63,7 @@ class PowerSGD:
         gradients = dict(zip(names, bucket.gradients(), strict=True))
         matrices = {name: self._with_error(name, one) for name, one in gradients.items() if self._is_worth_it(one)}
         whole = [gradient for name, gradient in gradients.items() if name not in matrices]
-        # one message for the first factors and what is sent whole
+        # one message for the first factors and the uncompressed gradients
         lefts = [matrix @ self._basis(name, matrix) for name, matrix in matrices.items()]
         _average_together([*lefts, *whole])
         lefts = [torch.linalg.qr(left).Q for left in lefts]
@@ -84,19 +85,19 @@ class PowerSGD:
         return matrix if error is None else matrix + error.to(matrix)
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
-        if name not in self.bases:  # random, alike on all processes
+        if name not in self.bases:  # random, but equal on all processes
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             self.bases[name] = torch.randn(matrix.shape[1], self.rank, generator=generator)
         return torch.linalg.qr(self.bases[name].to(matrix)).Q
 
     def state_dict(self, alone: bool = False) -> dict[str, Any]:
-        """What a resumed run needs.
+        """Return the state that a resumed run needs.
 
-        The method is linear: of the errors of all processes their mean alone matters to what comes out, so that one
-        copy serves, for any number of processes.
+        The method is linear: only the mean of the errors of all processes affects the result, so that one copy is
+        enough for any number of processes.
 
         Args:
-            alone: whether other processes may not call this, so that the errors of this one have to do.
+            alone: whether other processes may not call this, so that only the errors of this one are saved.
         """
         errors = {name: error.clone() for name, error in sorted(self.errors.items())}
         for error in errors.values() if not alone else ():
@@ -108,7 +109,7 @@ class PowerSGD:
 
 
 def _average_together(tensors: list[Tensor]) -> None:
-    """In one message."""
+    """Average several tensors over processes in one message."""
     if not tensors:
         return
     together = torch.cat([tensor.flatten() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Optimizer steps on the parts of split parameters as plain tensors."""
+"""Optimizer steps on the local shards of distributed parameters as plain tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from lightning_accel.ops.optimizer_hooks import has_step_hooks
 
-# Each element of a parameter moves by its own gradient alone. Subclasses may do otherwise.
+# Each element of a parameter is updated by its own gradient alone. Subclasses may do otherwise.
 _ELEMENTWISE = ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 
 def step_on_parts(optimizer: Optimizer) -> None:
-    """Let an element-wise optimizer of torch's see each process's part of its parameters; leave any other as it is.
+    """Let an element-wise torch optimizer step on each process's shards as plain tensors; leave others unchanged.
 
-    The result is the same. A DTensor costs about 0.1 ms more an operation and parameter, of which Adam has a dozen.
+    The result is the same. A DTensor adds about 0.1 ms per operation and parameter, and Adam has a dozen operations.
     """
     if type(optimizer) not in _ELEMENTWISE:
         return
@@ -28,7 +28,7 @@ def step_on_parts(optimizer: Optimizer) -> None:
 
     @wraps(plain_step)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if has_step_hooks(self):  # they expect the parameters themselves
+        if has_step_hooks(self):  # hooks expect the parameters themselves
             return plain_step(closure)
         loss = None
         if closure is not None:
@@ -38,12 +38,12 @@ def step_on_parts(optimizer: Optimizer) -> None:
             plain_step()
         return loss
 
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers want a method
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers need a method
 
 
 @contextmanager
 def _parts(optimizer: Optimizer) -> Iterator[None]:
-    """Put the parts of split parameters, with their gradients and states, in the place of them."""
+    """Temporarily replace distributed parameters by their local shards, with gradients and states."""
     whole_of: dict[nn.Parameter, tuple[DTensor, dict[str, Any]]] = {}
     groups = [group["params"] for group in optimizer.param_groups]
 
@@ -52,7 +52,7 @@ def _parts(optimizer: Optimizer) -> Iterator[None]:
             return parameter
         mine = nn.Parameter(parameter.to_local())
         grad: Any = parameter.grad
-        mine.grad = grad.redistribute(placements=parameter.placements).to_local()  # autograd may have chosen others
+        mine.grad = grad.redistribute(placements=parameter.placements).to_local()  # autograd may choose others
         state = optimizer.state.pop(parameter, {})
         optimizer.state[mine] = {name: _local(value) for name, value in state.items()}
         whole_of[mine] = parameter, state
@@ -79,6 +79,6 @@ def _local(value: Any) -> Any:
 
 def _split(value: Any, like: DTensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != like.to_local().shape:
-        return value  # a count of steps
+        return value  # a step count
     layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return DTensor.from_local(value, like.device_mesh, like.placements, **layout)

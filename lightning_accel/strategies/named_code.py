@@ -1,4 +1,4 @@
-"""What a checkpoint's settings would have imported or read."""
+"""Detection of code that the settings of a checkpoint would import or read."""
 
 import os
 import re
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def code_named_in(settings: Any) -> list[str]:
-    """Return the import paths, files and addresses in ``settings``, however deep, that would bring in new code.
+    """Return the import paths, files and URLs in ``settings``, at any depth, that would load new code.
 
-    A parser of configs takes a string for the path of a class, for YAML that names one, or for the name of a file that
-    holds such YAML. Paths within packages that are imported already, or within this one, bring in nothing new.
+    A config parser takes a string for the path of a class, for YAML that names one, or for the name of a file that
+    contains such YAML. Paths within packages that are imported already load nothing new.
     """
     found: dict[str, None] = {}
     for text in _texts(settings):

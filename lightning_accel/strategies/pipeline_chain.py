@@ -1,4 +1,4 @@
-"""The chain of layers that a module calls one after another, and how it is cut into stages."""
+"""The chain of layers that a module calls one after another, and its division into stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -14,11 +14,11 @@ from lightning_accel.ops.evaluation import evaluating
 
 
 class Chain:
-    """Layers in the order in which ``forward`` calls them; stage ``s`` owns a contiguous slice of them.
+    """Hold layers in the order in which ``forward`` calls them; stage ``s`` owns a contiguous slice of them.
 
     Args:
         layers: distinct modules, none inside another.
-        sizes: how many of them each stage owns.
+        sizes: number of layers of each stage.
     """
 
     def __init__(self, layers: Sequence[nn.Module], sizes: Sequence[int]) -> None:
@@ -27,15 +27,15 @@ class Chain:
         self.stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
     def layers_of(self, stages: Sequence[int]) -> list[nn.Module]:
-        """Those that any of ``stages`` owns."""
+        """Return the layers that any of ``stages`` owns."""
         return [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in stages]
 
 
 def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
-    """The layers that ``module.pipeline_layers()`` declares, or the items of the one container that holds most of it.
+    """Return the layers that ``module.pipeline_layers()`` declares, or the items of its one dominant container.
 
-    A submodule with an attribute ``indivisible`` that is true, whose layers hand on more than tensors of one shape, is
-    not looked into.
+    That container is the one ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the parameters. Submodules with
+    a true attribute ``indivisible``, whose layers pass on more than tensors of one shape, are not searched.
 
     Raises:
         TypeError: if nothing is declared and no single ``nn.Sequential`` or ``nn.ModuleList`` stands out.
@@ -81,13 +81,13 @@ def _largest_container(module: nn.Module, num_stages: int) -> Iterable[nn.Module
 
 
 def num_parameters(module: nn.Module) -> int:
-    """How many numbers it learns or holds fixed."""
+    """Count the elements of all parameters, trained or frozen."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 @torch.no_grad()
 def measured_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
-    """Seconds that each of ``layers`` takes in a forward pass of the module's ``example_input_array``, on the CPU."""
+    """Measure the seconds of each of ``layers`` in a forward pass of the ``example_input_array``, on the CPU."""
     example, seconds = module.example_input_array, [0.0] * len(layers)
     hooks = []
     for number, layer in enumerate(layers):
@@ -114,7 +114,7 @@ def measured_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> l
 
 
 def stage_sizes(costs: Sequence[float], num_stages: int) -> list[int]:
-    """How many neighbours each stage takes for the dearest stage to be as cheap as can be.
+    """Split layers into contiguous stages such that the most expensive stage costs as little as possible.
 
     >>> stage_sizes([5, 1, 1, 1, 5], num_stages=3)
     [1, 3, 1]
@@ -142,5 +142,5 @@ def free_(module: nn.Module, freed: set[nn.Parameter]) -> None:
 
 
 def move_(module: nn.Module, device: torch.device) -> None:
-    """Move all that is not on the meta device."""
+    """Move all tensors of ``module`` that are not on the meta device to ``device``."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -1,4 +1,4 @@
-"""Whole checkpoints of a module whose stages lie on several processes."""
+"""Full checkpoints of a module whose stages lie on several processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_accel.strategies.pipeline_engine import Pipeline
 
 
 class WholeState:
-    """Puts together on rank 0 what the stages hold, in the names and the order of the whole module.
+    """Gather on rank 0 what the stages hold, in the names and the order of the full module.
 
     Args:
         module: holds the parameters of its own stages, and all others on the meta device.
@@ -24,9 +24,9 @@ class WholeState:
         self.pipeline = pipeline
 
     def of_module(self) -> dict[str, Any]:
-        """Its state dict; empty on other ranks than the first of the pipeline.
+        """Return the module's state dict; empty on ranks other than the first of the pipeline.
 
-        What no layer of the chain holds, such as a counter, is the last stage's, which alone runs the whole step.
+        What no layer of the chain holds, such as a counter, comes from the last stage, which alone runs the full step.
         """
         state = self.module.state_dict()
         owner = self._owner_of()
@@ -43,7 +43,7 @@ class WholeState:
         return state
 
     def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Its state dict; empty on other ranks than the first of the pipeline."""
+        """Return the optimizer's state dict; empty on ranks other than the first of the pipeline."""
         state = optimizer.state_dict()
         own = {number: _to_cpu(state["state"][number]) for number in _held(optimizer) if number in state["state"]}
         parts = self._gather(own)
@@ -53,20 +53,20 @@ class WholeState:
         return {**state, "state": dict(sorted(merged.items()))}
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Take what this process holds out of a whole state dict."""
+        """Load the entries of a full state dict that this process holds."""
         elsewhere = {name for name, value in self.module.state_dict().items() if value.is_meta}
         self.module.load_state_dict(
             {name: value.to("meta") if name in elsewhere else value for name, value in state.items()}, strict=strict
         )
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Take the state of the parameters that this process holds out of a whole one."""
+        """Load the state of the parameters that this process holds from a full optimizer state dict."""
         held = set(_held(optimizer))
         own = {number: value for number, value in state["state"].items() if number in held}
         optimizer.load_state_dict({**state, "state": own})
 
     def _owner_of(self) -> dict[str, int]:
-        """Rank in the pipeline of the stage that holds each entry of the state dict that belongs to a layer."""
+        """Return the pipeline rank that holds each entry of the state dict, for entries that belong to a layer."""
         chain = self.pipeline.chain
         stage_of = {id(layer): stage for layer, stage in zip(chain.layers, chain.stage_of, strict=True)}
         owner: dict[str, int] = {}
@@ -84,7 +84,7 @@ class WholeState:
 
 
 def _held(optimizer: Optimizer) -> list[int]:
-    """Numbers of the parameters that are not on the meta device, as in the optimizer's state dict."""
+    """Return the numbers of the parameters that are not on the meta device, as in the optimizer's state dict."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [number for number, parameter in enumerate(parameters) if not parameter.is_meta]
 

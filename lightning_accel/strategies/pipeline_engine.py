@@ -1,8 +1,8 @@
-"""Micro-batches through the stages: by a schedule of ``torch.distributed.pipelining``, or one after another.
+"""Execution of micro-batches by the stages, by a schedule of ``torch.distributed.pipelining`` or one after another.
 
-``PipelineStage`` has to know the shape of all that travels beforehand. So the first batches of each shape, and those
-of evaluation, run in lockstep: each message is preceded by a header that describes it. What the headers said is the
-plan of the batches of that shape from then on.
+``PipelineStage`` must know the shapes of all messages beforehand. So the first batches of each shape, and those of
+evaluation, run in lockstep: each message is preceded by a header that describes it. These headers become the plan for
+later batches of that shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from lightning_accel.strategies.pipeline_random import StepRandom
 from lightning_accel.strategies.pipeline_stage import Header, Message, Place, StageRun
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
-_MOST_PLANS = 4  # each holds buffers for what travels
+_MOST_PLANS = 4  # each holds buffers for its messages
 
 
 @dataclass
 class Ranks:
-    """The processes of one pipeline."""
+    """Hold the process groups of one pipeline, and the rank and device of this process in it."""
 
     group: dist.ProcessGroup
     objects: dist.ProcessGroup  # the same processes, for objects on the CPU
@@ -40,7 +40,7 @@ class Ranks:
         return dist.get_global_rank(self.group, stage % self.size)
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of each process, on all of them."""
+        """Gather ``value`` of each process, on all of them."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.objects)
         return values
@@ -48,14 +48,14 @@ class Ranks:
 
 @dataclass
 class Job:
-    """One batch.
+    """Describe the work on one batch.
 
     Args:
-        name: of the step; what is learnt of the outputs that are needed later holds for steps of that name.
-        micro_batches: of equal sizes.
-        step: runs the module's own on a micro-batch.
-        context: such as autocast, around each.
-        loss_scale: on what ``step`` returns before its backward pass; None for no backward pass.
+        name: name of the step; which outputs are needed later is learned once for all steps of that name.
+        micro_batches: micro-batches of equal sizes.
+        step: runs the module's own step on a micro-batch.
+        context: returns a context, such as autocast, for each micro-batch.
+        loss_scale: factor of what ``step`` returns before its backward pass; None for no backward pass.
     """
 
     name: str
@@ -63,25 +63,25 @@ class Job:
     step: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
     loss_scale: float | Tensor | None = None
-    results: dict[int, Any] = field(default_factory=dict)  # of each micro-batch, on the process of the last stage
+    results: dict[int, Any] = field(default_factory=dict)  # by micro-batch, on the process of the last stage
 
 
 @dataclass
 class _Kept:
-    """What the backward pass of one micro-batch on one stage begins from."""
+    """Hold what the backward pass of one micro-batch on one stage starts from."""
 
     received: list[Tensor]
     sent: list[Tensor]
 
 
 class Pipeline:
-    """Runs jobs; all processes of the pipeline call the same methods with the same batches.
+    """Run jobs; all processes of the pipeline call the same methods with the same batches.
 
     Args:
-        module: whose layers they are.
-        chain: the layers, cut into stages; stage ``s`` is on rank ``s % ranks.size``.
+        module: module that holds the layers.
+        chain: the layers, split into stages; stage ``s`` is on rank ``s % ranks.size``.
         ranks: the processes.
-        schedule: of the batches whose shapes are known.
+        schedule: schedule of the batches whose shapes are known.
     """
 
     def __init__(self, module: nn.Module, chain: Chain, ranks: Ranks, schedule: ScheduleName) -> None:
@@ -97,12 +97,12 @@ class Pipeline:
         self._plans: dict[str, _Plan | None] = {}
 
     def run(self, job: Job) -> None:
-        """Run all micro-batches, and backward, adding to the gradients, if the job says so."""
+        """Run all micro-batches, and their backward passes, accumulating gradients, if the job has a loss scale."""
         with self.random.batch(self.stages):
             self._run(job)
 
     def _run(self, job: Job) -> None:
-        # PipelineStage takes messages of one shape; in lockstep, which graphs of unequal sizes need, each has its own
+        # PipelineStage takes messages of one shape; graphs of unequal sizes need lockstep, where messages may differ
         key = "" if job.loss_scale is None or holds_graphs(job.micro_batches[0]) else _signature(job)
         plan = self._plans.get(key)
         if plan is not None:
@@ -116,13 +116,13 @@ class Pipeline:
             self._plans[key] = _Plan(self, headers, len(job.micro_batches))
 
     def _fits(self, num: int) -> bool:
-        """Whether the schedule can run that many micro-batches."""
+        """Return whether the schedule can run ``num`` micro-batches."""
         if self.schedule == "interleaved":
             return num >= self.ranks.size and num % (num // self.ranks.size) == 0
         return self.schedule == "gpipe" or num >= self.chain.num_stages
 
     def compute(self, job: Job, number: int, stage: int, message: Message | None) -> tuple[Any, StageRun]:
-        """The message to the next stage, or what the step returned, of one micro-batch on one stage."""
+        """Run one micro-batch on one stage; return the message to the next stage, or what the step returned."""
         self.random.begin(number)
         run = StageRun(self.chain, stage, self._needed.get(job.name), message, self.ranks.device)
         with job.context():
@@ -132,7 +132,7 @@ class Pipeline:
         return result, run
 
     def loss(self, job: Job, result: Any, run: StageRun) -> Tensor:
-        """What the backward pass of one micro-batch begins from, ()."""
+        """Return the scaled loss, (), at which the backward pass of one micro-batch starts."""
         loss = result["loss"] if isinstance(result, dict) else result
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise TypeError(
@@ -177,7 +177,7 @@ class Pipeline:
         return headers
 
     def _agree(self, job: Job, error: Exception | None, needed: set[Place]) -> None:
-        """Raise on all ranks what failed on any, and tell all which outputs are needed late."""
+        """Raise on all ranks what failed on any, and share which outputs later stages need."""
         if error is not None and "device meta" in str(error):
             hint = (
                 "a layer of another stage was used other than by calling it, by its weight for example. Call it, or "
@@ -219,7 +219,7 @@ class Pipeline:
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         for one in kept.received:
-            assert one.grad is not None  # tied to what was sent
+            assert one.grad is not None  # connected to what was sent
             dist.send(one.grad, dst=self.ranks.world_rank(stage - 1), group=self.ranks.group)
 
     def _receive_like(self, like: Tensor, stage: int) -> Tensor:
@@ -229,7 +229,7 @@ class Pipeline:
 
 
 class _Plan:
-    """A schedule for batches of one shape."""
+    """Run the schedule for batches of one shape."""
 
     def __init__(
         self, pipeline: Pipeline, headers: dict[int, tuple[Header | None, Header | None]], num_micro_batches: int
@@ -266,7 +266,7 @@ class _Plan:
     def run(self, job: Job) -> None:
         for module in self.modules:
             module.job = job
-        numbers = torch.arange(self.num)  # on the CPU, where reading them waits for nothing
+        numbers = torch.arange(self.num)  # on the CPU, where reading them does not wait for a device
         target = {"target": numbers} if self.pipeline.on_last else {}
         self.schedule.step(number=numbers, return_outputs=False, **target)
         for module in self.modules:
@@ -274,7 +274,7 @@ class _Plan:
 
 
 class _StageModule(nn.Module):
-    """What ``PipelineStage`` calls. It holds no parameters: those of the layers stay where they are."""
+    """Serve as the module of a ``PipelineStage``, without parameters: those of the layers stay where they are."""
 
     def __init__(self, pipeline: Pipeline, stage: int, header_in: Header | None, header_out: Header | None) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class _StageModule(nn.Module):
 
 
 def _signature(job: Job) -> str:
-    """Equal for batches that are of one shape."""
+    """Return a key that is equal for batches of equal shapes."""
     batch = job.micro_batches[0]
     shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
     return repr((job.name, len(job.micro_batches), shapes))

@@ -1,4 +1,4 @@
-"""Gradients of a pipeline: handed over when a loss is run backward, joined over processes, clipped."""
+"""Gradients of a pipeline: delivery when a loss is run backward, reduction over processes, clipping."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from lightning_accel.strategies.pipeline_engine import Ranks
 
-_BUCKET = 2**25  # bytes of gradients reduced at once
+_BUCKET = 2**25  # bytes of gradients reduced in one message
 
 
 class GradientDeposit(torch.autograd.Function):
-    """A loss whose gradients are there already: running it backward hands them over."""
+    """Return a loss whose gradients are computed already: its backward pass delivers them."""
 
     @staticmethod
     def forward(start: Tensor, loss: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
@@ -30,7 +30,7 @@ class GradientDeposit(torch.autograd.Function):
 
 
 def average_(parameters: list[nn.Parameter], group: Any, size: int) -> None:
-    """Average gradients over ``group``, some megabytes at once; those of parameters without one count as zero."""
+    """Average gradients over ``group``, in buckets of some megabytes; parameters without a gradient count as zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -49,7 +49,7 @@ def average_(parameters: list[nn.Parameter], group: Any, size: int) -> None:
 
 
 def sum_shared_(shared: list[nn.Parameter], ranks: Ranks) -> None:
-    """Sum, over stages, the gradients of what all stages hold; none where no stage used it."""
+    """Sum, over stages, the gradients of parameters that all stages hold; leave None where no stage used one."""
     used = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.uint8)
     dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.objects)
     for parameter, is_used in zip(shared, used.tolist(), strict=True):
@@ -60,23 +60,24 @@ def sum_shared_(shared: list[nn.Parameter], ranks: Ranks) -> None:
 
 
 def spread_overflow_(parameters: list[nn.Parameter], device: torch.device, group: Any) -> None:
-    """Let all stages skip a step whose gradients overflowed on one; each scaler sees its own alone."""
+    """Let all stages skip an update whose gradients overflowed on one; each scaler sees only its own gradients."""
     grads = [one.grad for one in parameters if one.grad is not None and one.numel()]
     total = torch.zeros((), device=device)
     if grads:
         total = (torch.stack(torch._foreach_norm(grads, float("inf"))).float() * 0).sum()  # 0, or nan
     dist.all_reduce(total, group=group)
     for grad in grads[:1]:
-        grad[(0,) * grad.ndim] += total.to(grad.dtype)  # no view of it: it may lie in memory in another order
+        grad[(0,) * grad.ndim] += total.to(grad.dtype)  # not by a view: the memory may be in another order
 
 
 def clip_by_norm_(parameters: list[nn.Parameter], max_norm: float, counted: set[nn.Parameter], group: Any) -> Tensor:
-    """Scale gradients so that their norm over all stages is at most ``max_norm``; return what it was, ().
+    """Scale gradients so that their norm over all stages is at most ``max_norm``; return the norm before, ().
 
     Args:
-        parameters: of this process.
-        max_norm: L2.
-        counted: those that this process answers for; what several stages share, one of them counts.
+        parameters: parameters of this process.
+        max_norm: largest L2 norm.
+        counted: parameters that this process contributes to the norm; one process alone counts those that several
+            share.
         group: the processes of the pipeline.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

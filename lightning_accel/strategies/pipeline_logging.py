@@ -1,4 +1,4 @@
-"""What a step logged and measured on the last stage, made known to all stages."""
+"""Logged values and metrics of a step, sent from the last stage to all stages."""
 
 import inspect
 from collections import Counter
@@ -26,13 +26,13 @@ _OVER_MICRO_BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class StepLog:
-    """Keeps calls of ``self.log`` in the micro-batches of one step, and repeats them, once, on every stage.
+    """Record calls of ``self.log`` in the micro-batches of one step, and repeat them, once, on every stage.
 
-    Metrics are made equal on all stages, too: only the last one updates them.
+    Metrics are made equal on all stages, too, since only the last stage updates them.
 
     Args:
-        module: whose calls are kept.
-        metrics: by their names in it.
+        module: module whose calls are recorded.
+        metrics: metrics by their names in the module.
         pipeline: the stages.
     """
 
@@ -45,7 +45,7 @@ class StepLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the calls of one micro-batch on one stage."""
+        """Record the calls of one micro-batch on one stage."""
         times: Counter[str] = Counter()
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class StepLog:
             del self.module.log
 
     def share(self, result: Any, numbers: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Repeat the calls on every stage, and return what the last one was given: any object, and numbers ()."""
+        """Repeat the calls on every stage; return what the last stage passed, an object and scalar tensors."""
         ranks, last = self.pipeline.ranks, self.pipeline.ranks.world_rank(self.pipeline.last)
         told: list[Any] = [None]
         values = numbers
@@ -87,7 +87,7 @@ class StepLog:
         return result, values[: len(numbers)]
 
     def _joined(self) -> tuple[list[dict[str, Any]], list[Tensor]]:
-        """One call for those of all micro-batches, and the numbers logged, in order."""
+        """Merge the calls of all micro-batches; return them and the logged numbers, in order."""
         names = {id(metric): name for name, metric in self.metrics.items()}
         calls, numbers = [], []
         for given in self.calls.values():
@@ -117,18 +117,18 @@ class StepLog:
     def _updated(self) -> dict[str, Metric]:
         for module in self.module.modules():
             if isinstance(module, MetricCollection):
-                list(module.items(copy_state=False))  # metrics of one compute group share states once they are read
+                list(module.items(copy_state=False))  # metrics of a compute group share states once read
         return {name: one for name, one in self.metrics.items() if one.update_count != self.before[name][0]}
 
 
 def _progress(metric: Metric) -> tuple[int, dict[str, int]]:
-    """How often a metric was updated, and the lengths of its lists."""
+    """Return how often a metric was updated, and the lengths of its list states."""
     lengths = {key: len(value) for key, value in metric.metric_state.items() if isinstance(value, list)}
     return metric.update_count, lengths
 
 
 def _news(metric: Metric, before: tuple[int, dict[str, int]]) -> tuple[int, dict[str, Any]]:
-    """What :func:`_catch_up` needs."""
+    """Return the update count and the changed states that :func:`_catch_up` applies elsewhere."""
     state = {
         key: (min(before[1][key], len(value)), tree_map(_to_cpu, value[before[1][key] :]))
         if isinstance(value, list)
@@ -145,7 +145,7 @@ def _catch_up(metric: Metric, update_count: int, state: dict[str, Any]) -> None:
             setattr(metric, key, [*getattr(metric, key)[:kept], *[one.to(metric.device) for one in added]])
         else:
             setattr(metric, key, value.to(metric.device))
-    metric._update_count = update_count  # it has no public name, and without it compute() warns
+    metric._update_count = update_count  # has no public name, and without it compute() warns
     metric._computed = None
 
 

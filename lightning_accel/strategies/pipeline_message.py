@@ -1,8 +1,8 @@
-"""What travels from one stage to the next: outputs of layers, packed into a few flat tensors.
+"""Messages between stages: outputs of layers, packed into a few flat tensors.
 
-``PipelineStage`` sends a fixed list of floating tensors and gets a gradient for each. So those that gradients flow
-through are joined by dtype, and all others, of whatever dtype, go as bytes in a float32 tensor that nobody computes
-with.
+``PipelineStage`` sends a fixed list of floating tensors and receives a gradient for each. So tensors that need
+gradients are concatenated by dtype, and all others, of any dtype, are sent as bytes in a float32 tensor that is never
+computed with.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """What is known of one tensor before it arrives."""
+    """Describe one tensor before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
-    on_host: bool = False  # where the others are not, as lengths are that pack_padded_sequence takes
+    on_host: bool = False  # while others are on a device, such as lengths for pack_padded_sequence
 
 
 class Parcel(NamedTuple):
-    """Shape and dtype of one flat tensor of a message."""
+    """Hold shape and dtype of one flat tensor of a message."""
 
     length: int
     dtype: torch.dtype
 
 
 def pack(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Part], list[Tensor]]:
-    """Join ``tensors`` into at least one flat floating tensor on ``device``."""
+    """Concatenate ``tensors`` into at least one flat floating tensor on ``device``."""
     parts = [
         Part(tuple(one.shape), one.dtype, one.requires_grad, on_host=device.type != "cpu" and one.device.type == "cpu")
         for one in tensors
@@ -46,7 +46,7 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Part], l
 
 
 def parcels(parts: Sequence[Part]) -> list[Parcel]:
-    """What :func:`pack` makes of tensors like these."""
+    """Return the lengths and dtypes of the flat tensors that :func:`pack` returns for such tensors."""
     groups = _groups(parts)
     made = [Parcel(sum(_numel(part) for part in parts if part in group), group[0].dtype) for group in groups]
     rest = [_num_bytes(part) for part in parts if not part.differentiable]
@@ -54,13 +54,13 @@ def parcels(parts: Sequence[Part]) -> list[Parcel]:
 
 
 def unpack(parts: Sequence[Part], flat: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The tensors of a message, and a zero () through which every one of ``flat`` gets a gradient, see :func:`tie`."""
+    """Return the tensors of a message, and a zero () that connects all of ``flat`` to the graph, see :func:`tie`."""
     anchor, *tensors = _Unpack.apply(list(parts), *flat)
     return anchor, tensors
 
 
 def tie(anchor: Tensor | None, x: Tensor) -> Tensor:
-    """``x``, whose backward pass also reaches ``anchor``, with a zero."""
+    """Return ``x``, with a backward pass that also reaches ``anchor``, with a zero gradient."""
     return x if anchor is None else _Tie.apply(anchor, x)
 
 
@@ -74,7 +74,7 @@ class _Unpack(torch.autograd.Function):
         for part in parts:
             if part.differentiable:
                 start, offsets[part.dtype] = offsets[part.dtype], offsets[part.dtype] + _numel(part)
-                # copied: a layer may change its input in place, and autograd refuses that for views of one tensor
+                # copied: a layer may change its input in place, which autograd rejects for views of one tensor
                 values = source[part.dtype][start : offsets[part.dtype]].clone()
             else:
                 start, at = at, at + _num_bytes(part)
@@ -116,7 +116,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
-    """The differentiable parts, by dtype."""
+    """Group the differentiable parts by dtype."""
     dtypes = dict.fromkeys(part.dtype for part in parts if part.differentiable)
     return [[part for part in parts if part.differentiable and part.dtype == dtype] for dtype in dtypes]
 

@@ -1,4 +1,4 @@
-"""Random numbers in a pipeline: what a step draws is equal on all of its stages, what a layer draws is its own."""
+"""Random numbers in a pipeline: draws of a step are equal on all its stages, draws of a layer are its own."""
 
 import random
 import sys
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accel.strategies.pipeline_chain import Chain
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric"}
-_DEPTH = 4  # how far below a module generators are searched: attributes of attributes of ..
+_DEPTH = 4  # how deep attributes of attributes of a module are searched for generators
 _LONGEST = 1000  # longer containers hold data, not generators
 
 
 class _Generator(NamedTuple):
-    """One source of random numbers."""
+    """Hold the functions that save, restore and seed one source of random numbers."""
 
     state: Callable[[], Any]
     go_on_from: Callable[[Any], object]
@@ -33,23 +33,23 @@ _Holder = Mapping[str, Any] | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 
 
 class StepRandom:
-    """Gives each micro-batch and each layer random numbers of their own, by one number drawn for the whole batch.
+    """Seed each micro-batch and each layer separately, from one number drawn for the whole batch.
 
     The stages of a pipeline run the same step, each up to its own layers, so that their generators advance unequally.
-    So every micro-batch begins from a seed, the same on all stages, and layers leave the generators as they found them.
-    A layer's own seed is drawn from the step's numbers where it is called: activation checkpointing, which restores
-    those, has it draw the same again, and it does not matter on which stage the layer lies.
+    So every micro-batch starts from a seed, the same on all stages, and layers restore the generators after they ran. A
+    layer's own seed is drawn from the step's numbers where it is called: with activation checkpointing, which restores
+    those, it draws the same numbers again, whichever stage the layer is on.
 
-    Seeded are the global generators of torch, CUDA, NumPy and Python, and those that are held by ``module`` or by a
-    submodule outside the layers: as attributes, in lists, tuples, dicts and helper objects among these, in their
-    classes, or at the top of the files that define those. Where to look is found at the first batch of each kind of
-    step; a generator that takes another's place there later is seeded too.
+    The seeded generators are the global ones of torch, CUDA, NumPy and Python, and those that are held by ``module`` or
+    by a submodule outside the layers: as attributes, in lists, tuples, dicts and helper objects among these, in their
+    classes, or at the top of the files that define those. The places are found at the first batch of each kind of step;
+    a generator that later replaces another there is seeded, too.
 
     Args:
-        module: whose steps run.
+        module: module whose steps run.
         chain: its layers.
-        ranks: the processes of the pipeline, whose first one decides.
-        device: of this process.
+        ranks: the processes of the pipeline; the first one draws the seeds.
+        device: device of this process.
     """
 
     def __init__(self, module: nn.Module, chain: Chain, ranks: Any, device: torch.device) -> None:
@@ -59,10 +59,10 @@ class StepRandom:
         self.device = device
         self._seed = 0
         self._generators: list[_Generator] = []
-        self._holders: dict[bool, list[_Holder]] = {}  # by whether the module is trained
+        self._holders: dict[bool, list[_Holder]] = {}  # by module.training
 
     def align(self) -> None:
-        """Let the global generators of all stages go on from those of the first."""
+        """Set the global generators of all stages to the states of those of the first."""
         everywhere = _global_generators(self.device)
         states: list[Any] = [[one.state() for one in everywhere]]
         dist.broadcast_object_list(states, src=self.ranks.world_rank(0), group=self.ranks.objects)
@@ -71,10 +71,10 @@ class StepRandom:
 
     @contextmanager
     def batch(self, stages: list[int]) -> Iterator[None]:
-        """Have the layers of ``stages`` draw apart, and afterwards go on where the generators were, one number on."""
+        """Seed the layers of ``stages`` separately, then restore the generators, advanced by one draw for the batch."""
         drawn = torch.randint(2**63 - 1, (1,), generator=torch.default_generator, device="cpu")
         dist.broadcast(drawn, src=self.ranks.world_rank(0), group=self.ranks.objects)
-        self._seed = _mixed(int(drawn), self.ranks.world_rank(0))  # pipelines that are replicas draw others
+        self._seed = _mixed(int(drawn), self.ranks.world_rank(0))  # other pipelines draw other numbers
         self._generators = _global_generators(self.device) + self._own_generators()
         owned = [
             (number, layer) for number, layer in enumerate(self.chain.layers) if self.chain.stage_of[number] in stages
@@ -124,7 +124,7 @@ class StepRandom:
 
 
 class DrawsNoted(TorchDispatchMode):
-    """Notes whether an operation draws random numbers."""
+    """Record whether an operation draws random numbers."""
 
     drawn = False
 
@@ -134,7 +134,7 @@ class DrawsNoted(TorchDispatchMode):
 
 
 def _mixed(*parts: int) -> int:
-    """A seed in [0, 2**63) that differs for different ``parts``, none of them negative."""
+    """Return a seed in [0, 2**63) that differs for different ``parts``, which must not be negative."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]) >> 1
 
 
@@ -146,7 +146,7 @@ def _global_generators(device: torch.device) -> list[_Generator]:
 
 
 def _described(source: Any) -> _Generator | None:
-    """How to save, restore and seed ``source``; None if it is no generator."""
+    """Return the functions that save, restore and seed ``source``; None if it is no generator."""
     if isinstance(source, torch.Generator):
         return _Generator(source.get_state, source.set_state, source.manual_seed)
     if isinstance(source, np.random.RandomState) or source is np.random:
@@ -161,14 +161,14 @@ def _described(source: Any) -> _Generator | None:
 
 
 def _holders(modules: Iterable[nn.Module], skipped: set[int]) -> list[_Holder]:
-    """Find what holds generators among all that ``modules`` hold, nearest first, but for objects of ids ``skipped``."""
+    """Find the containers of generators in what ``modules`` hold, nearest first, skipping ids in ``skipped``."""
     found: list[_Holder] = []
     seen = set(skipped)
     level: list[Any] = list(modules)
     for _ in range(1 + _DEPTH):
         beyond: list[Any] = []
         for one in level:
-            if id(one) in seen or isinstance(one, type | ModuleType):  # those are looked into by way of instances
+            if id(one) in seen or isinstance(one, type | ModuleType):  # searched by way of their instances
                 continue
             seen.add(id(one))
             for holder in _held_by(one, seen):
@@ -181,7 +181,7 @@ def _holders(modules: Iterable[nn.Module], skipped: set[int]) -> list[_Holder]:
 
 
 def _held_by(one: Any, seen: set[int]) -> list[_Holder]:
-    """List the containers of what ``one`` holds; its classes and their files once, as ``seen`` remembers."""
+    """List the containers of what ``one`` holds, including its classes and their files unless ``seen`` has them."""
     if isinstance(one, dict | list | tuple):
         return [one] if len(one) <= _LONGEST else []
     if isinstance(one, torch.Tensor) or not (isinstance(one, nn.Module) or _is_users(type(one))):

@@ -1,4 +1,4 @@
-"""One micro-batch on one stage: the module's own step, with stand-ins for the layers of other stages."""
+"""Execution of the module's own step for one micro-batch on one stage, with stand-ins for layers of other stages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,20 +17,20 @@ Place = tuple[int, int]  # number of the call of a layer, number of the tensor i
 
 
 class Absent(NamedTuple):
-    """A tensor that does not travel on: it went into a later layer, and nothing else needs it."""
+    """Describe a tensor that is not sent on: it went into a later layer, and nothing else needs it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Slot(NamedTuple):
-    """A tensor that travels."""
+    """Describe a tensor that is sent on."""
 
-    consumed: bool  # by a layer before; told if it is needed all the same
+    consumed: bool  # it was the input of an earlier layer; report if it is used again
 
 
 class Header(NamedTuple):
-    """Everything about a message but the numbers."""
+    """Describe everything about a message but its numbers."""
 
     calls: list[tuple[int, TreeSpec, list[Any]]]  # number of the layer; leaves: Slot, Absent, or a constant
     parts: list[Part]  # one for each Slot
@@ -42,11 +42,11 @@ class Message(NamedTuple):
 
 
 class Echo(Tensor):
-    """Output of an earlier layer that has gone into the next one, seen again by code between the layers.
+    """Stand for an output of an earlier layer that went into the next one, when code between the layers uses it again.
 
-    In the first run of a step it has its value, and who uses it is noted in ``needed``. From then on what nobody used
-    does not travel: it is an empty stand-in on the meta device, and a use of it is an error. What is computed from it
-    between the layers is another one: it counts as used if it reaches a layer of this stage, the loss or a metric.
+    In the first run of a step it has its value, and its use is recorded in ``needed``. From then on unused outputs are
+    not sent: they are empty stand-ins on the meta device, and using one is an error. Results computed from it between
+    the layers are such objects, too, which count as used if they reach a layer of this stage, the loss or a metric.
     """
 
     plain: Tensor
@@ -61,7 +61,7 @@ class Echo(Tensor):
         return echo
 
     def use(self) -> Tensor:
-        """The value."""
+        """Return the value, and record that it is needed."""
         if self.plain.is_meta:
             raise RuntimeError(
                 "the code between the layers of the pipeline needs an output of an earlier layer that it did not need "
@@ -90,9 +90,9 @@ class Echo(Tensor):
                     with torch.no_grad():
                         result = func(*_on_meta(args), **_on_meta(kwargs))
                 except (NotImplementedError, RuntimeError):
-                    result = func(*use(args), **use(kwargs))  # says why it cannot
+                    result = func(*use(args), **use(kwargs))  # explains why it cannot
         if noted.drawn:
-            use(echoes)  # the generators go on as they do where it has its value, not as on the meta device
+            use(echoes)  # generators must advance as with its value, not as on the meta device
         leaves, spec = tree_flatten(result)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             use(echoes)
@@ -131,12 +131,12 @@ def _on_meta(tree: Any) -> Any:
 
 
 def use(tree: Any) -> Any:
-    """``tree`` with the values of what is an :class:`Echo` in it."""
+    """Replace every :class:`Echo` in ``tree`` by its value."""
     return tree_map(lambda leaf: leaf.use() if isinstance(leaf, Echo) else leaf, tree)
 
 
 def _changes_another(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor that is none of ours is changed in place, such as the state of a metric."""
+    """Return whether a tensor other than an :class:`Echo` is changed in place, such as the state of a metric."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "set_") or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
     in_place = in_place and name not in ("__index__", "__int__", "__invert__")
@@ -149,7 +149,7 @@ class _LaterLayer(BaseException):  # not an Exception, which the user's own code
 
 
 class Call(NamedTuple):
-    """One call of a layer, on this stage or an earlier one."""
+    """Record one call of a layer, on this stage or an earlier one."""
 
     layer: int
     leaves: list[Any]
@@ -158,14 +158,14 @@ class Call(NamedTuple):
 
 
 class StageRun:
-    """One micro-batch on one stage.
+    """Run one micro-batch on one stage.
 
     Args:
         chain: the layers.
         stage: number of this stage.
-        needed: tensors that later stages need although they have gone into a layer, or None to find out: all travel.
-        received: from the stage before.
-        device: on which messages travel.
+        needed: outputs that later stages need although they went into a layer; None to find out, and send all.
+        received: message of the stage before.
+        device: device on which messages are sent.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class StageRun:
         self._num_received = len(self.calls)
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """What ``step`` returns, on the last stage; the :class:`Message` to the next stage on others.
+        """Run ``step``; return its result on the last stage, and the :class:`Message` to the next stage on others.
 
         Raises:
             RuntimeError: if the step does not call the layers as the pipeline needs it.
@@ -211,13 +211,13 @@ class StageRun:
         return use(result)
 
     def tie(self, output: Tensor) -> Tensor:
-        """``output``, whose backward pass reaches all that was received."""
+        """Return ``output``, with a backward pass that reaches all that was received."""
         return tie(self._anchor, output)
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
-        # The private name through which nn.Module.compile() redirects calls of one instance. A patched forward would
-        # run hooks for stand-ins, too, and be traced by whoever compiled the layer.
+        # nn.Module.compile() redirects calls of one instance by this private name. A patched forward would also run
+        # hooks for stand-ins, and would be traced if the layer is compiled.
         before = [layer._compiled_call_impl for layer in self.chain.layers]
         for number, (layer, own) in enumerate(zip(self.chain.layers, before, strict=True)):
             layer._compiled_call_impl = partial(self._call, number, own or layer._call_impl)

@@ -1,4 +1,4 @@
-"""What each process holds, in one list for a checkpoint."""
+"""Gathering of the states of all processes for a checkpoint."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 
 class RankStates:
-    """Gathers a state of every process, once a step: several checkpoints of one step share it."""
+    """Gather the state of every process once a step, for all checkpoints of that step."""
 
     def __init__(self) -> None:
         self._gathered: tuple[int, list[Any]] = -1, []
 
     def gather(self, mine: Any, trainer: L.Trainer) -> list[Any]:
-        """States by rank; all processes must call it.
+        """Return the states of all processes by rank; all processes must call it.
 
-        In a run that was interrupted, where one process may have failed alone and must not wait for others, it is what
-        was gathered at this step before; if nothing was, an empty list.
+        In an interrupted run, where one process may have failed alone and must not wait for others, return what was
+        gathered at this step before, or an empty list if nothing was.
         """
         if trainer.world_size == 1:
             return [mine]

@@ -1,4 +1,4 @@
-"""Saying which processes a run waits for before it begins."""
+"""Warnings about the processes that a run waits for before it begins."""
 
 import logging
 import socket
@@ -17,11 +17,11 @@ _FIRST_AFTER = 30.0  # seconds
 
 @contextmanager
 def waiting_for_processes(environment: ClusterEnvironment | None, timeout: timedelta | None) -> Iterator[None]:
-    """Log what is waited for while processes meet, first after 30 s or a quarter of ``timeout``, then ever more rarely.
+    """Warn while processes wait for each other, first after 30 s or ``timeout`` / 4, then at growing intervals.
 
     Args:
-        environment: tells where they meet.
-        timeout: after which torch gives up.
+        environment: cluster environment with the main address and port; None for no warnings.
+        timeout: time after which torch stops waiting.
     """
     if environment is None:
         yield

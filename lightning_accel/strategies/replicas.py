@@ -1,4 +1,4 @@
-"""Copies of a module for several devices of one process, and what they remember."""
+"""Replicas of a module on several devices of one process, and the metrics and values that they log."""
 
 import copy
 import threading
@@ -23,7 +23,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 class MetricOfReplica:
-    """Stands for a metric in a replica: its updates are kept, for the metric itself to be given afterwards."""
+    """Stand for a metric in a replica, recording its updates to apply them to the metric afterwards."""
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self.metric = metric
@@ -34,7 +34,7 @@ class MetricOfReplica:
         self.updates.append((args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Update, and give the value of these rows alone."""
+        """Update, and return the value for these samples alone."""
         self.update(*args, **kwargs)
         alone = copy.deepcopy(self.metric).to(self.device)
         alone.reset()
@@ -53,15 +53,15 @@ class MetricOfReplica:
 
 
 class Replica:
-    """A copy of ``module`` on ``device`` that has its parameters, or differentiable copies of them.
+    """Copy ``module`` to ``device``, with its parameters or differentiable copies of them.
 
-    Buffers are copies, which are forgotten. Other attributes are shared, and so is what they refer to.
+    Buffers are copied, and the copies discarded. Other attributes, and the objects they refer to, are shared.
     """
 
     def __init__(self, module: L.LightningModule, device: torch.device) -> None:
         self.metrics: list[MetricOfReplica] = []
         self._device = device
-        self._copies: dict[int, Any] = {}  # what is shared in the module stays shared
+        self._copies: dict[int, Any] = {}  # by id of the original, so that shared parts stay shared
         self.module = self._copy_module(module)
 
     def _copy_module(self, module: nn.Module) -> Any:
@@ -74,16 +74,16 @@ class Replica:
         return self._copies[id(module)]
 
     def _copy_layer(self, module: nn.Module) -> nn.Module:
-        replica: Any = module._replicate_for_data_parallel()  # recurrent layers have one of their own
+        replica: Any = module._replicate_for_data_parallel()  # recurrent layers override it
         if isinstance(module, L.LightningModule):
             replica._device = self._device
         for name, value in list(vars(module).items()):
-            if isinstance(value, MethodType) and value.__self__ is module:  # one put in the place of the class's own
+            if isinstance(value, MethodType) and value.__self__ is module:  # overrides the class's method
                 vars(replica)[name] = MethodType(value.__func__, replica)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 replica._parameters[name] = None
-            else:  # a copy is no Parameter: its gradient goes to the one that it is of
+            else:  # a copy is no Parameter: its gradient flows to the original
                 setattr(replica, name, self._copies.setdefault(id(parameter), parameter.to(self._device)))
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -96,7 +96,7 @@ class Replica:
 
 
 class LogOfReplicas:
-    """Keeps what the replicas log, and logs it once, for the whole batch."""
+    """Record what the replicas log, and log it once, for the whole batch."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = rows
@@ -109,7 +109,7 @@ class LogOfReplicas:
             occurrence = sum(name == other for other, _ in calls)
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
             kwargs.update(zip(names, args, strict=False))
-            # what is logged may go on changing, such as a buffer
+            # the logged tensor may change afterwards, such as a buffer
             value = value.detach().clone() if isinstance(value, Tensor) and not kwargs.get("enable_graph") else value
             calls[name, occurrence] = value, kwargs
 
@@ -137,12 +137,12 @@ def _merge_logged(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, d
 
 
 def run_in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
-    """Call each in a thread of its own, under the caller's autocast and gradient mode, which are of a thread alone.
+    """Run each call in a thread of its own, under the caller's autocast and gradient modes, which are thread-local.
 
-    Those of one device run one after another, so that they draw the same random numbers each time.
+    Calls on the same device run one after another, so that they draw the same random numbers each time.
 
     Raises:
-        BaseException: that of the first call that raised one.
+        BaseException: the exception of the first call that raised one.
     """
     modes = _Modes(devices[0].type)
     results: list[Any] = [None] * len(calls)
@@ -169,7 +169,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.d
 
 
 class _Modes:
-    """Those of torch's modes that belong to the thread which made this."""
+    """Capture torch's thread-local modes, to enter them in other threads."""
 
     def __init__(self, device_type: str) -> None:
         self.grad = torch.is_grad_enabled()

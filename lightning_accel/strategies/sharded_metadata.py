@@ -1,6 +1,6 @@
-"""The table of a sharded checkpoint folder, read without running code from it.
+"""Reading of the table of a sharded checkpoint folder without running code from it.
 
-torch reads it with ``pickle``, and with it what is no tensor, such as a learning rate (torch 2.13).
+torch reads the table, and saved objects that are no tensors, such as a learning rate, with ``pickle`` (torch 2.13).
 """
 
 import io
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 METADATA = ".metadata"
-REST = "meta.pt"  # what is neither weights nor optimizer states; the name that Lightning's own tools look for
+REST = "meta.pt"  # all but weights and optimizer states; Lightning's own tools expect this name
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (each.__module__, each.__name__): each
@@ -42,7 +42,7 @@ _CLASSES |= {
 
 
 class UntrustedCheckpointError(pickle.UnpicklingError):
-    """A checkpoint that holds objects which could run code: ``held`` names them, and where they are."""
+    """Report a checkpoint with objects that could run code; ``held`` names them, and where they are."""
 
     def __init__(self, held: str, folder: str | Path = "") -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class UntrustedCheckpointError(pickle.UnpicklingError):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Find the classes that tables consist of, and no others; each of them does no more than hold values."""
+    """Load only the classes that tables consist of, each of which merely holds values."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _CLASSES:
@@ -65,7 +65,7 @@ def read_metadata(folder: str | Path) -> table.Metadata:
     """Read the table of a sharded checkpoint.
 
     Raises:
-        UntrustedCheckpointError: naming what it holds beside the classes of such a table.
+        UntrustedCheckpointError: naming what it holds besides the classes of such a table.
         ValueError: if it is damaged.
     """
     try:
@@ -80,10 +80,10 @@ def read_metadata(folder: str | Path) -> table.Metadata:
 
 
 def parts_of_items(folder: str | Path, metadata: table.Metadata) -> dict[str, list[tuple[str, int, int]]]:
-    """Name, start and length of each item, by the file of the folder that it stands in.
+    """Return name, start and length of each saved item, by the file of the folder that contains it.
 
     Raises:
-        ValueError: if one does not lie in a file of the folder.
+        ValueError: if an item does not lie in a file of the folder.
     """
     parts: dict[str, list[tuple[str, int, int]]] = {}
     for index, place in metadata.storage_data.items():
@@ -100,7 +100,7 @@ def parts_of_items(folder: str | Path, metadata: table.Metadata) -> dict[str, li
 
 
 def require_no_code(folder: str | Path) -> None:
-    """Refuse a sharded checkpoint that would run code when torch reads it.
+    """Reject a sharded checkpoint that would run code when torch reads it.
 
     Raises:
         UntrustedCheckpointError: naming what it holds that is neither a tensor nor a plain value.
@@ -131,7 +131,7 @@ def _require_plain(folder: str | Path, name: str, content: bytes) -> None:
 
 
 def refused_object(error: pickle.UnpicklingError) -> str:
-    """Name what a checkpoint holds that torch, or this module, refused to load."""
+    """Return the name of the object in a checkpoint that torch, or this module, refused to load."""
     if isinstance(error, UntrustedCheckpointError):
         return error.held
     found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"WeightsUnpickler error: *(.+)", str(error))

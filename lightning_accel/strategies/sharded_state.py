@@ -1,4 +1,4 @@
-"""States of split modules and optimizers: made whole, split again, kept in folders with a part from each process."""
+"""States of sharded modules and optimizers: gathering, sharding, and folders with a shard from each process."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -24,20 +24,20 @@ from lightning_accel.strategies.sharded_metadata import REST
 
 
 def make_whole(state: Any, keep: bool) -> Any:
-    """``state`` with every split tensor gathered, on the CPU; without ``keep`` gathered for the others alone.
+    """Gather every sharded tensor of ``state`` on the CPU; without ``keep``, take part but return None for tensors.
 
     Every process of the mesh must call it.
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.detach().cpu() if keep else None  # one at a time: never the whole model on a device
+        return whole.detach().cpu() if keep else None  # one tensor at a time: a device never holds the full model
 
     return tree_map_only(Tensor, gather, state)
 
 
 def split_like(whole: Tensor, part: Tensor) -> Tensor:
-    """``whole``, which all processes have, split as ``part`` is, without communication."""
+    """Shard ``whole``, which all processes have, as ``part`` is sharded, without communication."""
     if not isinstance(part, DTensor):
         return whole
     whole = whole.to(part.device)
@@ -45,14 +45,14 @@ def split_like(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def load_whole_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load the ``state`` of an unsplit module into a split one."""
+    """Load the ``state`` of an unsharded module into a sharded one."""
     own = module.state_dict()
     split = {name: split_like(value, own[name]) if name in own else value for name, value in state.items()}
     module.load_state_dict(split, strict=strict)
 
 
 def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the ``state`` of an optimizer of whole parameters into one of split parameters in the same order."""
+    """Load an optimizer ``state`` of unsharded parameters into an optimizer of sharded ones in the same order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(numbers) != len(parameters):
@@ -73,7 +73,7 @@ def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def local_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """Weights and optimizer states by parameter name, each process with its part."""
+    """Return weights and optimizer states by parameter name, with the shards of this process."""
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     return state | {f"optimizer_{i}": get_optimizer_state_dict(module, one) for i, one in enumerate(optimizers)}
 
@@ -81,7 +81,7 @@ def local_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any
 def save_parts(
     state: dict[str, Any], folder: Path, in_background: dist.ProcessGroup | None = None
 ) -> Future[Any] | None:
-    """Write the part of each process into ``folder``; with a group of CPU processes, while training goes on."""
+    """Write the shards of each process to ``folder``; in the background if a group of CPU processes is given."""
     if in_background is None:
         save(state, checkpoint_id=folder)
         return None
@@ -89,12 +89,12 @@ def save_parts(
 
 
 def is_folder_of_parts(path: str | Path) -> bool:
-    """Whether ``path`` is a checkpoint of :func:`save_parts`, or of Lightning's ModelParallelStrategy."""
+    """Return whether ``path`` is a checkpoint of :func:`save_parts`, or of Lightning's ModelParallelStrategy."""
     return (Path(path) / REST).is_file()
 
 
 def load_parts(folder: Path, module: nn.Module, strict: bool) -> None:
-    """Load the weights in ``folder`` into ``module``, however either is split."""
+    """Load the weights in ``folder`` into ``module``, however either is sharded."""
     state = {"state_dict": get_model_state_dict(module)}
     planner = DefaultLoadPlanner(allow_partial_load=not strict)
     load(state, checkpoint_id=folder, planner=planner)
@@ -110,5 +110,5 @@ def load_optimizer_parts(folder: Path, module: nn.Module, optimizers: list[Optim
 
 
 def load_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What is neither weights nor optimizer states."""
+    """Load what is neither weights nor optimizer states."""
     return read_checkpoint(folder / REST, weights_only)

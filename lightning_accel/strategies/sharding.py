@@ -1,4 +1,4 @@
-"""FSDP2 applied to a module block by block, with its experts dealt to processes."""
+"""FSDP2 applied to a module block by block, with its experts distributed over processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +17,17 @@ from lightning_accel.strategies.expert_parallel import distribute_experts, exper
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a module is split.
+    """Configure how a module is sharded.
 
     Attributes:
-        mesh: of all processes, (processes,), or (copies, processes that split one).
-        expert_mesh: of all processes, (those that hold the same experts, those among which experts are dealt), or None.
-        dtype: in which parameters are gathered; by default their own.
-        reduce_dtype: in which gradients are reduced; by default their own.
+        mesh: mesh of all processes, (processes,), or (replicas, processes that shard one).
+        expert_mesh: mesh of all processes, (those with the same experts, those over which experts are distributed), or
+            None.
+        dtype: dtype in which parameters are gathered; by default their own.
+        reduce_dtype: dtype in which gradients are reduced; by default their own.
         reshard_after_forward: whether a block is freed between its forward and its backward pass.
         cpu_offload: whether parameters, gradients and optimizer states stay on the CPU.
+        ignored: parameters that FSDP leaves unchanged.
     """
 
     mesh: DeviceMesh
@@ -37,8 +39,8 @@ class Sharding:
     ignored: set[nn.Parameter] = field(default_factory=set)
 
     def apply(self, module: nn.Module, dtype: torch.dtype | None = None, **options: object) -> None:
-        """Split what ``module`` holds and is not split yet."""
-        # autocast casts what comes in where it must; targets and positions stay as they are
+        """Shard the parameters of ``module`` that are not sharded yet."""
+        # autocast casts inputs where needed; targets and positions keep their dtypes
         policy = MixedPrecisionPolicy(dtype, self.reduce_dtype, cast_forward_inputs=False)
         fully_shard(
             module,
@@ -52,15 +54,16 @@ class Sharding:
 
 
 class Sharded(nn.Module):
-    """A module, to be called in place of it, that gathers what the module's blocks do not hold.
+    """Wrap a module, gathering the parameters that its blocks do not hold.
 
-    That stays gathered from the forward to the backward pass: any part of it may be used anywhere, a weight alone too.
+    These stay gathered from the forward to the backward pass, so that any of them may be used anywhere, even without
+    calling its layer.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.numbers: list[nn.Parameter] = []  # parameters without a dimension, which FSDP does not take
+        self.numbers: list[nn.Parameter] = []  # parameters without a dimension, which FSDP does not support
         self.options: tuple[object, ...] = ()
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -68,13 +71,13 @@ class Sharded(nn.Module):
 
 
 def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Sharded:
-    """Split ``module`` in place, each of ``blocks`` on its own; call what is returned in place of it.
+    """Shard ``module`` in place, each of ``blocks`` on its own; call the returned wrapper instead of it.
 
-    Submodules with an attribute ``keep_float32 = True``, and batch norms, are gathered in the dtype they are in.
-    The gradients of parameters without a dimension, the ``numbers`` of what is returned, are left to the caller.
+    Submodules with an attribute ``keep_float32 = True``, and batch norms, are gathered in their own dtype. The caller
+    has to reduce the gradients of parameters without a dimension, the ``numbers`` of the wrapper.
 
     Raises:
-        ValueError: if experts cannot be dealt in equal numbers.
+        ValueError: if experts cannot be distributed in equal numbers.
     """
     if sharding.expert_mesh is not None:
         for name, experts in find_experts(module).items():
@@ -82,7 +85,8 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     numbers = [parameter for parameter in module.parameters() if parameter.ndim == 0]
     sharding.ignored.update(numbers)
     for submodule in module.modules():
-        # batch norms of torch mix low inputs with float32 weights, but not float32 statistics with low weights
+        # torch's batch norms combine low-precision inputs with float32 weights, but not float32 statistics with low
+        # weights
         is_exact = getattr(submodule, "keep_float32", False) or isinstance(submodule, nn.modules.batchnorm._NormBase)
         if is_exact and submodule not in blocks and any(True for _ in submodule.parameters()):
             sharding.apply(submodule)
@@ -118,15 +122,15 @@ def _shard_experts(name: str, experts: nn.Module, sharding: Sharding, mesh: Devi
 
 
 def _move_rest(module: nn.Module, sharding: Sharding) -> None:
-    """What FSDP leaves: experts that are nowhere twice, and buffers where parameters are kept on the CPU."""
+    """Move what FSDP does not: experts without replicas, and buffers if parameters are kept on the CPU."""
     device_type = sharding.mesh.device_type
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         device = torch.device("cpu" if sharding.cpu_offload else device_type)
         with torch.random.fork_rng():
-            part = (sharding.mesh.get_coordinate() or [0])[-1]  # copies of the model draw the same
-            torch.manual_seed(torch.initial_seed() + part)  # else all parts of a weight would be equal
+            part = (sharding.mesh.get_coordinate() or [0])[-1]  # replicas of the model must draw the same
+            torch.manual_seed(torch.initial_seed() + part)  # otherwise all shards of a weight would be equal
             draw_weights(module, device)
-        broadcast_state(module, torch.device(device_type))  # what is not split is the same everywhere
+        broadcast_state(module, torch.device(device_type))  # unsharded tensors must be equal everywhere
     if not sharding.cpu_offload:
         module.to(device_type)
         return
@@ -137,7 +141,7 @@ def _move_rest(module: nn.Module, sharding: Sharding) -> None:
 
 @torch.no_grad()
 def draw_weights(module: nn.Module, device: torch.device) -> None:
-    """Give memory to the submodules that were made on the meta device, and draw their weights as they do themselves.
+    """Allocate the submodules that were created on the meta device, and initialize their weights.
 
     Raises:
         TypeError: if one of them has no ``reset_parameters()``.
@@ -156,15 +160,15 @@ def draw_weights(module: nn.Module, device: torch.device) -> None:
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:
-    """Keep of each block its input alone, and compute the rest again in the backward pass."""
+    """Keep only the input of each block, and recompute the rest in the backward pass."""
     for block in blocks:
-        # not a wrapper module, which would change the names of parameters
+        # not by a wrapper module, which would change the names of parameters
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Give every process the parameters and buffers of the first one; those that are split are left alone."""
+    """Copy the parameters and buffers of the first process to all others, except sharded ones."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta and not isinstance(tensor, DTensor):
             broadcast_(tensor, device)
@@ -172,13 +176,13 @@ def broadcast_state(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast_(tensor: Tensor, device: torch.device) -> None:
-    """Give every process the ``tensor`` of the first one; ``device`` is one that the processes talk through."""
+    """Copy ``tensor`` of the first process to all others, by way of ``device``, on which processes communicate."""
     data = tensor.detach().to(device).contiguous()
     dist.broadcast(data, src=0)
     tensor.copy_(data)
 
 
 def batch_norm_statistics(module: nn.Module) -> list[Tensor]:
-    """The running statistics that differ between processes unless they are synchronised."""
+    """Return the running statistics that differ between processes unless they are synchronized."""
     kind = nn.modules.batchnorm._NormBase
     return [buffer for one in module.modules() if isinstance(one, kind) for buffer in one.buffers(recurse=False)]

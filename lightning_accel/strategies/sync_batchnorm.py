@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all processes. Shapes: B rows, C channels, W processes."""
+"""BatchNorm over the batches of all processes. Shapes: B samples, C channels, W processes."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 
 class SyncBatchNormPlugin(LayerSync):
-    """Let BatchNorm layers see the batches of all processes, on CPU and CUDA: ``Trainer(plugins=[...])``.
+    """Synchronize BatchNorm layers over processes, on CPU and CUDA: ``Trainer(plugins=[...])``.
 
-    While ``fit`` runs, the model is normalised as by one process with the whole batch: outputs, gradients and running
-    statistics, also where processes have unequal numbers of rows, or none. Afterwards its layers are BatchNorm again.
-    Lightning's ``sync_batchnorm=True`` needs CUDA. Strategies of Lightning other than DDP and FSDP pass over both; call
-    :func:`convert_sync_batchnorm_` in ``configure_model`` there.
+    While ``fit`` runs, the model is normalized as by one process with the whole batch: outputs, gradients and running
+    statistics, also if processes have unequal numbers of samples, or none. Afterwards its layers are plain BatchNorm
+    again. Lightning's ``sync_batchnorm=True`` needs CUDA. Lightning strategies other than DDP and FSDP ignore both;
+    with those, call :func:`convert_sync_batchnorm_` in ``configure_model``.
 
     Args:
-        group_size: processes that share their statistics, those of neighbouring ranks; by default all.
+        group_size: number of processes of neighbouring ranks that share their statistics; by default all.
 
     Raises:
         ValueError: before training, if ``group_size`` is below 1 or does not divide the number of processes, or if a
@@ -53,11 +53,11 @@ class SyncBatchNormPlugin(LayerSync):
 
 
 def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Let each BatchNorm1d, 2d and 3d in ``module`` see the batches of all processes of ``group``, by default all.
+    """Synchronize each BatchNorm1d, 2d and 3d in ``module`` over the processes of ``group``, by default all.
 
-    The layers change their class and nothing else: parameters, buffers, hooks, names and modes stay, so an optimizer,
-    a checkpoint and a sharding made before or after go on to hold. Call it before ``fully_shard`` is given a
-    BatchNorm of its own; a parent of one may be sharded already.
+    The layers change only their class: parameters, buffers, hooks, names and modes stay, so an optimizer, a checkpoint
+    and a sharding made before or after remain valid. Call it before ``fully_shard`` is applied to a BatchNorm itself; a
+    parent module may be sharded already.
 
     Each training forward pass is one all_gather of (2 C + 1) numbers, each backward pass one all_reduce of (2 C), so
     every process must run the layers in the same order. Statistics are float32 at least. In evaluation nothing is sent.
@@ -67,7 +67,7 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
 
     Raises:
         ValueError: if a layer is a LazyBatchNorm that has seen no batch.
-        TypeError: if ``fully_shard`` was given a BatchNorm of its own.
+        TypeError: if ``fully_shard`` was applied to a BatchNorm itself.
     """
     layers: list[tuple[str, Any]] = [
         (name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)
@@ -91,7 +91,7 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
 
 
 def revert_sync_batchnorm_(module: nn.Module) -> list[str]:
-    """Make the layers in ``module`` that :func:`convert_sync_batchnorm_` changed plain BatchNorm again; their names."""
+    """Turn the layers that :func:`convert_sync_batchnorm_` changed back into plain BatchNorm; return their names."""
     reverted = []
     layer: Any
     for name, layer in module.named_modules():
@@ -100,7 +100,7 @@ def revert_sync_batchnorm_(module: nn.Module) -> list[str]:
             if type(layer) in _PLAIN:
                 del layer._sync_group
                 layer.__class__ = _PLAIN[type(layer)]  # type: ignore[assignment]
-            else:  # fully_shard made a class of its own from ours
+            else:  # fully_shard derived a class of its own from ours
                 layer._sync_group = None
     return reverted
 
@@ -119,7 +119,7 @@ def _require_convertible(name: str, layer: nn.Module) -> None:
 
 
 class _Group:
-    """Keeps a process group where copies of a module find it; a group itself cannot be copied."""
+    """Hold a process group in copies of a module; a group itself cannot be copied."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -129,10 +129,10 @@ class _Group:
 
 
 class _Synced(nn.Module):
-    _sync_group: _Group | None  # None: as one process
+    _sync_group: _Group | None  # None: not synchronized
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, ...), any floating dtype."""
+        """Normalize ``x`` (B, C, ...), of any floating dtype."""
         if not self.training or self._sync_group is None or not _is_initialized():
             return super().forward(x)
         group = self._sync_group.group
@@ -147,15 +147,15 @@ class _Synced(nn.Module):
 
 
 class SyncedBatchNorm1d(_Synced, nn.BatchNorm1d):
-    """BatchNorm1d over the batches of all processes, made by :func:`convert_sync_batchnorm_`."""
+    """Normalize over the batches of all processes like BatchNorm1d; made by :func:`convert_sync_batchnorm_`."""
 
 
 class SyncedBatchNorm2d(_Synced, nn.BatchNorm2d):
-    """BatchNorm2d over the batches of all processes, made by :func:`convert_sync_batchnorm_`."""
+    """Normalize over the batches of all processes like BatchNorm2d; made by :func:`convert_sync_batchnorm_`."""
 
 
 class SyncedBatchNorm3d(_Synced, nn.BatchNorm3d):
-    """BatchNorm3d over the batches of all processes, made by :func:`convert_sync_batchnorm_`."""
+    """Normalize over the batches of all processes like BatchNorm3d; made by :func:`convert_sync_batchnorm_`."""
 
 
 _SYNCED: dict[type[nn.Module], type[nn.Module]] = {
@@ -176,7 +176,7 @@ def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, count
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Saves x, the weight, and the mean and inverse deviation of each channel.
+    """Normalize over all processes, saving x, the weight, and the mean and inverse deviation of each channel.
 
     Backward: dx = weight / deviation * (dy - mean of dy - x_hat * mean of dy * x_hat), the means over all processes;
     the gradients of weight and bias are those of this process, which DDP and FSDP average as any other.
@@ -218,7 +218,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _local_statistics(x: Tensor) -> Tensor:
-    """Mean and sum of squared deviations of each channel, and the values in a channel, (2 C + 1,)."""
+    """Return mean and sum of squared deviations of each channel, and the number of values in a channel, (2 C + 1,)."""
     channels = x.shape[1]
     count = x.numel() // channels
     if count == 0:
@@ -234,20 +234,21 @@ def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _combine(gathered: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (C,), biased variance (C,) and count () over all processes.
+    """Return mean (C,), biased variance (C,) and count () over all processes.
 
-    Chan et al. 1979, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf, eq. 2.1: deviations from
-    means, so that a deviation small beside the mean keeps its digits, as it would not in E[x^2] - E[x]^2.
+    Means and deviations from them are merged (Chan et al. 1979,
+    http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf, eq. 2.1), so that a deviation small beside the
+    mean keeps its digits, as it would not in E[x^2] - E[x]^2.
     """
     channels = x.shape[1]
     means, squares, counts = gathered.split([channels, channels, 1], dim=1)
     count = counts.sum()
-    if count.device.type == "cpu" and count <= 1:  # elsewhere it would wait for the device
+    if count.device.type == "cpu" and count <= 1:  # on other devices, reading it would wait
         raise ValueError(
             f"BatchNorm needs more than 1 value a channel in training over all processes; got {int(count)}, this "
             f"process having {tuple(x.shape)}"
         )
-    # from the first mean on, as sums of numbers far from zero lose digits
+    # sum differences from one of the means, since sums of numbers far from zero lose digits
     origin = means[counts.flatten().argmax()]
     mean = origin + ((means - origin) * counts).sum(0) / count.clamp(min=1)
     variance = (squares + counts * (means - mean).square()).sum(0) / count.clamp(min=1)
