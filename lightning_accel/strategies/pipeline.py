@@ -1,4 +1,4 @@
-"""A pipeline of stages: each process holds some of the layers, and micro-batches go through all of them."""
+"""Pipeline parallelism: each process holds some of the layers, and micro-batches pass through all of them."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,44 +49,47 @@ from lightning_accel.strategies.sync_batchnorm import (
 
 
 class PipelineStrategy(DDPStrategy):
-    """Train a module whose layers lie on several devices, with ``forward`` and the steps as written for one.
+    """Train a module whose layers lie on several devices, with ``forward`` and the steps written for one device.
 
-    The module says which of its submodules ``forward`` calls one after another: a method ``pipeline_layers(self)``
-    that returns them in order, such as ``[self.embedding, *self.blocks, self.norm, self.head]``. Without it, the items
-    of the one ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the parameters are taken. Each process runs the
-    module's own step on every micro-batch: its own layers compute, those of earlier stages give back what they gave
-    there, and the first call of a later one ends the step. What stands between the layers may be anything that does
-    not change outputs of layers in place; it runs on several stages. Parameters outside the layers, and those that
-    layers of several stages share, such as tied embeddings, are held by all; their gradients are summed.
+    The module declares which of its submodules ``forward`` calls one after another by a method
+    ``pipeline_layers(self)`` that returns them in order, such as ``[self.embedding, *self.blocks, self.norm,
+    self.head]``. Without it, the items of the one ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the
+    parameters are used. Each process runs the module's own step on every micro-batch: its own layers compute, those of
+    earlier stages return what they computed there, and the first call of a layer of a later stage ends the step. Code
+    between the layers may do anything except change outputs of layers in place; it runs on several stages. Parameters
+    outside the layers, and those that layers of several stages share, such as tied embeddings, are held by all stages;
+    their gradients are summed.
 
-    A loss that is a mean over rows is the one of the whole batch, and so are its gradients, clipped or not. What is
-    logged in a step is averaged over micro-batches (or reduced by its ``reduce_fx``) and known to all processes;
-    metrics are those of the last stage. ``validate``, ``test`` and ``predict`` take each batch whole, and all
-    processes get the results. Checkpoints are those of one process, both ways.
+    A loss that is a mean over samples equals that of the whole batch, and so do its gradients, clipped or not. Values
+    logged in a step are averaged over micro-batches (or reduced by their ``reduce_fx``) and known to all processes;
+    metrics are those of the last stage. ``validate``, ``test`` and ``predict`` run each batch in one piece, and all
+    processes get the results. Checkpoints are the same as those of one process, for saving and loading.
 
-    Random numbers that a step draws, such as noise, masks, mixing rates or time steps, are the same on all stages of a
-    pipeline and others in each micro-batch: from the global generators of torch, NumPy and Python, and from generators
-    that are attributes of the module or of a submodule outside the layers. A layer draws numbers of its own, whichever
-    stage it is on. Both follow from the state of the global generators where training begins, which the first stage
-    gives to the others; not from the seeds of the module's own generators. GPUs draw alike if they are of one kind.
+    Random numbers that a step draws, such as noise, masks, mixing rates or time steps, are equal on all stages of a
+    pipeline and differ between micro-batches: from the global generators of torch, NumPy and Python, and from
+    generators that are attributes of the module or of a submodule outside the layers. A layer draws numbers of its own,
+    whichever stage it is on. Both follow from the state of the global generators where training begins, which the first
+    stage sends to the others; not from the seeds of the module's own generators. GPUs must be of one kind to draw equal
+    numbers.
 
-    Differs from one process: a micro-batch draws other numbers than its rows would in the whole batch, BatchNorm sees
-    micro-batches (joined over pipelines by :class:`lightning_accel.strategies.SyncBatchNormPlugin`), and attributes
-    that a step counts up count micro-batches, those of the last stage in the checkpoint; earlier stages do not see what
-    a step does after their layers.
+    Differences from one process: a micro-batch draws other numbers than its samples would in the whole batch; BatchNorm
+    uses the statistics of micro-batches (over all pipelines with
+    :class:`lightning_accel.strategies.SyncBatchNormPlugin`); and attributes that count steps count micro-batches, those
+    of the last stage in the checkpoint. Earlier stages do not run what a step does after their layers.
 
     Args:
-        num_micro_batches: that each batch is split into along the first dimension of its tensors; the next smaller
-            number for a batch whose rows it does not divide. By default twice the stages of a pipeline.
-        schedule: ``gpipe``, ``1f1b``, or ``interleaved``, which takes two ``stages_per_rank`` or more.
-        split: layers of each stage, in order; by default such that the dearest stage is as cheap as can be, by the time
-            that layers take in a forward pass of the module's ``example_input_array``, or, if it has none, by their
-            parameters.
-        stages_per_rank: stage ``s`` is on process ``s % pipeline_size``.
-        data_parallel_size: pipelines that train on different batches; gradients are averaged once a step.
+        num_micro_batches: number of micro-batches into which each batch is split along the first dimension of its
+            tensors; the next smaller divisor if the number of samples is not a multiple of it. By default twice the
+            number of stages of a pipeline.
+        schedule: ``gpipe``, ``1f1b``, or ``interleaved``, which needs two ``stages_per_rank`` or more.
+        split: number of layers of each stage, in order; by default such that the most expensive stage costs as little
+            as possible, by the time of the layers in a forward pass of the module's ``example_input_array``, or, if it
+            has none, by their parameters.
+        stages_per_rank: number of stages of each process; stage ``s`` is on process ``s % pipeline_size``.
+        data_parallel_size: number of pipelines that train on different batches; gradients are averaged once a step.
         process_group_backend: by default that of the device.
-        timeout: of collectives.
-        start_method: of processes that Lightning starts: ``popen``, or ``spawn`` and ``fork`` (notebooks).
+        timeout: time limit of collectives.
+        start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:
         ValueError: if a number does not fit the others.
@@ -134,7 +137,7 @@ class PipelineStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``strategy="accel_pipeline"`` known to the Trainer."""
+        """Register the short name ``accel_pipeline`` with the Trainer."""
         if "accel_pipeline" not in strategy_registry:
             strategy_registry.register("accel_pipeline", cls, description="Layers split over processes in a pipeline")
 
@@ -142,7 +145,7 @@ class PipelineStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All stages of a pipeline read the same batches."""
+        """Return sampler arguments that give all stages of a pipeline the same batches."""
         assert self.device_mesh is not None
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
@@ -177,14 +180,14 @@ class PipelineStrategy(DDPStrategy):
     def _ranks(self) -> Ranks:
         assert self.device_mesh is not None
         group = objects = self.device_mesh.get_group("pipeline")
-        if dist.get_backend(group) != "gloo":  # objects in a group of their own, on the CPU, make no device wait
+        if dist.get_backend(group) != "gloo":  # objects use a group on the CPU, so that no device waits
             for members in self.device_mesh.mesh.tolist():
                 made = dist.new_group(members, backend="gloo", timeout=self._timeout)
                 objects = made if dist.get_rank() in members else objects
         return Ranks(group, objects, self.root_device)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over pipelines, unless a group is given: all stages of one hold equal numbers."""
+        """Reduce over pipelines, unless a group is given, since all stages of a pipeline hold equal numbers."""
         if not isinstance(tensor, Tensor):
             return tensor
         assert self.device_mesh is not None
@@ -199,7 +202,7 @@ class PipelineStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """On the CPU: the device need not hold the whole module."""
+        """Create tensors on the CPU, since a device need not hold the whole module."""
         with self.precision_plugin.tensor_init_context():
             yield
 
@@ -220,10 +223,10 @@ class PipelineStrategy(DDPStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.pipeline.random.align()  # loaders and hooks, which run on all stages, draw alike from here on
+        self.pipeline.random.align()  # loaders and hooks, which run on all stages, must draw equal numbers
 
     def _refuse(self, module: pl.LightningModule) -> None:
-        """What would go wrong later."""
+        """Reject modules and plug-ins that would fail during training."""
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} has automatic_optimization=False, but a pipeline runs forward and backward "
@@ -236,7 +239,7 @@ class PipelineStrategy(DDPStrategy):
             )
 
     def _split(self, module: pl.LightningModule) -> None:
-        """Keep the layers of this process, and what no layer holds; free the rest."""
+        """Keep the layers of this process, and parameters outside the layers; free the rest."""
         ranks = self._ranks()
         num_stages = ranks.size * self.stages_per_rank
         layers = find_layers(module, num_stages)
@@ -271,11 +274,11 @@ class PipelineStrategy(DDPStrategy):
         if module.example_input_array is None:
             return [float(num_parameters(layer)) for layer in layers]
         costs = measured_costs(module, layers) if self.is_global_zero else []
-        return self.broadcast(costs)  # two measurements differ, and all must split alike
+        return self.broadcast(costs)  # measurements differ between processes, but all must split alike
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._has_failed = True  # others may be gone, or wait elsewhere: from here on none is waited for
+        self._has_failed = True  # others may have ended or wait elsewhere, so do not wait for any of them
 
     def teardown(self) -> None:
         assert self.lightning_module is not None
@@ -295,7 +298,7 @@ class PipelineStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _hand_back(self, module: pl.LightningModule) -> None:
-        """Let the process that started this one, which is about to end, get whole weights."""
+        """Return full weights from ``module.state_dict``, for the parent process that started this one."""
         whole: Any = self._whole().of_module()
         module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
@@ -314,7 +317,7 @@ class PipelineStrategy(DDPStrategy):
         self._find_metrics()
 
     def _find_metrics(self) -> None:
-        """All stages of a pipeline hold equal states, so that metrics are joined over pipelines alone."""
+        """Find the metrics of the module, and synchronize them over pipelines alone, since stages hold equal states."""
         assert self.lightning_module is not None
         assert self.device_mesh is not None
         inside = {id(inner) for layer in self.pipeline.chain.layers for inner in layer.modules()}
@@ -327,7 +330,7 @@ class PipelineStrategy(DDPStrategy):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The stages, from ``setup`` on."""
+        """Return the pipeline, once ``setup`` has run."""
         assert self._pipeline is not None
         return self._pipeline
 
@@ -340,7 +343,7 @@ class PipelineStrategy(DDPStrategy):
             self._accumulating = False
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward pass of all micro-batches; the gradients are added when the loss is run backward."""
+        """Run forward and backward passes of all micro-batches; running the loss backward adds the gradients."""
         module = self.lightning_module
         assert module is not None
         parameters = [one for one in module.parameters() if one.requires_grad and not one.is_meta]
@@ -371,7 +374,7 @@ class PipelineStrategy(DDPStrategy):
         return torch.stack([one["loss"] if isinstance(one, dict) else one for one in losses]).detach().mean()
 
     def _loss_scale(self) -> float | Tensor:
-        """What Lightning multiplies the loss by before it is run backward."""
+        """Return the factor by which Lightning multiplies the loss before it is run backward."""
         assert self.lightning_module is not None
         scale = 1 / self.lightning_module.trainer.accumulate_grad_batches
         scaler = self._scaler()
@@ -419,14 +422,14 @@ class PipelineStrategy(DDPStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step on a whole batch; its result, on every process."""
+        """Run a step on a whole batch; return its result on every process."""
         module = self.lightning_module
         assert module is not None
         log = StepLog(module, self._metrics, self.pipeline)
         batch, *others = args or (kwargs.pop("batch"),)
         step = getattr(module, name)
         job = Job(name, [batch], lambda part: step(part, *others, **kwargs), partial(self._context, log, context))
-        # no tensors of inference mode: whether one is changed in place between the layers could not be seen
+        # no inference tensors: they have no version counter, by which in-place changes between the layers are detected
         with torch.inference_mode(False), torch.no_grad():
             self.pipeline.run(job)
             result, _ = log.share(job.results.get(0), [])
@@ -453,15 +456,15 @@ class PipelineStrategy(DDPStrategy):
         return WholeState(self.lightning_module, self.pipeline)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole, on the first process of each pipeline; empty on the others."""
+        """Return the full state dict on the first process of each pipeline, and an empty one on the others."""
         return self._whole().of_module()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole, on the first process of each pipeline; empty on the others."""
+        """Return the full optimizer state on the first process of each pipeline, and an empty dict on the others."""
         return self._whole().of_optimizer(getattr(optimizer, "optimizer", optimizer))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._pipeline is None or self._pipeline.module is not self.lightning_module:  # before setup splits it
+        if self._pipeline is None or self._pipeline.module is not self.lightning_module:  # not yet split by setup
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._whole().load_module(checkpoint["state_dict"], strict)
