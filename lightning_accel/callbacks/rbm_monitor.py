@@ -1,4 +1,4 @@
-"""How restricted Boltzmann machines of a module learn, in pictures. Shapes: B rows, V visible units, H hidden units."""
+"""Monitoring of restricted Boltzmann machines in figures. Shapes: B samples, V visible units, H hidden units."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,49 +19,52 @@ from lightning_accel.callbacks.rbm_pictures import RBMView, draw_rbm, picture_sh
 from lightning_accel.callbacks.samplings import samplings_of
 from lightning_accel.nn import RBM, ContrastiveDivergence
 
-_MOST_POINTS = 400  # of a curve; beyond, every second is left out
+_MOST_POINTS = 400  # of a curve; beyond that, every second is dropped
 
 
 class Rows(NamedTuple):
-    """Some rows of data, on the CPU."""
+    """Hold some samples of the data on the CPU."""
 
     values: Tensor  # (B, ...) at least float32
-    labels: Tensor | None  # (B,) of classes
+    labels: Tensor | None  # (B,) class indices
 
 
 class RBMMonitor(L.Callback):
     """Draw each restricted Boltzmann machine of a module, any that has :class:`~lightning_accel.nn.RBM`.
 
-    After validation and at the end, a picture of each goes to ``rbm_<name>.png`` in ``folder``, by the name of its
-    attribute, such as ``rbm_stack.rbms.0.png``, and to every logger that takes images (TensorBoard as ``rbm/<name>``):
+    After validation and at the end, a figure of each machine goes to ``rbm_<name>.png`` in ``folder``, by the name of
+    its attribute, such as ``rbm_stack.rbms.0.png``, and to every logger that takes images (TensorBoard as
+    ``rbm/<name>``):
 
-    - filters, what each hidden unit adds to the visible ones;
-    - means of the visible units given the chains of the module's
-      :class:`~lightning_accel.nn.ContrastiveDivergence`: an attribute, or a list with one for each machine;
-    - validation rows (training rows where none validate) and their reconstructions;
+    - filters, the contribution of each hidden unit to the visible ones;
+    - means of the visible units given the chains of the module's :class:`~lightning_accel.nn.ContrastiveDivergence`: an
+      attribute, or a list with one for each machine;
+    - validation samples (training samples if there is no validation) and their reconstructions;
     - a histogram of the mean activity of the hidden units;
-    - the mean free energy of validation rows less that of training rows, always the same: where it rises, the machine
-      overfits (Hinton 2012, A Practical Guide to Training Restricted Boltzmann Machines, section 6).
+    - the mean free energy of validation samples minus that of training samples, always the same ones: if it rises, the
+      machine overfits (Hinton 2012, A Practical Guide to Training Restricted Boltzmann Machines, section 6).
 
     That last number is logged as ``val/free_energy_gap/<name>``, by the first process alone, so that callbacks should
-    monitor it in runs of one process only.
+    monitor it only in runs of one process.
 
-    Rows are the first part of a batch (a tensor, tuple, list or dict), (B, ...) flattened to (B, V); for a machine with
-    label units the second part is the class. A machine with as many visible units as the one before it has hidden ones
-    is taken to stand above it: it gets that one's means, and its pictures are of what they stand for in the lowest.
+    Samples are the first part of a batch (a tensor, tuple, list or dict), (B, ...) flattened to (B, V); for a machine
+    with label units the second part is the class. A machine with as many visible units as the previous one has hidden
+    units is taken to be stacked on it: it gets the means of that one as input, and its figures show the corresponding
+    visible units of the lowest machine.
 
     Args:
-        folder: of the pictures, absolute, or relative to the run folder (the Trainer's ``log_dir``).
-        image_shape: of a row, such as (28, 28); by default that of batches (B, C, height, width) or (B, height, width),
-            else a square if there is one, else a line.
-        num_rows: how many training rows, the first of the run, and validation rows are compared; checkpoints hold the
-            training rows, so that a run that resumes goes on with the same.
-        every_n_validations: how often pictures are drawn, besides at the end; about half a second for each machine.
+        folder: folder of the figures, absolute, or relative to the run folder (the Trainer's ``log_dir``).
+        image_shape: shape of a sample, such as (28, 28); by default that of batches (B, C, height, width) or (B,
+            height, width), else a square if there is one, else a line.
+        num_rows: number of training samples, the first of the run, and of validation samples to compare; checkpoints
+            hold the training samples, so that a resumed run uses the same ones.
+        every_n_validations: draw figures every this number of validations, besides at the end; takes about half a
+            second for each machine.
 
     Raises:
         TypeError: before training, if the module has no RBM.
-        ValueError: if a number is below 1; before training, if ``image_shape`` fits no RBM, or if the strategy
-            keeps no whole weights (FSDP1).
+        ValueError: if a number is below 1; before training, if ``image_shape`` fits no RBM, or if the strategy flattens
+            the weights (FSDP1).
     """
 
     def __init__(
@@ -80,9 +83,9 @@ class RBMMonitor(L.Callback):
         self.image_shape = image_shape
         self.num_rows = num_rows
         self.every_n_validations = every_n_validations
-        self.gaps: dict[str, list[tuple[int, float]]] = {}  # by name; optimizer step, and nats
+        self.gaps: dict[str, list[tuple[int, float]]] = {}  # (optimizer step, nats) by name
         self._training: Rows | None = None
-        self._gathering = True  # training rows; no longer once they were compared, or an epoch is over
+        self._gathering = True  # collect training samples until they are compared, or an epoch is over
         self._validation: Rows | None = None
         self._num_validations = 0
         self._drawn_at: int | None = None
@@ -108,7 +111,7 @@ class RBMMonitor(L.Callback):
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin anew, or go on."""
+        """Reset the state for a new run, or keep that of a resumed one."""
         step = trainer.global_step
         if step == 0 or self._training is None:
             self._training, self._gathering, self._num_validations = None, True, 0
@@ -143,7 +146,7 @@ class RBMMonitor(L.Callback):
             self._validation = self._with(self._validation, batch)
 
     def _with(self, rows: Rows | None, batch: Any) -> Rows | None:
-        """Add rows of ``batch`` to ``rows``, up to ``num_rows``."""
+        """Add samples of ``batch`` to ``rows``, up to ``num_rows``."""
         missing = self.num_rows - (0 if rows is None else len(rows.values))
         more = _rows_of(batch, missing) if missing > 0 else None
         if rows is None or more is None:
@@ -173,7 +176,7 @@ class RBMMonitor(L.Callback):
                 self._draw(trainer, views, folder / self.folder)
 
     def _look(self, pl_module: L.LightningModule) -> dict[str, RBMView]:
-        """What is to be drawn, by name; every process has to call it, for weights that are sharded."""
+        """Return what to draw, by name; every process must call it, since weights may be sharded."""
         rbms = _named_rbms(pl_module)
         plain = {name: plain_copy(rbm) for name, rbm in rbms.items()}
         chains = dict(zip(rbms, _chains_of(list(rbms.values()), pl_module), strict=True))
@@ -244,7 +247,7 @@ def _named_rbms(module: L.LightningModule) -> dict[str, RBM]:
 
 
 def _rows_of(batch: Any, most: int) -> Rows | None:
-    """The first ``most`` rows of ``batch``: its first part, and the second if it holds a class for each."""
+    """Return the first ``most`` samples of ``batch``: its first part, and the second if it holds class indices."""
     batch = list(batch.values()) if isinstance(batch, Mapping) else batch
     parts = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, Sequence) else []
     values, labels = (*parts, None, None)[:2]
@@ -252,7 +255,7 @@ def _rows_of(batch: Any, most: int) -> Rows | None:
         return None
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     is_class = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
-    # a copy, for a view would keep the batch
+    # a copy, since a view would keep the batch in memory
     kept = labels[:most].to("cpu", torch.int64, copy=True) if isinstance(labels, Tensor) and is_class else None
     return Rows(values[:most].detach().to("cpu", dtype, copy=True), kept)
 
@@ -262,7 +265,7 @@ def _stands_on(rbm: RBM, lower: RBM) -> bool:
 
 
 def _ascend(rbms: Mapping[str, RBM], rows: Rows) -> dict[str, Tensor]:
-    """The rows (B, V) that reach each machine, by name, of those that they fit."""
+    """Return the inputs (B, V) of each machine that the samples fit, by name."""
     values = rows.values.flatten(1)
     seen: dict[str, Tensor] = {}
     below: RBM | None = None
@@ -280,7 +283,7 @@ def _ascend(rbms: Mapping[str, RBM], rows: Rows) -> dict[str, Tensor]:
 
 
 def _with_labels(state: Tensor, labels: Tensor | None, rbm: RBM) -> Tensor | None:
-    """``state`` beside the classes as label units, where ``rbm`` has some; None if there is no class for them."""
+    """Append one-hot classes to ``state`` if ``rbm`` has label units; return None if the classes do not fit."""
     if not rbm.num_labels:
         return state
     if labels is None or int(labels.min()) < 0 or int(labels.max()) >= rbm.num_labels:
@@ -289,9 +292,9 @@ def _with_labels(state: Tensor, labels: Tensor | None, rbm: RBM) -> Tensor | Non
 
 
 def _chains_of(rbms: Sequence[RBM], module: L.LightningModule) -> list[Tensor | None]:
-    """Hidden states (C, H) on the CPU of each machine's chains, None for those without."""
+    """Return the hidden states (C, H) of each machine's chains on the CPU, None for machines without."""
     trainings = samplings_of(module)
-    if len(trainings) != len(rbms):  # then a size has to tell which is whose
+    if len(trainings) != len(rbms):  # match them by size
         fitting = [[one for one in trainings if _fits(one, rbm)] for rbm in rbms]
         return [_states(ones[0]) if len(ones) == 1 else None for ones in fitting]
     return [_states(one) if _fits(one, rbm) else None for one, rbm in zip(trainings, rbms, strict=True)]
@@ -303,7 +306,7 @@ def _fits(training: ContrastiveDivergence, rbm: RBM) -> bool:
 
 def _states(training: ContrastiveDivergence) -> Tensor:
     assert training.chains is not None
-    chains = training.chains if training.chains.ndim == 2 else training.chains[0]  # the first temperature is 1
+    chains = training.chains if training.chains.ndim == 2 else training.chains[0]  # the first has temperature 1
     return chains.detach().to("cpu", torch.float64 if chains.dtype == torch.float64 else torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""A picture of a restricted Boltzmann machine. Shapes: B rows, C chains, V visible units, H hidden units, P pixels."""
+"""Figures of a restricted Boltzmann machine. Shapes: B samples, C chains, V visible, H hidden units, P pixels."""
 
 import copy
 import math
@@ -15,27 +15,27 @@ from torch.distributed.tensor import DTensor
 from lightning_accel.nn import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden
 
-_MOST_TILES = 64  # of a panel
+_MOST_TILES = 64  # per panel
 
 
 class RBMView(NamedTuple):
-    """What a picture shows: a machine, those below it in its stack, the lowest first, and what they saw."""
+    """Hold what a figure shows: a machine, those below it in its stack, the lowest first, and their data."""
 
     rbm: RBM
     below: list[RBM]
-    rows: Tensor | None  # (B, V) of data, as they reach the machine
-    pixels: Tensor | None  # (B, P) of the same data, as they reach the lowest; labels may follow
+    rows: Tensor | None  # (B, V) inputs of the machine
+    pixels: Tensor | None  # (B, P) inputs of the lowest machine for the same samples; labels may follow
     chains: Tensor | None  # (C, H) hidden states
 
 
 def plain_copy(rbm: RBM) -> RBM:
-    """A copy on the CPU of at least float32, without gradients, whole where parameters are sharded.
+    """Copy a machine to the CPU, in at least float32, without gradients, and gathered if it is sharded.
 
-    For sharded parameters, every process has to call it.
+    If parameters are sharded, every process must call it.
     """
     with torch.device("meta"):  # draws no random numbers
         plain = RBM(rbm.num_visible - rbm.num_labels, rbm.num_hidden, num_labels=rbm.num_labels)
-    # the memo is what deepcopy takes for copied
+    # tensors in the memo are used in place of copies
     memo: dict[int, Any] = {id(parameter): _whole(parameter) for parameter in rbm.visible_units.parameters()}
     plain.visible_units = copy.deepcopy(rbm.visible_units, memo)
     plain.hidden_units = rbm.hidden_units
@@ -51,7 +51,7 @@ def _whole(parameter: Tensor) -> nn.Parameter:
 
 
 def to_pixels(visible: Tensor, rbm: RBM, below: Sequence[RBM]) -> Tensor:
-    """Means of the lowest visible units, (B, P), of states (B, V) of those of ``rbm``; labels are left out."""
+    """Map visible states (B, V) of ``rbm`` to means of the lowest visible units, (B, P), without labels."""
     for lower in reversed(below):
         visible = lower.visible_units.mean(lower.visible_activation(_without_labels(visible, rbm)))
         rbm = lower
@@ -59,10 +59,10 @@ def to_pixels(visible: Tensor, rbm: RBM, below: Sequence[RBM]) -> Tensor:
 
 
 def filters(rbm: RBM, below: Sequence[RBM]) -> Tensor:
-    """What each hidden unit adds to the input of the lowest visible units, (H, P).
+    """Compute the contribution of each hidden unit to the input of the lowest visible units, (H, P).
 
-    Above the first machine, the linear combination of the filters below: Lee, Ekanadham and Ng 2008, Sparse Deep Belief
-    Net Model for Visual Area V2.
+    Above the first machine, it is the linear combination of the filters below: Lee, Ekanadham and Ng 2008, Sparse Deep
+    Belief Net Model for Visual Area V2.
     """
     weight = _without_labels(rbm.weight, rbm)
     for lower in reversed(below):
@@ -75,7 +75,7 @@ def _without_labels(states: Tensor, rbm: RBM) -> Tensor:
 
 
 def picture_shape(num_pixels: int, shape: Sequence[int] | None = None) -> tuple[int, int]:
-    """Height and width of ``num_pixels``: ``shape`` where it fits, with channels one below another, or a square."""
+    """Return height and width for ``num_pixels``: ``shape`` with stacked channels if it fits, or a square."""
     if shape is not None and len(shape) > 1 and math.prod(shape) == num_pixels:
         return num_pixels // shape[-1], shape[-1]
     side = math.isqrt(num_pixels)
@@ -83,7 +83,7 @@ def picture_shape(num_pixels: int, shape: Sequence[int] | None = None) -> tuple[
 
 
 def tile(pictures: np.ndarray, num_columns: int) -> np.ndarray:
-    """Pictures (N, height, width) side by side in rows of ``num_columns``, with a pixel of NaN between them."""
+    """Arrange images (N, height, width) in a grid with ``num_columns`` columns, separated by a pixel of NaN."""
     num, height, width = pictures.shape
     num_columns = max(1, min(num_columns, num))
     num_rows = -(-num // num_columns)
@@ -98,7 +98,7 @@ def tile(pictures: np.ndarray, num_columns: int) -> np.ndarray:
 def draw_rbm(
     view: RBMView, name: str, shape: tuple[int, int], steps: Sequence[int] = (), gaps: Sequence[float] = ()
 ) -> Figure:
-    """Filters, samples, reconstructions, activity of the hidden units, and the gap of free energies over training."""
+    """Draw filters, samples, reconstructions, hidden activity, and the free-energy gap over training."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{name}: {view.rbm.num_visible} visible, {view.rbm.num_hidden} hidden units", fontsize="medium")
@@ -137,7 +137,7 @@ def _draw_reconstructions(axis: Any, view: RBMView, shape: tuple[int, int]) -> N
     _title(axis, "rows of data, each over its reconstruction")
     columns = math.isqrt(2 * len(rows) - 1) + 1
     pairs = [torch.cat(pair) for pair in zip(pixels.split(columns), again.split(columns), strict=True)]
-    if len(pairs[-1]) < 2 * columns and len(pairs) > 1:  # a last row that is not full would mix the two
+    if len(pairs[-1]) < 2 * columns and len(pairs) > 1:  # an incomplete last pair would mix up the two
         pairs.pop()
     _show(axis, torch.cat(pairs), shape, columns=min(columns, len(rows)))
 
@@ -175,19 +175,19 @@ def _show(
     columns: int | None = None,
 ) -> None:
     if columns is None:
-        # as wide as high, for pictures of any shape
+        # choose columns so that the sheet is about square, for images of any shape
         columns = max(1, round(math.sqrt(len(states) * shape[0] / shape[1])))
     least, greatest = limits or _limits(states)
     sheet = tile(states.reshape(-1, *shape).numpy(), columns)
-    aspect = "equal" if max(sheet.shape) < 8 * min(sheet.shape) else "auto"  # long rows would be a thread
+    aspect = "equal" if max(sheet.shape) < 8 * min(sheet.shape) else "auto"  # long lines would be too thin
     axis.imshow(sheet, cmap=cmap, vmin=least, vmax=greatest, interpolation="nearest", aspect=aspect)
-    axis.set_facecolor("lightsteelblue")  # of what lies between
+    axis.set_facecolor("lightsteelblue")  # colour of the gaps
     axis.set_xticks([])
     axis.set_yticks([])
 
 
 def _limits(states: Tensor) -> tuple[float, float]:
-    """0 to 1, and wider where states are."""
+    """Return the colour range: 0 to 1, or wider if the states exceed it."""
     known = states[states.isfinite()]
     return (min(0.0, float(known.min())), max(1.0, float(known.max()))) if known.numel() else (0.0, 1.0)
 

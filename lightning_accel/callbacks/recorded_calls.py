@@ -1,4 +1,4 @@
-"""What submodules are called with and give while a step runs."""
+"""Recording of the inputs and outputs of submodules while a step runs."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -9,28 +9,28 @@ from torch import nn
 
 
 class Call(NamedTuple):
-    """One call of a module."""
+    """Hold the arguments and the output of one call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any  # with its graph
+    output: Any  # attached to its graph
 
 
 Calls = dict[str, list[Call]]
 
 
 class CallRecorder:
-    """Keeps the calls of submodules, but only in ``recording()``, and of each thread for itself."""
+    """Record the calls of submodules within ``recording()``, separately for each thread."""
 
     def __init__(self) -> None:
         self._here = threading.local()
         self._hooks: dict[str, tuple[nn.Module, Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CallRecorder":
-        return CallRecorder()  # of a copied module's hooks: nobody records with it
+        return CallRecorder()  # belongs to the hooks of a copied module, which are not recorded
 
     def watch(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Follow these submodules of ``module``, and no others; those that another took the place of, too."""
+        """Watch exactly these submodules of ``module``; call it again if submodules have been replaced."""
         wanted = {name: module.get_submodule(name) for name in names}
         for name, (watched, handle) in list(self._hooks.items()):
             if wanted.get(name) is not watched:
@@ -73,7 +73,7 @@ class _Hook:
 
 
 class _Around:
-    """A hook outside of what ``module.compile()`` compiles, which one inside would break up; copies do not have it."""
+    """Hook the call from outside of ``module.compile()``, since a hook inside would break the graph; not copied."""
 
     def __init__(self, module: Any, hook: _Hook) -> None:
         self.module, self.hook = module, hook
@@ -91,7 +91,7 @@ class _Around:
 
 
 def callable_parts(module: nn.Module) -> list[str]:
-    """Names of ``module`` ("") and its submodules with parameters, without what is inside of compiled ones."""
+    """Return the names of ``module`` ("") and its submodules with parameters, except those inside compiled ones."""
     names: list[str] = []
     closed: list[str] = []
     for name, one in module.named_modules():
@@ -104,6 +104,6 @@ def callable_parts(module: nn.Module) -> list[str]:
 
 
 def outermost(calls: Calls, module: nn.Module) -> str | None:
-    """Which of those called holds the most parameters; of equals, the one that holds the others."""
+    """Return the called module with the most parameters; among equals, the outermost."""
     sizes = {name: sum(one.numel() for one in module.get_submodule(name).parameters()) for name in calls}
     return max(sizes, key=lambda name: (sizes[name], -len(name)), default=None)

@@ -1,4 +1,4 @@
-"""The rest of a fit that was stopped, beginning with what was left to do when its checkpoint was written."""
+"""Continuation of a stopped fit, starting with what remained to do when its checkpoint was written."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ Moment = Literal["between epochs", "within a batch", "batch end", "validation", 
 
 
 def moment_of(trainer: L.Trainer) -> Moment:
-    """Return the part of a fit in which its counters stand, as it runs or as a checkpoint restored them."""
+    """Return the part of a fit that its counters are in, whether it runs or was restored from a checkpoint."""
     loop: Any = trainer.fit_loop
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
     if epochs.ready != epochs.started or not epochs.ready:
@@ -31,17 +31,17 @@ def moment_of(trainer: L.Trainer) -> Moment:
 
 
 class ResumedFit:
-    """Run a fit on from its checkpoint, in place of Lightning's ``fit_loop.run``.
+    """Continue a fit from its checkpoint, in place of Lightning's ``fit_loop.run``.
 
-    Lightning's own leaves out what stood between the checkpoint and the next batch: that step's row of metrics, the
-    validation that was due, the callbacks that had not had their turn, plateau schedulers at the end of the epoch; and
-    it may count the step of all further rows wrong. Here counters stay as they were saved, and the functions that
-    Lightning would have called bring the interrupted iteration to its end.
+    Lightning's own method skips what remained between the checkpoint and the next batch: the metrics row of that step,
+    a validation that was due, the remaining callbacks, plateau schedulers at the end of the epoch; and it may assign
+    wrong steps to all further rows. Here counters stay as they were saved, and the functions that Lightning would have
+    called complete the interrupted iteration.
 
     Args:
-        trainer: whose counters have been restored.
+        trainer: the Trainer with restored counters.
         moment: when the checkpoint was written.
-        kept: what ModelCheckpoint callbacks had done by then.
+        kept: state of the ModelCheckpoint callbacks at that moment.
     """
 
     def __init__(self, trainer: L.Trainer, moment: Moment, kept: KeptCheckpoints) -> None:
@@ -51,11 +51,11 @@ class ResumedFit:
         self.loop: Any = trainer.fit_loop
         self.batches: Any = self.loop.epoch_loop
         self.came_from = str(trainer.ckpt_path)
-        self._goes_on = moment != "between epochs"  # within an epoch
+        self._goes_on = moment != "between epochs"  # the fit continues within an epoch
         self._has_read = False
 
     def run(self) -> None:
-        """Do the rest; :meth:`count_back` has to be called when all hooks of the start have been."""
+        """Run the rest of the fit; :meth:`count_back` must be called after all hooks of the start."""
         loop = self.loop
         loop.setup_data()
         if loop.max_batches == 0 or self.trainer.limit_train_batches == 0:
@@ -88,23 +88,23 @@ class ResumedFit:
         loop.on_run_end()
 
     def _had_ended_within_an_epoch(self) -> bool:
-        """Whether max_steps or a callback ended the fit, which is given more now, before the last batch of an epoch."""
+        """Return whether max_steps or a callback had ended the fit before the last batch of an epoch."""
         epochs, progress = self.loop.epoch_progress.current, self.batches.batch_progress.current
         return progress.ready > 0 and epochs.started == epochs.ready and not self.batches._num_ready_batches_reached()
 
     @property
     def has_read_rows(self) -> bool:
-        """Whether batches of the epoch have been trained on, and more of it are to come."""
+        """Return whether batches of the epoch have been trained on and others remain."""
         return self._goes_on and self.batches.batch_progress.current.processed > 0 and not self.batches.done
 
     def count_back(self) -> None:
-        """Count as the loop does within the epoch, or before the next; an interrupted batch or validation is undone."""
+        """Restore the counters of the epoch, or before the next; undo an interrupted batch or validation."""
         epochs, progress = self.loop.epoch_progress, self.batches.batch_progress
         if not self._goes_on:
             _reset_to_completed(epochs)
         elif self.moment == "epoch end":
             _subtract_one(epochs, "processed")
-            epochs.current.completed = epochs.current.processed  # the loop's start has set it to the next epoch's
+            epochs.current.completed = epochs.current.processed  # the start of the loop has advanced it
         elif self.moment == "between epochs":
             _subtract_one(epochs, "processed", "completed")
         elif self.moment == "within a batch":
@@ -117,7 +117,7 @@ class ResumedFit:
                 setattr(seen.total, name, getattr(seen.total, name) - count)
 
     def _set_up_epoch_again(self) -> None:
-        """Call the hook of the epoch's start of those callbacks that set up there what no checkpoint restores."""
+        """Call ``on_train_epoch_start`` of callbacks that set up there what no checkpoint restores."""
         trainer = self.trainer
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]
@@ -130,12 +130,12 @@ class ResumedFit:
                 )
             if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
                 callback.on_train_epoch_start(trainer, trainer.lightning_module)
-        for group, rate in zip(groups, rates, strict=True):  # a scheduler that is made anew sets that of its first step
+        for group, rate in zip(groups, rates, strict=True):  # a new scheduler sets the rate of its first step
             group["lr"] = rate
 
     def _run_rest_of_epoch(self) -> None:
         loop, batches, fetcher = self.loop, self.batches, self.loop._data_fetcher
-        loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the hooks of the epoch's start have been called
+        loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # hooks of the epoch's start were called already
         loop.on_advance_start()
         loop.reset_restart_stage()
         batches.on_run_start(fetcher)
@@ -171,22 +171,22 @@ class ResumedFit:
         connector.update_train_step_metrics()
 
     def _finish_epoch(self) -> None:
-        """What is left of ``fit_loop.on_advance_end`` when callbacks save at the end of the epoch."""
+        """Complete ``fit_loop.on_advance_end`` from the point where callbacks save at the end of the epoch."""
         loop, batches, connector = self.loop, self.batches, self.trainer._logger_connector
         loop.epoch_progress.increment_processed()
         self.kept.finish(self.trainer, "on_train_epoch_end", came_from=self.came_from)
         connector.on_epoch_end()
         if batches._num_ready_batches_reached():
             batches.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        batches._batches_that_stepped -= 1  # as Lightning does, for the step of the row
+        batches._batches_that_stepped -= 1  # as Lightning does, for the step of the metrics row
         connector.update_train_epoch_metrics()
         batches._batches_that_stepped += 1
         loop.epoch_progress.increment_completed()
 
     def _has_begun_next_epoch(self) -> bool:
-        """Whether the loaders' iteration is that of the next epoch, where nothing of this one was left to read.
+        """Return whether the loaders' iteration is already that of the next epoch, with nothing of this one remaining.
 
-        A loader without a length is read to its end before the last batch is trained on; where it keeps its position
+        A loader without a length is read to its end before the last batch is trained on; if it restores its position
         itself, the first iteration after that is the next epoch's.
         """
         fetcher = self.loop._data_fetcher
@@ -196,7 +196,7 @@ class ResumedFit:
 
 
 def _reset_to_completed(progress: Any) -> None:
-    for counter in (progress.current, progress.total):  # Lightning's reset_on_restart leaves the totals
+    for counter in (progress.current, progress.total):  # Lightning's reset_on_restart does not reset totals
         counter.ready = counter.started = counter.processed = counter.completed
 
 

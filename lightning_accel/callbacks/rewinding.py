@@ -1,4 +1,4 @@
-"""Weights of an earlier step, to which a run goes back."""
+"""Storage of the weights of an earlier step, to rewind to."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning_accel.compress.prunable import clean_name
 
 
 class Rewinding:
-    """Copies of all parameters that train, on their devices, each process of what it holds."""
+    """Hold copies of all trainable parameters on their devices; each process holds its own shards."""
 
     def __init__(self) -> None:
         self.copies: dict[str, Tensor] = {}
@@ -21,7 +21,7 @@ class Rewinding:
         self.copies = {part.name: part.value.clone() for part in _parts(pl_module)}
 
     def rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Bring parameters back; what optimizers remember of a way that was not gone is forgotten."""
+        """Restore the parameters, and clear the optimizer states, which belong to later steps."""
         with torch.no_grad():
             for part in _parts(pl_module):
                 part.value.copy_(self.copies[part.name])
@@ -39,7 +39,7 @@ class Rewinding:
         self._loaded = state
 
     def attach(self, pl_module: L.LightningModule) -> None:
-        """Cut what was loaded as parameters are laid out now."""
+        """Shard the loaded copies like the current parameters."""
         if self._loaded:
             self.copies = {part.name: part.cut(self._loaded[part.name]) for part in _parts(pl_module)}
             self._loaded = {}

@@ -1,4 +1,4 @@
-"""Finds samplers that the Trainer would not use as they were meant."""
+"""Check for samplers that the Trainer would not use as intended."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from lightning_accel.strategies.batch_samplers import deals_rows, given_loaders,
 
 
 class SamplerCheck(L.Callback):
-    """Say, before training, what the Trainer would do to a loader's sampler without a word.
+    """Report, before training, what the Trainer would silently do to a loader's sampler.
 
-    It refuses a sampler of batches that Lightning would make anew, for several processes, from a wrong argument. It
-    warns of one whose ``set_epoch`` is never called, so that all epochs have one order, and of rows meant to come in
-    order that several processes would get shuffled. It looks at loaders given to ``fit`` and the like; what hooks
-    return, Lightning checks itself where it is made in the hook. ``ExactResume`` and the strategies of this package
-    refuse the same samplers, without the warnings.
+    It rejects a batch sampler that Lightning would rebuild from a wrong argument for several processes. It warns of one
+    whose ``set_epoch`` is never called, so that all epochs have the same order, and of unshuffled data that several
+    processes would get shuffled. It checks loaders given to ``fit`` and the like; loaders that hooks return are checked
+    by Lightning itself. ``ExactResume`` and the strategies of this package reject the same samplers, without the
+    warnings.
 
     Raises:
-        TypeError: in ``setup``, for such a sampler of batches.
+        TypeError: in ``setup``, for such a batch sampler.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

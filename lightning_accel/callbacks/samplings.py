@@ -1,4 +1,4 @@
-"""The contrastive divergences that a module trains with; they are no modules, so torch does not list them."""
+"""Search for the contrastive-divergence samplers of a module, which are no submodules that torch would list."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from lightning_accel.nn import ContrastiveDivergence
 
 
 def samplings_of(module: nn.Module) -> list[ContrastiveDivergence]:
-    """Find those that are attributes of ``module`` itself, or in lists, tuples and dicts that are."""
+    """Return the samplers among the attributes of ``module`` itself, also within lists, tuples and dicts."""
     return [one for value in vars(module).values() for one in _found_in(value)]
 
 

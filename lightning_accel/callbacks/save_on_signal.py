@@ -1,4 +1,4 @@
-"""A run that is told to stop saves first."""
+"""Saving of a checkpoint when the process receives a signal to stop."""
 
 import signal
 import threading
@@ -17,21 +17,21 @@ from lightning_accel.callbacks.fit_end import spare_fit
 
 
 class SaveOnSignal(L.Callback):
-    """On SIGTERM, save a checkpoint after the optimizer step that runs and end all processes with status 143.
+    """Save a checkpoint on SIGTERM, after the current optimizer step, and end all processes with status 143.
 
-    It is enough that one process gets the signal: they agree every ``every_n_steps`` optimizer steps, which costs one
-    reduction of one number. The file stands beside those of the ModelCheckpoint as ``signal-step=N.ckpt``, from which
-    ``fit --ckpt_path auto`` goes on. It is removed when the resumed run has written a later checkpoint. This callback
-    runs after all others, so that nothing that they do at the end of a batch is missing from it.
+    It suffices that one process gets the signal: they agree every ``every_n_steps`` optimizer steps, which costs one
+    reduction of one number. The file ``signal-step=N.ckpt`` is written beside those of the ModelCheckpoint, and ``fit
+    --ckpt_path auto`` resumes from it. It is removed when the resumed run has written a later checkpoint. This callback
+    runs after all others, so that the checkpoint includes what they do at the end of a batch.
 
-    It takes the place of Lightning's handler, which sends a broadcast from within the signal, between whichever
-    collectives run, and saves nothing. Under Slurm, Lightning's handler of the signal to requeue stays, and is called
-    after a step, on all processes, in place of in the middle of one.
+    It replaces Lightning's handler, which sends a broadcast from within the signal, between whichever collectives run,
+    and saves nothing. Under Slurm, Lightning's handler of the requeue signal stays, and is called after a step, on all
+    processes, instead of in the middle of one.
 
     Args:
-        every_n_steps: optimizer steps between two agreements; one process alone needs none. The grace before SIGKILL
-            (30 s under torchrun, Slurm's KillWait) must hold that many steps and the writing of a checkpoint.
-        stop_signals: names of further signals that mean the same, such as ``SIGUSR1``.
+        every_n_steps: optimizer steps between agreements; a single process needs none. The time before SIGKILL (30 s
+            under torchrun, Slurm's KillWait) must suffice for that many steps and for writing a checkpoint.
+        stop_signals: names of further signals to treat like SIGTERM, such as ``SIGUSR1``.
 
     Raises:
         ValueError: if ``every_n_steps`` is below 1 or a signal has another name.
@@ -48,7 +48,7 @@ class SaveOnSignal(L.Callback):
         self._received = 0
         self._requeue: Any = None
         self._requeue_signal = 0
-        self._files: dict[str, int] = {}  # of this run, and the steps that they were written at
+        self._files: dict[str, int] = {}  # files of this run, and the steps at which they were written
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._files = {}
@@ -57,14 +57,14 @@ class SaveOnSignal(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python gives signals to the main thread alone
+            return  # Python delivers signals to the main thread only
         self._received = 0
         environment = getattr(trainer.strategy, "cluster_environment", None)
         requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         self._requeue_signal = int(environment.requeue_signal or 0) if requeues else 0  # type: ignore[union-attr]
         self._requeue = signal.getsignal(self._requeue_signal) if self._requeue_signal else None
         for number in {*self._stop_signals, *({self._requeue_signal} - {0})}:
-            signal.signal(number, self._note)  # the Trainer puts back what was there before it began
+            signal.signal(number, self._note)  # the Trainer restores the previous handlers
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,7 +72,7 @@ class SaveOnSignal(L.Callback):
         steps, rest = divmod(batch_idx + 1, trainer.accumulate_grad_batches)
         last = batch_idx + 1 == trainer.num_training_batches
         if rest and not last:
-            return  # gradients that are being accumulated are in no checkpoint
+            return  # checkpoints do not hold gradients that are being accumulated
         self._remove_outdated(trainer)
         received = self._received
         if trainer.world_size > 1:
@@ -94,9 +94,9 @@ class SaveOnSignal(L.Callback):
         self._files = dict(state_dict["files"])
 
     def _remove_outdated(self, trainer: L.Trainer) -> None:
-        """Remove files older than a whole checkpoint that a ModelCheckpoint has written since."""
+        """Remove files that are older than a full checkpoint written by a ModelCheckpoint since."""
         keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        steps = [each._last_global_step_saved for each in keepers if not each.save_weights_only]  # has no public name
+        steps = [each._last_global_step_saved for each in keepers if not each.save_weights_only]  # no public access
         for file in [file for file, step in self._files.items() if step < max(steps, default=0)]:
             trainer.strategy.remove_checkpoint(file)
             del self._files[file]
@@ -106,7 +106,7 @@ class SaveOnSignal(L.Callback):
 
     def _obey(self, number: int, trainer: L.Trainer) -> None:
         if number == self._requeue_signal and callable(self._requeue):
-            self._requeue(number, None)  # saves, and asks Slurm to stop this job and start it again
+            self._requeue(number, None)  # saves, and asks Slurm to stop and restart this job
             return
         keeper = trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir

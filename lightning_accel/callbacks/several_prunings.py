@@ -1,4 +1,4 @@
-"""Several ``Pruning`` callbacks in one Trainer: whose state is whose, and that no weight has two of them."""
+"""Coordination of several ``Pruning`` callbacks in one Trainer: their states, and weights that two would prune."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,21 +10,21 @@ OneT = TypeVar("OneT", bound=L.Callback)
 
 
 def of_this_kind(trainer: L.Trainer, callback: OneT) -> list[OneT]:
-    """All callbacks of its class, in their order."""
+    """Return all callbacks of the class of ``callback``, in their order."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return [one for one in callbacks if isinstance(one, type(callback))]
 
 
 def names_of(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
-    """What tells callbacks that prune different parts of a module apart."""
+    """Return the excluded names, sorted, to tell callbacks apart that prune different parts of a module."""
     return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
 
 
 def require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
-    """Refuse masks beside the removal of channels, whose weights are others afterwards.
+    """Reject masks beside the removal of channels, which replaces the masked weights.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: if both are in one Trainer; the message says what to do instead.
     """
     if len({getattr(one, "structure", None) == "channel" for one in of_this_kind(trainer, callback)}) > 1:
         raise ValueError(
@@ -34,13 +34,13 @@ def require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
 
 
 def require_no_weight_of_others(weights: Mapping[str, Sequence[str]]) -> None:
-    """Refuse weights that two callbacks prune.
+    """Reject weights that two callbacks prune.
 
     Args:
-        weights: names of those that each callback prunes, by what is told of the callback.
+        weights: names of the weights that each callback prunes, by a description of the callback.
 
     Raises:
-        ValueError: with their names.
+        ValueError: if two callbacks prune a weight; the message names it.
     """
     owners: dict[str, str] = {}
     for shown, names in weights.items():
@@ -54,9 +54,10 @@ def require_no_weight_of_others(weights: Mapping[str, Sequence[str]]) -> None:
 
 
 def adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: dict[str, Any]) -> None:
-    """Give ``callback`` the state in a checkpoint that nobody claims, if it has none of its own, and there is one.
+    """Give ``callback`` the only unclaimed state in a checkpoint, if there is none of its own.
 
-    Such as one of a run with another ``exclude``: masks of weights that are not pruned now are refused later.
+    That may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
+    later.
     """
     claimed = {one.state_key for one in of_this_kind(trainer, callback)}
     left = [key for key in states if key.startswith(prefix) and key not in claimed]

@@ -1,4 +1,4 @@
-"""Saying what a run waits for when nothing happens any more."""
+"""Reports of what a run waits for when it makes no progress."""
 
 import logging
 import sys
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _log = logging.getLogger(__name__)
-_GRACE = 5.0  # seconds that other processes have to say that they wait, too
+_GRACE = 5.0  # seconds for other processes to report that they wait, too
 
 
 class StallMonitor(L.Callback):
-    """Warn when a run has stood still for a while, with what it was doing and which processes do not answer.
+    """Warn when a run makes no progress, with its current activity and the processes that do not answer.
 
-    The command line adds it. Where workers fetch batches, it names the loader and the worker that is waited for. Of
-    several processes, each that waits says so, and names those that do not: they are stopped, gone or busy. It warns
-    again after twice as long, and ends nothing: a collective operation ends by the ``timeout`` of the strategy, a
-    loader by its own (``DataLoader(timeout=SECONDS)``).
+    The command line adds it. If DataLoader workers fetch batches, it names the loader and the worker that the run waits
+    for. With several processes, each one that waits reports it, and names those that do not: they are stopped, gone or
+    busy. It warns again after twice as long, and ends nothing: a collective operation ends by the ``timeout`` of the
+    strategy, a loader by its own (``DataLoader(timeout=SECONDS)``).
 
     Warnings go to the logger of this module, which is shown on the terminal unless logging is set up otherwise.
 
@@ -60,12 +60,12 @@ class StallMonitor(L.Callback):
         self._stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_thread": None, "_ended": None}  # copies and other processes have their own
+        return self.__dict__ | {"_thread": None, "_ended": None}  # threads cannot be copied or sent
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _ended=threading.Event())
 
-    # ---- what the run is doing
+    # ---- current activity
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._note("fetching the first training batch")
@@ -121,11 +121,11 @@ class StallMonitor(L.Callback):
     def _note(self, doing: str) -> None:
         self._doing, self._since = doing, time.monotonic()
 
-    # ---- the thread that watches
+    # ---- watching thread
 
     def _stop(self) -> None:
         self._ended.set()
-        self._thread = None  # not waited for: it may be asking processes that do not answer
+        self._thread = None  # not joined, since it may be waiting for processes that do not answer
 
     def _watch(self, watched: int, ended: threading.Event) -> None:
         pause, since, asked = self.after_s, self._since, False
@@ -149,12 +149,12 @@ class StallMonitor(L.Callback):
         )
 
     def _name_silent(self, since: float, ended: threading.Event) -> None:
-        """Say to other processes that this one waits, and name those that do not say so."""
+        """Report to other processes that this one waits, and name those that do not report it."""
         silent: list[list[int]] = []
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         grace = min(self.after_s, _GRACE)
 
-        def ask() -> None:  # in a thread of its own: rank 0, which keeps the answers, may never answer
+        def ask() -> None:  # in a separate thread, since rank 0, which hosts the store, may never answer
             self._store().set(self._key(self._rank), self._doing)
             ended.wait(grace)
             silent.append([rank for rank in others if not self._store().check([self._key(rank)])])
@@ -174,7 +174,7 @@ class StallMonitor(L.Callback):
         return f"stall_monitor/{rank}"
 
     def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()  # it has no public name, and a collective would have to wait
+        return dist.distributed_c10d._get_default_store()  # no public access, and a collective would have to wait
 
 
 def _where(frame: FrameType | None) -> str:
@@ -193,7 +193,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _loader(batches: Any) -> str:
-    """Which loader, and which of its workers, as far as torch lets one see."""
+    """Describe the loader and the worker that is waited for, as far as torch exposes them."""
     name = type(getattr(batches, "_dataset", None)).__name__
     try:
         worker = batches._task_info[batches._rcvd_idx][0]

@@ -1,4 +1,4 @@
-"""The module that a student is taught by."""
+"""Loading and running of the teacher in distillation."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from lightning_accel.strategies.named_code import code_named_in
 
 
 class Teacher:
-    """A frozen module in evaluation mode, on each device that it is asked on.
+    """Run a frozen module in evaluation mode, on any device.
 
     Args:
-        module: is frozen.
-        features: names of submodules whose outputs are wanted.
+        module: the teacher, which gets frozen.
+        features: names of submodules whose outputs are recorded.
     """
 
     def __init__(self, module: nn.Module, features: Sequence[str] = ()) -> None:
@@ -35,12 +35,12 @@ class Teacher:
         self._copies: dict[torch.device, tuple[nn.Module, CallRecorder]] = {}
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move it to the student, and cast it where all parameters of the student are of one ``dtype``."""
+        """Move the teacher to the student's device, and to its ``dtype`` if all parameters of the student share one."""
         self.module.to(device, dtype) if dtype is not None else self.module.to(device)
         self.close()
 
     def run(self, call: Call, name: str, device: torch.device) -> tuple[Any, Calls]:
-        """What it gives for a call of the student's submodule ``name``, and what its features are."""
+        """Return the teacher's output for a call of the student's submodule ``name``, and its recorded features."""
         if device not in self._copies:
             module = self.module if not self._copies else copy.deepcopy(self.module).to(device)
             recorder = CallRecorder()
@@ -63,7 +63,7 @@ class Teacher:
         return module
 
     def release(self) -> None:
-        """Leave the module as it was given."""
+        """Restore modes and ``requires_grad`` of the module."""
         self.close()
         modes, trainable = self._before
         for module, mode in modes:
@@ -78,10 +78,10 @@ class Teacher:
 
 
 def load_teacher(path: str | PathLike[str]) -> L.LightningModule:
-    """The LightningModule of a checkpoint that names its class, as those of a command line do; without pickle.
+    """Load the LightningModule of a checkpoint that names its class, as the command line writes it; without pickle.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such file.
         ValueError: if it names no class, or one that is not imported.
     """
     settings = _read(path).get("hyper_parameters", {})
@@ -106,8 +106,8 @@ def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
     """Load a checkpoint of a Trainer, or a file of weights alone, into ``module``; without pickle.
 
     Raises:
-        FileNotFoundError: if there is none.
-        RuntimeError: naming what does not fit.
+        FileNotFoundError: if there is no such file.
+        RuntimeError: if names or shapes differ; the message lists them.
     """
     content = _read(path)
     module.load_state_dict(content.get("state_dict", content))
@@ -123,7 +123,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Sizes that submodules keep beside their weights, such as ``groups`` of a convolution, as plain values."""
+    """Return the sizes that submodules hold beside their weights, such as ``groups`` of a convolution."""
     return {
         name: {key: value for key, value in vars(one).items() if _is_size(key, value)}
         for name, one in module.named_modules()
@@ -131,8 +131,8 @@ def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def restore_(module: nn.Module, state: Mapping[str, torch.Tensor], plan: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the ``state`` of a module of the same parts, whose shapes may have been others, as ``plan_of`` it tells."""
-    made: dict[int, torch.Tensor] = {}  # by the tensor that it takes the place of, which may be in several places
+    """Load the ``state`` of the same modules in other shapes, after setting the sizes in ``plan`` from ``plan_of``."""
+    made: dict[int, torch.Tensor] = {}  # by the id of the tensor that it replaces, which may be shared
     for name, one in module.named_modules():
         if name in plan:
             vars(one).update(plan[name])

@@ -1,4 +1,4 @@
-"""What each process holds of a weight, under any strategy, and the same of a weight as a whole."""
+"""Access to the shard of a weight on this process, under any strategy, and to the whole weight."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 class WeightPart:
-    """The part of a weight that this process holds: all of it, a shard, or nothing (a stage of a pipeline).
+    """Represent the part of a weight on this process: all of it, a shard, or nothing (in a pipeline).
 
     Args:
-        name: of the weight.
-        weight: as laid out by the strategy; on the meta device where another process holds it.
-        input_dim: of the weight.
-        module: that holds it.
+        name: name of the weight.
+        weight: the weight as the strategy shards it; on the meta device if another process holds it.
+        input_dim: input dimension of the weight.
+        module: the module that holds it.
 
     Raises:
-        TypeError: if it is split in a way other than into blocks along dimensions.
+        TypeError: if it is sharded in another way than into blocks along dimensions.
     """
 
     def __init__(self, name: str, weight: nn.Parameter, input_dim: int, module: nn.Module) -> None:
@@ -31,7 +31,7 @@ class WeightPart:
         self.shape = tuple(weight.shape)
         self.numel = weight.numel()
         self.is_held = not weight.is_meta
-        self.counts = self.is_held  # where several processes hold the same, one of them counts it
+        self.counts = self.is_held  # among processes that hold the same values, only one counts them
         self.offsets = [0] * weight.ndim
         self.is_split = isinstance(weight, DTensor) and any(isinstance(one, Shard) for one in weight.placements)
         if isinstance(weight, DTensor):
@@ -57,29 +57,29 @@ class WeightPart:
 
     @property
     def is_split_along_input(self) -> bool:
-        """Whether what a unit reads is spread over processes."""
+        """Return whether the inputs of a unit are sharded over processes."""
         return isinstance(self.weight, DTensor) and any(
             isinstance(one, Shard) and one.dim % len(self.shape) == self.input_dim for one in self.weight.placements
         )
 
     @property
     def value(self) -> Tensor:
-        """What is held, sharing memory with the weight."""
+        """Return the local shard, sharing memory with the weight."""
         return local(self.weight.detach())
 
     def gradient(self) -> Tensor | None:
-        """What is held of the gradient, sharing memory with it."""
+        """Return the local shard of the gradient, sharing memory with it."""
         gradient: Any = self.weight.grad
         if gradient is None:
             return None
         if isinstance(gradient, DTensor) and isinstance(self.weight, DTensor):
-            if gradient.placements != self.weight.placements:  # autograd may have chosen others
+            if gradient.placements != self.weight.placements:  # autograd may choose other ones
                 self.weight.grad = gradient = gradient.redistribute(placements=self.weight.placements)
             return gradient.to_local()
         return gradient
 
     def to_whole(self, positions: Tensor) -> Tensor:
-        """Positions in what is held, to those in the whole weight."""
+        """Convert flat positions in the local shard to those in the whole weight."""
         shape = self.value.shape
         if tuple(shape) == self.shape:
             return positions
@@ -92,21 +92,21 @@ class WeightPart:
         return result
 
     def places(self) -> Tensor:
-        """Of each element that is held, its place in the whole weight."""
+        """Return the flat position in the whole weight of each element of the local shard."""
         value = self.value
         return self.to_whole(torch.arange(value.numel(), device=value.device)).view(value.shape)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The part of ``whole`` that is held here."""
+        """Return the local shard of ``whole``."""
         value = self.value
         for dim, (offset, length) in enumerate(zip(self.offsets, value.shape, strict=True)):
             whole = whole.narrow(dim, offset, length)
         return whole.to(value.device).contiguous()
 
     def gather(self, part: Tensor | None, holder: int | None, device: torch.device) -> Tensor:
-        """The whole that ``part``, of what is held, is of; on the CPU of each process, all of which call it.
+        """Gather the whole tensor of which ``part`` is the local shard, on the CPU; all processes must call it.
 
-        ``holder`` is the process to take it from where some hold nothing.
+        ``holder`` is the process to broadcast from if some processes hold nothing.
         """
         if isinstance(self.weight, DTensor) and part is not None:
             layout: dict[str, Any] = {"shape": self.weight.shape, "stride": _strides(self.shape), "run_check": False}
@@ -124,12 +124,12 @@ class WeightPart:
 
 
 def local(value: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """Return the local shard of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def find_holders(parts: Sequence[WeightPart], device: torch.device) -> list[int]:
-    """The first process that holds each of ``parts``; all call it. The others do not count what they hold."""
+    """Find the first process that holds each of ``parts``, and let only that one count them; all must call it."""
     rank = dist.get_rank()
     firsts = torch.tensor([rank if part.is_held else dist.get_world_size() for part in parts], device=device)
     dist.all_reduce(firsts, dist.ReduceOp.MIN)
@@ -145,7 +145,7 @@ def num_processes(trainer: L.Trainer) -> int:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Eight elements of a bool tensor in each byte.
+    """Pack eight elements of a bool tensor into each byte.
 
     >>> pack_bits(torch.tensor([True, False, True]))
     tensor([5], dtype=torch.uint8)
@@ -156,7 +156,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The bool tensor of ``shape`` that :func:`pack_bits` was given.
+    """Restore the bool tensor of ``shape`` that :func:`pack_bits` packed.
 
     >>> unpack_bits(torch.tensor([5], dtype=torch.uint8), (3,))
     tensor([ True, False,  True])

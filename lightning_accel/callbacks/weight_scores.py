@@ -1,4 +1,4 @@
-"""How important weights are: from the weights, from their gradients in all steps, or from what their layers read."""
+"""Importance scores of weights, from the weights, their gradients or the inputs of their layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,18 +19,18 @@ _SHOWS_INPUT = nn.Linear, nn.modules.conv._ConvNd
 
 
 class WeightScores:
-    """Scores of the weights, of which the lowest are pruned.
+    """Compute the scores of weights; the lowest are pruned.
 
     ``movement`` sums -weight * gradient over steps (Sanh et al. 2020, https://arxiv.org/abs/2005.07683, eq. 4, without
     the learning rate); ``taylor`` sums (weight * gradient)**2 over the steps since weights were last pruned (Molchanov
-    et al. 2019, https://arxiv.org/abs/1906.10771, eq. 8); ``wanda`` is |weight| times the root mean square of the
-    input that it meets, since weights were last pruned (Sun et al. 2023, https://arxiv.org/abs/2306.11695, eq. 1).
+    et al. 2019, https://arxiv.org/abs/1906.10771, eq. 8); ``wanda`` is |weight| times the root mean square of its input
+    since weights were last pruned (Sun et al. 2023, https://arxiv.org/abs/2306.11695, eq. 1).
     """
 
     def __init__(self, options: StructureOptions) -> None:
         self.options = options
         self.criterion = options.criterion
-        self._sums: dict[str, Tensor] = {}  # of gradients, of the part that is held
+        self._sums: dict[str, Tensor] = {}  # of gradient terms, for the local shard
         self._inputs: dict[str, InputSum] = {}
         self._parts: list[WeightPart] = []
         self._device = torch.device("cpu")
@@ -56,7 +56,7 @@ class WeightScores:
         self._has_ranks = num_processes(trainer) > 1
         mesh = getattr(trainer.strategy, "device_mesh", None)
         names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-        if "pipeline" in names and mesh is not None:  # each stage has layers of its own
+        if "pipeline" in names and mesh is not None:  # each stage has other layers
             self._group = mesh["data_parallel"].get_group()
         held = [part for part in parts if part.is_held]
         if self.criterion in ("movement", "taylor"):
@@ -77,7 +77,7 @@ class WeightScores:
         self._handles = []
 
     def forget(self) -> None:
-        """Weights were pruned: begin anew what is measured since."""
+        """Reset what is measured since weights were last pruned."""
         if self.criterion == "taylor":
             for value in self._sums.values():
                 value.zero_()
@@ -85,7 +85,7 @@ class WeightScores:
             one.sums = None
 
     def add_gradients(self, trainer: L.Trainer, parts: Sequence[WeightPart], optimizer: Optimizer) -> None:
-        """Of a step that is about to be taken; one whose gradients are not finite, which AMP skips, adds nothing."""
+        """Add the gradients of a step; one with gradients that are not finite, which AMP skips, adds nothing."""
         if not self._sums:
             return
         products = {}
@@ -106,7 +106,7 @@ class WeightScores:
             sums += torch.where(finite.to(sums.device) > 0, product / scale, 0)
 
     def of(self, part: WeightPart, number: int) -> Tensor:
-        """Scores of what this process holds of a weight, float32."""
+        """Return the scores of the local shard of a weight, float32."""
         if self.criterion in ("movement", "taylor"):
             return self._sums[part.name]
         value = part.value
@@ -121,7 +121,7 @@ class WeightScores:
         return value
 
     def state_dict(self, whole: Callable[[int, Tensor | None], Tensor]) -> dict[str, Any]:
-        """Sums of gradients of whole weights, and sums of inputs of each process; all processes call it."""
+        """Return sums of gradients, gathered, and sums of inputs of each process; all processes must call it."""
         names = [part.name for part in self._parts]
         gradients = {}
         if self.criterion in ("movement", "taylor"):
@@ -141,7 +141,7 @@ class WeightScores:
         return torch.stack(gathered).cpu()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After :meth:`attach`."""
+        """Restore a state; call it after :meth:`attach`."""
         for part in self._parts:
             if part.name in self._sums and part.name in state["gradients"]:
                 self._sums[part.name] = part.cut(state["gradients"][part.name])
@@ -153,11 +153,11 @@ class WeightScores:
 
 
 class InputSum:
-    """A forward pre-hook that sums the squares of what a layer reads, by input."""
+    """Sum the squares of a layer's inputs, per input, in a forward pre-hook."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sums: Tensor | None = None  # (inputs + 1,) float64: of squares, and how many rows there were
+        self.sums: Tensor | None = None  # (inputs + 1,) float64: sums of squares, then the number of rows
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training:
@@ -170,7 +170,7 @@ class InputSum:
         self.sums = squares if self.sums is None else self.sums + squares
 
     def root_mean_square(self, part: WeightPart, total: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of what each weight meets, in a shape that multiplies with the part that is held."""
+        """Return the root mean square of each weight's input, in a shape that multiplies with the local shard."""
         size = num_inputs(part)
         sums = (
             torch.zeros(size + 1, dtype=torch.float64, device=self.device) if self.sums is None else self.sums.clone()
@@ -178,7 +178,7 @@ class InputSum:
         sums = total(sums)
         if bool(sums[-1] > 0):
             root = (sums[:-1] / sums[-1]).sqrt().float()
-        else:  # the layer was not called; or it was compiled in an earlier run of this process, without hooks
+        else:  # the layer was not called, or was compiled without hooks in an earlier run of this process
             rank_zero_warn(
                 f"wanda saw no input of {part.name}, and takes its inputs for equal; another criterion sees it"
             )
@@ -196,15 +196,15 @@ class InputSum:
 
 
 def num_inputs(part: WeightPart) -> int:
-    """What a layer reads, of a linear layer or a convolution."""
+    """Return the number of inputs of a linear layer or a convolution."""
     return part.shape[part.input_dim] * (getattr(part.module, "groups", 1) if part.input_dim else 1)
 
 
-_IN_ATTENTION = (nn.modules.linear.NonDynamicallyQuantizableLinear,)  # whose forward attention does not call
+_IN_ATTENTION = (nn.modules.linear.NonDynamicallyQuantizableLinear,)  # attention does not call its forward
 
 
 def _scale_of(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """What gradients are still scaled by: fused optimizers unscale them in their step."""
+    """Return the scale still in the gradients: fused optimizers unscale them in their step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return 1.0

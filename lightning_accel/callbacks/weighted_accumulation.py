@@ -1,4 +1,4 @@
-"""Gradients of losses that are not means over equally many samples."""
+"""Gradient accumulation weighted by the number of elements that each loss averages over."""
 
 import math
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from lightning_accel.strategies import PipelineStrategy
 
 
 class WeightedAccumulation(L.Callback):
-    """Weigh each micro-batch and process by what its loss is a mean over, such as tokens that are not padding.
+    """Weigh each micro-batch and process by the number of elements its loss averages over, such as non-padding tokens.
 
     ``training_step`` returns ``{"loss": mean_loss, "weight": tokens}``. The gradient of an optimizer step is then
-    sum(weight * gradient) / sum(weight) over its micro-batches and processes, as of one batch that holds them all; the
-    Trainer alone gives each micro-batch and process the same say. Where the weight is 0, the loss must be finite still:
+    sum(weight * gradient) / sum(weight) over its micro-batches and processes, as for a single batch of them all; the
+    Trainer alone weighs all micro-batches and processes equally. If the weight is 0, the loss must still be finite:
     divide by ``tokens.clamp(min=1)``.
 
-    It works with every strategy that averages gradients over processes, and with a gradient scaler. It costs a sum of
-    one number over processes, and a pass over the gradients, in each optimizer step; clipping, and callbacks after this
-    one, see the right gradient. It never waits for the device.
+    It works with every strategy that averages gradients over processes, and with a gradient scaler. In each optimizer
+    step it costs a reduction of one number over processes, and a pass over the gradients; clipping, and callbacks after
+    this one, see the final gradient. It never waits for the device.
 
     Raises:
-        TypeError: before training, if the module optimizes by hand, or under ``accel_pipeline``; at the first step, if
+        TypeError: before training, with manual optimization or under ``accel_pipeline``; at the first step, if
             ``training_step`` returns no weight.
         ValueError: if a weight is not a single number, or one on the CPU is negative or not finite.
     """
@@ -35,10 +35,10 @@ class WeightedAccumulation(L.Callback):
         self.unit: float | None = None  # a power of 2 near the first weights
         self._strategy: Any = None
         self._weight: Tensor | None = None
-        self._total: Tensor | None = None  # of this optimizer step, in this process, in units
+        self._total: Tensor | None = None  # of this optimizer step in this process, in multiples of unit
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Read the weight where every strategy passes it on: the hooks of a callback see it after backward only."""
+        """Wrap the strategy's ``training_step`` to read the weight, which callback hooks see only after backward."""
         if not pl_module.automatic_optimization:
             raise TypeError(
                 f"WeightedAccumulation needs automatic optimization, but {type(pl_module).__name__} optimizes by hand; "
@@ -64,10 +64,10 @@ class WeightedAccumulation(L.Callback):
         assert self._weight is not None
         if self.unit is None:
             self.unit = _power_of_2(trainer.strategy.reduce(self._weight.clone(), reduce_op="mean").item())
-        # A power of 2 changes no digit of a gradient. It keeps fp16 gradients, and compressed ones, in range.
+        # A power of 2 leaves all digits of a gradient unchanged, and keeps fp16 and compressed gradients in range.
         weight = self._weight / self.unit
         self._total = weight if self._total is None else self._total + weight
-        if loss.requires_grad:  # else backward tells what is wrong
+        if loss.requires_grad:  # else backward raises the error
             loss.register_hook(lambda gradient: (gradient * weight).to(gradient.dtype))
 
     @torch.no_grad()
@@ -78,14 +78,14 @@ class WeightedAccumulation(L.Callback):
             return
         total = trainer.strategy.reduce(self._total, reduce_op="sum")
         self._total = None
-        # the Trainer has divided by the micro-batches, and the strategy by the processes
+        # the Trainer has divided by the number of micro-batches, and the strategy by that of processes
         shares = trainer.accumulate_grad_batches * trainer.world_size
         factor = torch.where(total > 0, shares / total, 0.0)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradient = parameter.grad
-                    # not by way of DTensor, which takes longer than the product
+                    # DTensor's own multiplication has more overhead than the product
                     (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
