@@ -1,6 +1,6 @@
-"""Plug-ins for PyTorch Lightning: layers, modules, callbacks and data that make a run faster, bigger or smaller.
+"""Layers, models, data, callbacks and strategies for PyTorch Lightning, for faster, larger and compressed models.
 
-Importing the package loads nothing else, torch included; each public name is imported when it is first used.
+Importing the package imports nothing else, not even torch; each public name is imported on first use.
 """
 
 from importlib import import_module
@@ -76,7 +76,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Not a package but a module of it where that imports scikit-learn or torch_geometric, which take seconds.
+# The value is a module instead of a package where the package would import scikit-learn or torch_geometric, which takes
+# seconds.
 _PACKAGE_OF = {
     "AccelDDPStrategy": "strategies",
     "AddRelationalTriples": "data.relational_transform",

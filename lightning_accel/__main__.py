@@ -1,4 +1,4 @@
-"""``python -m lightning_accel``; what needs no torch is answered before torch is imported."""
+"""Entry point of ``python -m lightning_accel``; requests that need no torch are answered without importing it."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with short errors, a run folder that keeps every config, and checkpoints by name."""
+"""Command line: LightningCLI with short errors, a run folder with every config, and checkpoints by name."""
 
 from lightning_accel.cli.command import AccelCLI, run
 

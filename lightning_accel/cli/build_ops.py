@@ -1,4 +1,4 @@
-"""``lightning-accel build-ops``: native kernels built ahead of their first use."""
+"""Subcommand ``lightning-accel build-ops``, which builds native kernels before their first use."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ folder that LIGHTNING_ACCEL_CACHE names; where they are there already, say where
 
 
 def build_ops(targets: Sequence[str]) -> int:
-    """Build for each of ``targets``, tell how it went, and return the exit status."""
+    """Build the kernels for each of ``targets``, print the results, and return the exit status."""
     if "-h" in targets or "--help" in targets:
         print(_HELP, end="")
         return 0

@@ -1,4 +1,4 @@
-"""Checkpoints that a command line names."""
+"""Checkpoints given on the command line."""
 
 import pickle
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from lightning_accel.strategies.checkpoint_reading import read_checkpoint, requi
 from lightning_accel.strategies.named_code import code_named_in
 from lightning_accel.strategies.sharded_metadata import METADATA, REST, refused_object
 
-_MOST_NAMED = 5  # tensors or settings that a message names
+_MOST_NAMED = 5  # tensors or settings listed in a message
 
 
 class Checkpoint:
-    """A Lightning checkpoint on disk, read to check that it fits before a run starts."""
+    """Hold a Lightning checkpoint from disk, to check that it fits before a run starts."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path = path
@@ -28,10 +28,10 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: str, weights_only: bool | None = None) -> "Checkpoint | None":
-        """Read ``path``; None for what the Trainer resolves itself: keywords, remote files, sharded folders.
+        """Read ``path``; return None for what the Trainer resolves itself: keywords, remote files, sharded folders.
 
         Raises:
-            UsageError: if it is not there, not whole, or not a Lightning checkpoint.
+            UsageError: if the file is missing, damaged, or not a Lightning checkpoint.
         """
         file = Path(path)
         if path in ("auto", "best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:"):
@@ -56,10 +56,10 @@ class Checkpoint:
         return cls(file, content)
 
     def model_config(self) -> dict[str, Any] | None:
-        """Return the model's class and arguments as a config, if the checkpoint was made by a command line.
+        """Return the model's class and arguments as a config, if the command line wrote the checkpoint.
 
         Raises:
-            UsageError: if they name code that is not imported yet: no checkpoint has it imported by being read.
+            UsageError: if they name code that is not imported yet, since reading a checkpoint must not import anything.
         """
         settings = {k: v for k, v in self.content.get("hyper_parameters", {}).items() if k != "_instantiator"}
         if "_class_path" not in settings:
@@ -73,19 +73,19 @@ class Checkpoint:
         return {"class_path": settings.pop("_class_path"), "init_args": settings}
 
     def schedule_length(self) -> int | None:
-        """The ``total_steps`` of the first scheduler, if it has a fixed length."""
-        states = self.content.get("lr_schedulers") or [{}]  # none where weights alone were saved
+        """Return the ``total_steps`` of the first scheduler, if it has a fixed length."""
+        states = self.content.get("lr_schedulers") or [{}]  # missing from checkpoints of weights alone
         return states[0].get("total_steps")
 
     def require_fits(self, model: L.LightningModule) -> None:
-        """Compare names and shapes with those of ``model``, as far as they are settled before it is set up.
+        """Check names and shapes against those of ``model``, as far as they are known before its setup.
 
-        Settings that differ and still fit are told, since they are used in place of the checkpoint's.
+        Settings that differ but still fit are reported, since the config's override the checkpoint's.
 
         Raises:
-            UsageError: naming what differs, tensors and settings.
+            UsageError: if names or shapes differ; the message lists tensors and settings.
         """
-        if _overrides(model, "on_load_checkpoint"):  # it may mend any difference
+        if _overrides(model, "on_load_checkpoint"):  # the hook may resolve any difference
             return
         saved, own = self.content["state_dict"], model.state_dict()
         problems = [
@@ -96,7 +96,7 @@ class Checkpoint:
         if model.strict_loading:
             problems += [f"the checkpoint has no {name}" for name in own.keys() - saved.keys()]
         if model.strict_loading and not (_overrides(model, "configure_model") or _overrides(model, "setup")):
-            # neither adds layers
+            # neither hook can add layers
             problems += [f"the model has no {name}" for name in saved.keys() - own.keys()]
         if problems:
             raise UsageError(
@@ -116,7 +116,7 @@ class Checkpoint:
         lines = [
             f"{name.lstrip('_')}: {saved[name]!r} in the checkpoint, {now[name]!r} in the model"
             for name in saved.keys() & now.keys()
-            if saved[name] != now[name] and None not in (saved[name], now[name])  # None: taken from the datamodule
+            if saved[name] != now[name] and None not in (saved[name], now[name])  # None: set by the datamodule
         ]
         return _shortened(sorted(lines))
 
@@ -126,11 +126,11 @@ def find_checkpoint(
 ) -> tuple[str, str]:
     """Find the ``best`` or the ``last`` checkpoint of the newest run of ``model`` under the folders of the loggers.
 
-    The best is the one that a ModelCheckpoint with a ``monitor`` named so in the newest file, or the only one.
-    Checkpoints that name another class than the model's are passed over.
+    The best is the one that a ModelCheckpoint with a ``monitor`` recorded in the newest file, or the only one.
+    Checkpoints of another class than the model's are skipped.
 
     Returns:
-        The path, and what it is: ``best``, or ``last`` also where the run monitored nothing.
+        the path, and its kind: ``best``, or ``last`` if the run monitored nothing.
 
     Raises:
         UsageError: if there is none, or the files do not say which is the best.
@@ -158,7 +158,7 @@ def find_checkpoint(
     keeping = [state for key, state in states.items() if key.startswith("ModelCheckpoint") and state["best_model_path"]]
     for state in sorted(keeping, key=lambda state: state["monitor"] is None):
         best = Path(state["best_model_path"])
-        for file in (best, newest.with_name(best.name)):  # the second where the folder has been moved
+        for file in (best, newest.with_name(best.name)):  # the second in case the folder was moved
             if file.exists():
                 return str(file), "best" if state["monitor"] else "last"
     if (beside := [file for file in files if file.parent == newest.parent]) == [newest]:
@@ -170,7 +170,7 @@ def find_checkpoint(
 
 
 def _content(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a file, or what a sharded folder holds beside weights and optimizer states."""
+    """Read a file, or the part of a sharded folder beside weights and optimizer states."""
     found = Checkpoint.read(str(path), weights_only)
     return read_checkpoint(path / REST, weights_only, mmap=True) if found is None else found.content
 
@@ -182,7 +182,7 @@ def _class_name(content: dict[str, Any]) -> str | None:
 
 @contextmanager
 def _told(path: str) -> Iterator[None]:
-    """Put what is wrong with a checkpoint in words of the command line."""
+    """Turn errors of reading a checkpoint into a UsageError."""
     try:
         yield
     except pickle.UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""What a config says that its types allow and no run can work with, found before training starts."""
+"""Checks of config values that fit their types but cannot work, before training starts."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_accel.cli.errors import UsageError, nearest
 
-_LARGEST_RATE = 1e6  # of a learning rate, a decay or a weight of a loss; the largest in use are about 10
+_LARGEST_RATE = 1e6  # for learning rates, decays and loss weights; values in use reach about 10
 _RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr", "momentum", "eps", "gamma", "factor")
-_COUNTS = ("accumulate_grad_batches", "step_size", "val_check_interval")  # 0 divides by zero in mid-run
+_COUNTS = ("accumulate_grad_batches", "step_size", "val_check_interval")  # 0 would divide by zero in mid-run
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
 
 def require_sensible(config: Namespace) -> None:
-    """Refuse numbers that are not finite, rates beyond any use, and strategies that do not exist.
+    """Reject numbers that are not finite, absurdly large rates, and strategies that do not exist.
 
     Args:
         config: the parsed options of a subcommand.
@@ -56,7 +56,7 @@ def require_sensible(config: Namespace) -> None:
 
 
 def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
-    """Yield each number of a nested config and the name of its option."""
+    """Yield each number of a nested config with the name of its option."""
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, Mapping):
@@ -70,16 +70,16 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
 
 
 def tell_unused_part(scheduler: LRScheduler, steps: float, interval: str) -> None:
-    """Say so where a run ends long before its schedule does.
+    """Report a schedule that is much longer than the run.
 
     Args:
-        scheduler: whose length is its ``total_steps``, ``T_max`` or ``total_iters``.
+        scheduler: the scheduler, whose length is its ``total_steps``, ``T_max`` or ``total_iters``.
         steps: how often the run steps it.
         interval: ``epoch`` or ``step``.
     """
     lengths = {name: getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")}
     name, total = next(((name, total) for name, total in lengths.items() if isinstance(total, int)), ("", 0))
-    if 0 < steps < 0.9 * total:  # -1: unknown
+    if 0 < steps < 0.9 * total:  # -1 means unknown
         rank_zero_info(
             f"{type(scheduler).__name__} is planned for {total} of its lr_interval, {interval!r}, and the run takes "
             f"{steps:.0f}: the learning rate goes through the first {100 * steps / total:.0f} % of its schedule alone. "
@@ -88,7 +88,7 @@ def tell_unused_part(scheduler: LRScheduler, steps: float, interval: str) -> Non
 
 
 class MonitorCheck(L.Callback):
-    """Refuse callbacks that monitor a validation metric which no validation logs, once the sanity check has run.
+    """Reject callbacks that monitor a validation metric which no validation logs, after the sanity check.
 
     Raises:
         UsageError: with the nearest name that is logged.
@@ -100,7 +100,7 @@ class MonitorCheck(L.Callback):
         for asker, monitor in _monitors(trainer):
             if not logged or monitor in logged:
                 continue
-            # train/loss is near val/loss, and may be logged all the same: its stage has to be near, too
+            # train/loss is similar to val/loss and may be logged later: the stage must be similar, too
             is_misspelt = nearest(monitor, logged) and nearest(_stage(monitor), [_stage(name) for name in logged])
             if monitor.startswith(stages) or is_misspelt:
                 raise UsageError(
@@ -114,7 +114,7 @@ def _stage(name: str) -> str:
 
 
 def _monitors(trainer: L.Trainer) -> Iterator[tuple[str, str]]:
-    """Yield what monitors a metric that has to be logged, and the metric."""
+    """Yield the name of each object that requires a logged metric, and the metric."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         monitor = callback.monitor if isinstance(callback, EarlyStopping | ModelCheckpoint) else None

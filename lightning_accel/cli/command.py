@@ -1,4 +1,4 @@
-"""``lightning-accel {fit,validate,test,predict,export}``."""
+"""Subcommands ``lightning-accel {fit,validate,test,predict,export}``."""
 
 import logging
 import math
@@ -26,9 +26,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 import lightning_accel.data.graphs
-import lightning_accel.models.relational  # as data: the parser finds a class by its name alone once it is imported
+import lightning_accel.models.relational  # like data: the parser finds a class by its bare name only once imported
 import lightning_accel.precision
-import lightning_accel.strategies  # noqa: F401  # their short names
+import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel.callbacks import PredictionWriter, StallMonitor
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unused_part
@@ -42,23 +42,23 @@ from lightning_accel.strategies.atomic import NotWrittenError
 
 
 class AccelCLI(LightningCLI):
-    """LightningCLI for any model and data class, with these differences.
+    """Run any model and data class from configs, like LightningCLI with the following differences.
 
-    The optimizer of ``--optimizer`` is built in ``configure_optimizers``, when the strategy has laid the parameters
-    out, not before; ``--lr_interval step`` steps the scheduler every step. The model may be left out where
-    ``--ckpt_path`` names a checkpoint that knows it; where both are given they must fit, and the config wins over the
+    The optimizer of ``--optimizer`` is created in ``configure_optimizers``, after the strategy has sharded the
+    parameters, not before; ``--lr_interval step`` steps the scheduler every step. The model may be omitted if
+    ``--ckpt_path`` names a checkpoint that records it; if both are given they must fit, and the config overrides the
     checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the newest run under the config's log
-    folder; ``fit --ckpt_path auto`` goes on with that run, in its folder, or begins the first. ``predict`` writes
+    folder; ``fit --ckpt_path auto`` resumes that run, in its folder, or starts the first. ``predict`` writes
     ``predictions.csv``, and ``export`` a file that runs without the model's class. Each subcommand saves its config
-    under a name of its own.
+    under a separate name.
 
     Args:
         args: command line, by default the program's own.
-        callbacks: added to those of the config.
+        callbacks: callbacks to add to those of the config.
 
     Raises:
         argparse.ArgumentError: if the command line or a config does not fit the signatures it names.
-        UsageError: if it does, but cannot work.
+        UsageError: if it fits, but cannot work.
     """
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()) -> None:
@@ -99,9 +99,10 @@ class AccelCLI(LightningCLI):
         self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Read the checkpoint that is named; take the model from it if the config has none.
+        """Read the checkpoint from ``--ckpt_path``; take the model from it if the config has none.
 
-        In place of LightningCLI's, which lets the checkpoint's hyperparameters overrule the command line silently.
+        This replaces LightningCLI's method, which lets the checkpoint's hyperparameters silently override the command
+        line.
         """
         subcommand = self.config.subcommand
         config = self.config[subcommand]
@@ -165,7 +166,7 @@ class AccelCLI(LightningCLI):
             else:
                 rebuild_shapes(self.trainer, model, content)
             self.checkpoint.require_fits(model)
-            self.checkpoint = None  # the Trainer reads it again; these tensors need not stay in memory
+            self.checkpoint = None  # the Trainer reads it again; this frees the memory
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
@@ -212,9 +213,9 @@ class AccelCLI(LightningCLI):
 
 
 def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, saved_length: int | None) -> None:
-    """Refuse a schedule of fixed length (OneCycleLR) that would end, with an error of torch's, in mid-run.
+    """Reject a schedule of fixed length (OneCycleLR) that would end, with an error from torch, in mid-run.
 
-    A run that is resumed goes on with the length that its checkpoint holds, ``saved_length``.
+    A resumed run continues with the length that its checkpoint holds, ``saved_length``.
     """
     total = getattr(scheduler, "total_steps", None)
     if total is None:
@@ -232,22 +233,22 @@ def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, save
 
 
 def _planned_steps(trainer: L.Trainer, interval: str) -> float:
-    """How often the run steps a scheduler, from its first epoch on; infinite where that is not known."""
+    """Return how often the run steps a scheduler, from its first epoch on; infinite if unknown."""
     if interval == "step":
         return trainer.estimated_stepping_batches
     epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs
     if trainer.max_steps == -1:
         return epochs
-    trainer.fit_loop.setup_data()  # it counts the batches
+    trainer.fit_loop.setup_data()  # counts the batches
     batches = trainer.num_training_batches
     if batches == float("inf"):
         return batches
     steps_per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-    return min(epochs, trainer.max_steps // max(steps_per_epoch, 1))  # an epoch that is cut short steps no scheduler
+    return min(epochs, trainer.max_steps // max(steps_per_epoch, 1))  # an incomplete epoch steps no scheduler
 
 
 class _Progress(L.Callback):
-    """Whether the user's data and model run: an error then is left to Python, with its traceback."""
+    """Track whether the user's data and model are running, in which case errors keep their traceback."""
 
     started = False
 
@@ -255,7 +256,7 @@ class _Progress(L.Callback):
         self.started = True
 
     def _pause(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.started = False  # what callbacks refuse when training starts is a matter of the config
+        self.started = False  # errors that callbacks raise at the start of training concern the config
 
     def _go_on(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         self.started = True
@@ -269,12 +270,12 @@ class _Progress(L.Callback):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line; an error before the first batch is one message on stderr and a status other than 0.
+    """Run a command line; reduce an error before the first batch to one message on stderr and a nonzero status.
 
-    An error in mid-run is left to Python: its traceback is what the author of a module needs. ``--debug`` leaves all.
+    An error in mid-run keeps its traceback, which the author of a module needs. With ``--debug`` all errors do.
     """
     if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # as under python -m: the user's own modules are found beside the config
+        sys.path.insert(0, folder)  # as under python -m: finds the user's modules beside the config
     _silence_what_users_cannot_mend()
     progress = _Progress()
     command = [argument for argument in arguments if argument != "--debug"]
@@ -284,7 +285,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         require_config_files(command)
         AccelCLI(command, [progress])
-    except SystemExit as stop:  # --help and --print_config have printed what was asked for
+    except SystemExit as stop:  # --help and --print_config have printed their output
         if isinstance(stop.code, str):
             return _fail(stop.code, status=1)
         return stop.code or 0
@@ -306,8 +307,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _silence_what_users_cannot_mend() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
-    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)  # Lightning's own call
-    # validate, test and predict restore the callbacks of fit, in a run folder of their own
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)  # from Lightning's code
+    # validate, test and predict restore the callbacks of fit, in another run folder
     warnings.filterwarnings("ignore", message="The dirpath has changed from", category=UserWarning)
 
 

@@ -1,4 +1,4 @@
-"""Errors of a command line, each in one message that names the nearest right word."""
+"""Error messages of the command line, each in one line that suggests the nearest valid name."""
 
 import difflib
 import inspect
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # of every Trainer
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # methods of every Trainer
 _OF_EXPORT = {"compare", "format", "output", "preprocess", "probabilities"}
 _CLASSES_OF = {
     "data": L.LightningDataModule,
@@ -34,11 +34,11 @@ _CLASSES_OF = {
 
 
 class UsageError(Exception):
-    """A command that cannot work; the message says what was needed, what was found and what to do."""
+    """Report a command that cannot work; the message says what was needed, what was found and what to do."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """A question that offers the candidate nearest to ``word``, or nothing.
+    """Return a question that offers the candidate nearest to ``word``, or an empty string.
 
     >>> nearest("max_epoch", ["max_epochs", "min_steps"])
     "; did you mean 'max_epochs'?"
@@ -51,7 +51,7 @@ def require_config_files(arguments: Sequence[str]) -> None:
     """Read every ``--config`` once, since the parser's own errors name neither file nor line.
 
     Raises:
-        UsageError: if one is not there or is not a YAML mapping.
+        UsageError: if a file does not exist or is not a YAML mapping.
     """
     for position, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
@@ -63,7 +63,7 @@ def require_config_files(arguments: Sequence[str]) -> None:
 
 
 def _require_config_file(path: Path) -> None:
-    if str(path) == ".":  # --config without a value; the parser says so
+    if str(path) == ".":  # --config without a value, which the parser reports
         return
     if not path.is_file():
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
@@ -79,17 +79,17 @@ def _require_config_file(path: Path) -> None:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: the parser's own loader keeps the last and drops the first."""
+    """Load YAML, rejecting duplicate keys, of which the parser's own loader silently keeps the last."""
 
     def get_single_node(self) -> yaml.Node | None:
         root: yaml.Node | None = super().get_single_node()
-        for mapping in _mappings(root):  # now, since merge keys (<<) will add the keys of one mapping to another's
+        for mapping in _mappings(root):  # before merge keys (<<) add the keys of one mapping to another
             _require_unique_keys(mapping)
         return root
 
 
 def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """Every mapping, once: the node of an anchor stands in several places, perhaps in itself."""
+    """Yield every mapping once: the node of an anchor may occur in several places, even within itself."""
     seen, waiting = set(), [root]
     while waiting:
         node = waiting.pop()
@@ -110,13 +110,13 @@ def _require_unique_keys(mapping: yaml.MappingNode) -> None:
             continue
         if (key.tag, key.value) in seen:
             raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
-        seen.add((key.tag, key.value))  # the tag tells 1 from '1'
+        seen.add((key.tag, key.value))  # the tag distinguishes 1 from '1'
 
 
 def explain(message: str) -> str:
-    """Say what a message of the argument parser is about.
+    """Explain a message of the argument parser.
 
-    What is recognised is put in one line with the nearest right name; any other message stays, less its listings.
+    A recognized message is reduced to one line with the nearest valid name; any other keeps its text, without listings.
     """
     where = ".".join(re.findall(r'Parser key "([^"]+)"', message))
     classes = re.findall(r"Problem with given class_path '([^']+)'", message)
@@ -155,7 +155,7 @@ def explain(message: str) -> str:
 
 
 def _broken_module(message: str) -> str:
-    """What is wrong with the file of the class that ``message`` is about, if importing it fails."""
+    """Return why the module of the class in ``message`` cannot be imported; empty if it can."""
     for class_path in re.findall(r"Given value: ([\w.]+)$|'class_path': '([\w.]+)'", message, re.MULTILINE):
         module = "".join(class_path).rpartition(".")[0]
         try:
@@ -169,7 +169,7 @@ def _broken_module(message: str) -> str:
 
 
 def _refused_parameters(message: str) -> tuple[str, str] | None:
-    """Class and parameter that it does not take; the base class only where no other was tried."""
+    """Return the class and the parameter that it does not accept; the base class only if no other was tried."""
     pairs = re.findall(
         r"class_path '([^']+)':(?:(?!class_path ').)*?Option '([^']+)' is not accepted(?:[^\n]+class_path='([^']+)')?",
         message,
@@ -186,20 +186,20 @@ def _given_value(message: str) -> str:
 
 
 def _nested_key(message: str) -> str:
-    """The argument that was given to an option that has no class to take it."""
+    """Return the argument given to an option for which no class was named."""
     found = re.search(r"Given value: (?:NestedArg\(key=|\{)'(?!class_path'|init_args')([^']+)'", message)
     return "" if found is None else found[1]
 
 
 def _expected_types(message: str) -> str:
-    """The types that one value was held against, joined by 'or'; nothing where a class was looked for."""
+    """Return the types that a value was checked against, joined by 'or'; empty if a class was expected."""
     found = re.findall(r"Expected an? (.+?)(?:\. Got value: .+)?$", message, re.MULTILINE)
     types = [name for name in found if not re.search(r"NoneType|path but|dot import path", name)]
     return " or ".join(dict.fromkeys(_plain_type(name) for name in types))
 
 
 def _plain_type(name: str) -> str:
-    """A type as a user writes it.
+    """Return a type as a user writes it.
 
     >>> _plain_type("<class 'int'>"), _plain_type("typing.Literal['min', 'max']")
     ('int', "'min' or 'max'")
@@ -212,7 +212,7 @@ def _plain_type(name: str) -> str:
 
 
 def without_listings(message: str) -> str:
-    """What is left of a parser's ``message`` without types that were tried and values spelt out in full."""
+    """Return a parser's ``message`` without the types that were tried and the full values."""
     noise = ("Given value", "Does not validate", "Subtypes:", "Errors:", "Expected a <class 'NoneType'>")
     lines = [line.strip(" -") for line in message.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith(noise))
@@ -225,7 +225,7 @@ def _unknown_word(word: str) -> str:
 
 
 def _unknown_option(option: str) -> str:
-    """Name the first part of a dotted ``option`` that does not exist, and what was perhaps meant."""
+    """Name the first part of a dotted ``option`` that does not exist, and suggest an existing one."""
     known = _known_options()
     if option in _OF_EXPORT:
         return f"option {option!r} comes after the subcommand export, and belongs to no other"
@@ -251,7 +251,7 @@ def _known_options() -> set[str]:
 def _unknown_parameter(where: str, class_path: str, name: str) -> str:
     module, _, class_name = class_path.rpartition(".")
     cls = getattr(import_module(module), class_name)
-    if cls in _CLASSES_OF.values():  # no class of the user's was read
+    if cls in _CLASSES_OF.values():  # a base class: the user named no class
         return _no_class(where, name)
     options = _parameters(cls)
     return f"{where}: {class_path} has no option {name!r}{nearest(name, options)}\nIt has: {', '.join(options)}"
@@ -263,7 +263,7 @@ def _no_class(where: str, name: str) -> str:
 
 
 def _parameters(cls: type) -> list[str]:
-    """Names that the constructor takes, those passed on to base classes included."""
+    """Return the parameters of the constructor, including those passed on to base classes."""
     names: dict[str, None] = {}
     for base in cls.__mro__[:-1]:
         if "__init__" not in vars(base):
@@ -290,7 +290,7 @@ def _subclasses(cls: type) -> set[type]:
 
 
 def original(error: BaseException) -> BaseException:
-    """The error that a constructor raised, out of those that the parser wraps it in."""
+    """Return the error that a constructor raised, from within the errors that the parser wraps it in."""
     wrappers = ("Does not validate against any", "Problem with given class_path")
     while error.__cause__ is not None and str(error).startswith(wrappers):
         error = error.__cause__
@@ -298,12 +298,12 @@ def original(error: BaseException) -> BaseException:
 
 
 def is_of_monitor(error: BaseException) -> bool:
-    """Tell whether ``error`` is about a metric that is monitored and not logged, which shows late, in mid-run."""
+    """Return whether ``error`` is about a monitored metric that is not logged, which only shows in mid-run."""
     return bool(re.search(r"monitored key|conditioned on metric|is not logged|which .* does not log", str(error)))
 
 
 def where_raised(error: BaseException) -> str:
-    """The error's type, and the innermost line of the user's own that raised it."""
+    """Return the error's type and the innermost line of the user's code that raised it."""
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]

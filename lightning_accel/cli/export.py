@@ -1,4 +1,4 @@
-"""``lightning-accel export``: a checkpoint as a file that runs without the classes of its model."""
+"""Subcommand ``lightning-accel export``, which writes a file that runs without the model's classes."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from lightning_accel.compress.export import SUFFIXES, Probabilities, require_exp
 
 
 class ExportingTrainer(L.Trainer):
-    """A Trainer with one method more."""
+    """Add a method ``export`` to the Trainer."""
 
     is_exporting = False
 
@@ -35,18 +35,19 @@ class ExportingTrainer(L.Trainer):
     ) -> None:
         """Write the model to a file that runs without its class, and compare the two on validation data.
 
-        Options of a callback Export in the config hold, but for those given here.
+        Options of an Export callback in the config apply unless they are given here.
 
         Args:
-            model: with a ``validation_step``, which shows what is called and on what.
-            datamodule: of validation batches.
+            model: a model with a ``validation_step``, which shows what is called and on what.
+            datamodule: datamodule with validation batches.
             ckpt_path: checkpoint whose weights to export: a file, ``best`` or ``last``.
-            format: ``pt2`` for torch.export, ``aoti`` for AOTInductor, ``onnx``; by default what ``output`` ends in.
-            output: the file; by default ``model.pt2`` or ``model.onnx`` in the run folder.
-            preprocess: have the file take rows as they are, and do what the datamodule does to them.
-            probabilities: have the file give probabilities in place of scores.
-            compare: measure the plain forms for the report, too; to compile takes a minute or so.
-            weights_only: false for a checkpoint that holds other objects than tensors and plain values.
+            format: ``pt2`` for torch.export, ``aoti`` for AOTInductor, ``onnx``; by default by the suffix of
+                ``output``.
+            output: path of the file; by default ``model.pt2`` or ``model.onnx`` in the run folder.
+            preprocess: include the datamodule's preprocessing in the file, so that it takes raw data.
+            probabilities: return probabilities instead of scores.
+            compare: measure the plain forms for the report, too; compiling takes about a minute.
+            weights_only: false for a checkpoint that holds objects other than tensors and plain values.
         """
         callbacks: list[L.Callback] = self.callbacks  # type: ignore[attr-defined]  # set by a connector
         exporter = next((one for one in callbacks if isinstance(one, Export)), None)
@@ -64,14 +65,14 @@ class ExportingTrainer(L.Trainer):
             exporter.filename = str(Path(output).absolute())
         require_output(exporter.format, output)
         self.is_exporting = True
-        self.validate_loop.inference_mode = False  # tensors made in it cannot be traced
+        self.validate_loop.inference_mode = False  # inference tensors cannot be traced
         self.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only, verbose=False)
         if exporter.exported is not None:
             rank_zero_info(f"load it with lightning_accel.compress.load_compressed({str(exporter.exported.path)!r})")
 
 
 def require_output(format: str, output: str | None) -> None:
-    """Refuse what cannot be written, before data and model are made.
+    """Reject an output that cannot be written, before data and model are created.
 
     Raises:
         UsageError: saying what to change.
@@ -86,10 +87,11 @@ def require_output(format: str, output: str | None) -> None:
 
 
 def rebuild_shapes(trainer: L.Trainer, model: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Have callbacks that remove parts of a model, such as pruned channels, do so before weights are loaded.
+    """Let callbacks that remove parts of a model, such as pruned channels, do so before weights are loaded.
 
-    Those have a method ``rebuild(model, state)``, which takes their state in the checkpoint. What it refuses, because
-    the checkpoint is of another model, is left to the comparison of shapes, whose message names all differences.
+    Such a callback has a method ``rebuild(model, state)``, which takes its state in the checkpoint. If it fails,
+    because the checkpoint is of another model, the error is left to the comparison of shapes, whose message names all
+    differences.
     """
     for rebuild, state in _rebuilders(trainer, checkpoint):
         with contextlib.suppress(KeyError, ValueError):
@@ -99,7 +101,7 @@ def rebuild_shapes(trainer: L.Trainer, model: L.LightningModule, checkpoint: dic
 def rebuilt_skeleton(trainer: L.Trainer, model: L.LightningModule, checkpoint: dict[str, Any]) -> L.LightningModule:
     """Return ``model``, or a copy on the meta device that callbacks have rebuilt to the shapes of ``checkpoint``.
 
-    A resumed fit rebuilds the model itself later, once callbacks such as Distillation have seen it whole.
+    A resumed fit rebuilds the model itself later, after callbacks such as Distillation have seen the whole model.
     """
     if not _rebuilders(trainer, checkpoint):
         return model

@@ -1,4 +1,4 @@
-"""Runs that a launcher starts again, and that go on where they were stopped."""
+"""Resumption of runs that a launcher restarts."""
 
 import os
 import warnings
@@ -18,18 +18,18 @@ from lightning_accel.strategies.checkpoint_io import newest_checkpoint
 
 
 def write_whole_checkpoints(trainer: L.Trainer) -> None:
-    """Have checkpoints written so that no kill leaves half of one, unless the config names another way."""
+    """Write checkpoints atomically, so that a kill never leaves a partial file, unless the config chooses otherwise."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
 
 def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
-    """Take the newest run folder again and find its newest whole checkpoint; None where there is none yet.
+    """Reuse the newest run folder and return its newest complete checkpoint; None if there is none yet.
 
-    Every process finds it by itself, before they are joined; that they found the same is checked once they are.
+    Every process searches on its own, before the process group exists; whether all found the same is checked later.
 
     Raises:
-        UsageError: if another run has the folder, or one that checkpoints are kept in.
+        UsageError: if another run uses the folder, or a folder of checkpoints.
     """
     _warn_of_a_shared_store()
     for folder in _folders_of_keepers(trainer) if trainer.is_global_zero else []:
@@ -52,7 +52,7 @@ def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
 
 
 def _warn_of_a_shared_store() -> None:
-    """Tell that restarts may hang: https://github.com/pytorch/pytorch/issues/135712, 3 of 6 did on torch 2.13."""
+    """Warn that restarts may hang: https://github.com/pytorch/pytorch/issues/135712, 3 of 6 did on torch 2.13."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         rank_zero_warn(
             "processes that torchrun starts again find the addresses of those that died in its store, and may wait for "
@@ -61,11 +61,11 @@ def _warn_of_a_shared_store() -> None:
 
 
 def _take_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
-    """Give ``logger`` the numbered folder of the newest fit; those of ``test`` or ``predict`` are passed over."""
+    """Give ``logger`` the numbered folder of the newest fit, skipping those of ``test`` or ``predict``."""
     if logger._version is not None or not isinstance(logger.version, int) or logger.version == 0:
-        return  # the config names it, or there is none; the property has set it to the next free number
+        return  # the config sets it, or there is none; the property has set it to the next free number
     if "://" in logger.root_dir:
-        logger._version = logger.version - 1  # nothing public sets it
+        logger._version = logger.version - 1  # there is no public setter
         return
     numbers = [path.name.removeprefix("version_") for path in Path(logger.root_dir).glob("version_*") if path.is_dir()]
     newest_first = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
@@ -81,12 +81,12 @@ def _is_of_fit(folder: Path) -> bool:
 
 
 def _names_no_command(folder: Path) -> bool:
-    """Whether ``folder`` may be of any command: a Trainer left no config in it, or another process made it just now."""
+    """Return whether ``folder`` has no config, as from a plain Trainer, or from another process just now."""
     return next(folder.glob("**/config_*.yaml"), None) is None
 
 
 def _keep_metrics(folder: Path) -> None:
-    """Set aside the metrics so far: the logger deletes the file that it finds."""
+    """Rename the metrics file of earlier runs, since the logger would delete it."""
     path = folder / "metrics.csv"
     if path.exists():
         number = 1 + len(list(folder.glob("metrics_*.csv")))
@@ -94,7 +94,7 @@ def _keep_metrics(folder: Path) -> None:
 
 
 def _places(trainer: L.Trainer) -> list[Path]:
-    """Where this run's checkpoints stand: those of ModelCheckpoint, SaveOnSignal, and Lightning's under Slurm."""
+    """Return the places of this run's checkpoints: ModelCheckpoint, SaveOnSignal, and Lightning's under Slurm."""
     root = Path(trainer.default_root_dir)
     folder = root
     if trainer.loggers:
@@ -113,7 +113,7 @@ def _folders_of_keepers(trainer: L.Trainer) -> list[Path]:
 
 
 class _SameCheckpoint(L.Callback):
-    """Refuse to go on where processes found different checkpoints; once that one is read, it is one of the run's."""
+    """Reject a resumption if processes found different checkpoints, and forget the path once it is loaded."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -128,4 +128,4 @@ class _SameCheckpoint(L.Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.ckpt_path = None  # Lightning's ModelCheckpoint would leave it behind for good, after every restart
+        trainer.ckpt_path = None  # else ModelCheckpoint would never delete that file, after every restart

@@ -1,4 +1,4 @@
-"""Where a run leaves its files."""
+"""Folders for the files of a run."""
 
 import contextlib
 import tempfile
@@ -11,20 +11,20 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_accel.cli.errors import UsageError
 from lightning_accel.cli.run_lock import RunLocks
 
-_LONGEST_NAME = 200  # bytes; file systems take 255, and suffixes are added
+_LONGEST_NAME = 200  # bytes; file systems allow 255, and suffixes are added
 
 
 class ConfigSaver(SaveConfigCallback):
-    """Save the config as ``config_fit.yaml``, ``config_test.yaml`` ... in the run folder; nothing is overwritten.
+    """Save the config as ``config_fit.yaml``, ``config_test.yaml`` ... in the run folder, overwriting nothing.
 
-    Loggers that have folders of their own get one each. A run without a logger has no folder, and leaves no config.
+    Loggers with separate folders get one copy each. A run without a logger has no folder, and saves no config.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.already_saved or not trainer.loggers:
             return
         self.already_saved = True
-        log_dir = trainer.log_dir  # on every process: it is broadcast
+        log_dir = trainer.log_dir  # asked on every process, since it is broadcast
         if not trainer.is_global_zero:
             return
         assert trainer.state.fn is not None
@@ -47,25 +47,25 @@ def _save_beside(folder: Path, name: str, text: str) -> None:
 
 
 def take_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
-    """Give loggers of equal ``save_dir`` and ``name`` one numbered folder, which no other run has.
+    """Give loggers with the same ``save_dir`` and ``name`` one numbered folder, which no other run uses.
 
-    A logger picks the next free number when it is first asked. Here the folder is made at once: of runs that begin
-    together, the one that makes a folder has its number, and the others go on to the next.
+    A logger picks the next free number when it is first asked. Here the folder is created at once: of runs that start
+    together, the one that creates a folder gets its number, and the others try the next.
 
     Returns:
-        Folders that were made, outermost first.
+        the folders that were created, outermost first.
 
     Raises:
-        UsageError: if the config names a folder that another run is using, or goes on in one.
+        UsageError: if the config names a folder that another run is using, or resumes in one.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
     made: list[Path] = []
     for root in dict.fromkeys(logger.root_dir for logger in loggers):
         sharing = [logger for logger in loggers if logger.root_dir == root]
-        numbered = [logger for logger in sharing if logger._version is None]  # the property would set it
+        numbered = [logger for logger in sharing if logger._version is None]  # reading the property would set it
         for logger in sharing:
             _ = logger.version
-        if trainer.is_global_zero and "://" not in root:  # the others are told of its folder, and share its locks
+        if trainer.is_global_zero and "://" not in root:  # the other processes get its folder and share its locks
             made += _make_folder(Path(root))
             made += [_make_next_folder(numbered, locks)] if numbered else []
             for logger in sharing:
@@ -83,14 +83,14 @@ def _make_next_folder(loggers: list[CSVLogger | TensorBoardLogger], locks: RunLo
                 return folder
         number = int(folder.name.removeprefix("version_")) + 1
         for logger in loggers:
-            logger._version = number  # nothing public sets it
+            logger._version = number  # there is no public setter
 
 
 def lock_run_folder(logger: CSVLogger | TensorBoardLogger, locks: RunLocks) -> None:
-    """Take the folder of a logger for this run.
+    """Lock the folder of a logger for this run.
 
     Raises:
-        UsageError: naming the run that has it.
+        UsageError: if another run uses it, which the message names.
     """
     folder = run_folder_of(logger)
     _make_folder(Path(logger.root_dir))
@@ -98,23 +98,23 @@ def lock_run_folder(logger: CSVLogger | TensorBoardLogger, locks: RunLocks) -> N
 
 
 def run_folder_of(logger: CSVLogger | TensorBoardLogger) -> Path:
-    """Return the folder of a logger's run, where its checkpoints stand; ``log_dir`` may be one within it."""
+    """Return the folder of a logger's run, which holds the checkpoints; ``log_dir`` may be a folder within it."""
     return Path(logger.root_dir, logger.version if isinstance(logger.version, str) else f"version_{logger.version}")
 
 
 def _lock_file(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")  # beside it: loggers warn of folders that are not empty
+    return folder.with_name(f".{folder.name}.lock")  # beside it, since loggers warn of folders that are not empty
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove the ``folders``, outermost first, that nothing was written to."""
+    """Remove those of the ``folders``, given outermost first, that are empty."""
     for path in reversed(folders):
-        with contextlib.suppress(OSError):  # it is used
+        with contextlib.suppress(OSError):  # not empty
             path.rmdir()
 
 
 def require_names(trainer: L.Trainer) -> None:
-    """Refuse names of checkpoints and runs that no file can have, or that lead out of the folder they belong to.
+    """Reject names of checkpoints and runs that are no valid file names, or lead out of their folder.
 
     Raises:
         UsageError: naming the option.
@@ -139,7 +139,7 @@ def require_names(trainer: L.Trainer) -> None:
 
 
 def require_writable(trainer: L.Trainer) -> None:
-    """Refuse folders for logs or checkpoints that cannot be made or written.
+    """Reject folders for logs or checkpoints that cannot be created or written.
 
     Raises:
         UsageError: naming the folder.
@@ -163,7 +163,7 @@ def require_writable(trainer: L.Trainer) -> None:
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Folders that had to be made, outermost first."""
+    """Create a folder; return the folders that were missing, outermost first."""
     missing = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

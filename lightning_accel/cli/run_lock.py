@@ -1,4 +1,4 @@
-"""One run at a time in one folder."""
+"""Locks that let only one run at a time use a folder."""
 
 import contextlib
 import errno
@@ -14,28 +14,28 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_accel.cli.errors import UsageError
 
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
-_FAR = 1 << 30  # Windows locks bytes against reading, so one that stands behind the text
+_FAR = 1 << 30  # Windows locks bytes against reading, so lock one behind the text
 
 
 class RunLocks:
-    """Locked files that say who uses a folder.
+    """Hold locked files that mark folders as in use.
 
-    A lock ends with its process, however that ends; processes that it started, such as workers of a DataLoader, do not
-    hold it on. NFS locks for all machines since Linux 2.6.12; the lock of one that died lasts until its lease ends, a
-    minute or two.
+    A lock ends with its process, however that ends; child processes, such as workers of a DataLoader, do not prolong
+    it. NFS supports these locks between machines since Linux 2.6.12; the lock of a dead machine lasts until its lease
+    ends, a minute or two.
     """
 
     def __init__(self) -> None:
         self._files: dict[Path, IO[str]] = {}
 
     def __reduce__(self) -> tuple[type["RunLocks"], tuple[()]]:
-        return RunLocks, ()  # optimizers of a config hold the command line, and are copied with their module
+        return RunLocks, ()  # optimizers from a config refer to the command line, and are copied with their module
 
     def take(self, path: Path) -> bool:
-        """Lock the file ``path``, which is made; False where another process has it."""
+        """Create and lock the file ``path``; return False if another process holds the lock."""
         path = path.resolve()
         while path not in self._files:
-            file = open(path, "a+")  # noqa: SIM115  # open as long as it is locked
+            file = open(path, "a+")  # noqa: SIM115  # stays open while it is locked
             try:
                 _lock(file)
             except OSError as error:
@@ -43,7 +43,7 @@ class RunLocks:
                     file.close()
                     return False
                 rank_zero_warn(f"two runs in one folder go unnoticed: {path} cannot be locked ({error.strerror})")
-            if not _is_at(file, path):  # its holder has ended since, and removed it
+            if not _is_at(file, path):  # another process has removed it meanwhile
                 file.close()
                 continue
             if not self._files and hasattr(os, "register_at_fork"):
@@ -55,15 +55,15 @@ class RunLocks:
         return True
 
     def require(self, path: Path, folder: Path) -> None:
-        """Lock the file ``path``, which stands for the use of ``folder``.
+        """Lock the file ``path``, which marks ``folder`` as in use.
 
         Raises:
-            UsageError: naming the process that uses it.
+            UsageError: if another process uses it, which the message names.
         """
         if self.take(path):
             return
         holder = ""
-        with contextlib.suppress(OSError):  # it may have ended since
+        with contextlib.suppress(OSError):  # it may have been removed meanwhile
             holder = path.read_text()
         raise UsageError(
             f"another run is using {folder}: {holder or 'a process that has just started'}. Wait for its end, or give "
@@ -72,7 +72,7 @@ class RunLocks:
         )
 
     def _leave(self) -> None:
-        """Close the files of the process that this one was forked from, which would hold the locks on."""
+        """Close the files inherited in a forked process, which would otherwise keep the locks."""
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -80,7 +80,7 @@ class RunLocks:
     def release(self) -> None:
         """Unlock and remove the files."""
         for path, file in self._files.items():
-            with contextlib.suppress(OSError):  # Windows removes no open file
+            with contextlib.suppress(OSError):  # Windows cannot remove an open file
                 path.unlink()
             file.close()
             with contextlib.suppress(OSError):
@@ -105,4 +105,4 @@ def _lock(file: IO[str]) -> None:
     else:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not lockf, which ends once anybody here reads the file
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf would unlock when this process reads the file
