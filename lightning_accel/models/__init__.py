@@ -1,4 +1,4 @@
-"""LightningModules: layers joined with a loss, metrics, an optimizer and logging."""
+"""LightningModules: layers with a loss, metrics, an optimizer and logging."""
 
 from lightning_accel.models.classifier import Classifier
 from lightning_accel.models.dbn import DeepBeliefNetwork

@@ -1,4 +1,4 @@
-"""States that go on from one batch to the next, in truncated back-propagation through time. Shapes: B rows."""
+"""Recurrent states carried from batch to batch in truncated back-propagation through time. Shapes: B samples."""
 
 from typing import Any, TypeAlias
 
@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_accel.strategies.rank_states import RankStates
 
 States: TypeAlias = Any  # tensors (layers, B, H) in any nesting
-_KEY = "carried_state"  # in a checkpoint
+_KEY = "carried_state"  # key in checkpoints
 
 
 class CarriedState:
-    """The last batch's states, of training and of each kind of evaluation, in this process.
+    """Hold the states after the last batch, of training and of each kind of evaluation, in this process.
 
-    A checkpoint holds those of training, of every process; a run on another number of processes starts from zeros,
-    which a warning says.
+    A checkpoint contains the training states of every process; a run on another number of processes starts from zeros,
+    with a warning.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class CarriedState:
         self._ranks = RankStates()
 
     def take(self, stage: str, carried: Tensor) -> States | None:
-        """States for a batch whose row i goes on from row ``carried[i]`` of the one before, and begins at 0 if -1.
+        """Return states for a batch whose sample i continues sample ``carried[i]`` of the batch before; zeros for -1.
 
         Raises:
-            ValueError: if the batch before had no such row.
+            ValueError: if the batch before had no such sample.
         """
         states = self._states.get(stage)
         if states is None:
@@ -46,20 +46,20 @@ class CarriedState:
         return tree_map(lambda state: torch.where(goes_on, state[:, carried.clamp(min=0)], 0), states)
 
     def keep(self, stage: str, states: States) -> None:
-        """Remember ``states``, without their history."""
+        """Store ``states``, detached from the graph."""
         self._states[stage] = tree_map(torch.detach, states)
 
     def forget(self, stage: str) -> None:
         self._states.pop(stage, None)
 
     def save(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
-        """Put those of training into ``checkpoint``; all processes must call it."""
+        """Add the training states of all processes to ``checkpoint``; all processes must call it."""
         if "train" in self._states:
             mine = tree_map(Tensor.cpu, self._states["train"])
             checkpoint[_KEY] = self._ranks.gather(mine, trainer)
 
     def load(self, checkpoint: dict[str, Any], trainer: L.Trainer, device: torch.device) -> None:
-        """Take what :meth:`save` put there."""
+        """Load the states that :meth:`save` added."""
         saved = checkpoint.get(_KEY)
         if saved is None:
             return

@@ -1,4 +1,4 @@
-"""A plain classifier. Shapes: B rows, C classes."""
+"""A convolutional classifier, or a plain perceptron. Shapes: B samples, C classes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +16,19 @@ from lightning_accel.nn.removed_channels import hint_at_removed_channels
 
 
 class Classifier(L.LightningModule):
-    """Classify images or rows by convolutions and a perceptron: what other models and their compression are held to.
+    """Classify images by convolutions, or vectors by a perceptron, as a baseline for other models.
 
     Each convolution is 3 by 3, with a batch norm and a ReLU; all but the first halve height and width. Features of
     the last are averaged over the image. Without ``channels`` inputs are flattened. Batches are pairs of inputs,
-    (B, ``in_features``, H, W) with ``channels``, else (B, ...) with ``in_features`` values a row, floating, and
+    (B, ``in_features``, H, W) with ``channels``, else (B, ...) with ``in_features`` values a sample, floating, and
     classes, (B,) int64. Logged: ``train/loss``; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
-        in_features: channels of an image, or values in a row.
-        num_classes: classes to tell apart.
+        in_features: channels of an image, or values in a sample.
+        num_classes: number of classes.
         channels: width of each convolution.
         hidden_dims: width of each hidden layer of the perceptron.
-        optimizer: called with the parameters.
+        optimizer: creates the optimizer; called with the parameters.
 
     Raises:
         ValueError: if a size is below 1.
@@ -76,11 +76,11 @@ class Classifier(L.LightningModule):
         self.test_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, C) of ``x``.
+        """Compute logits (B, C) of ``x``.
 
         Raises:
-            TypeError: if ``x`` is not floating, or its dtype another than that of the weights without autocast.
-            ValueError: if it has another shape than the classifier was made for.
+            TypeError: if ``x`` is not floating, or its dtype differs from that of the weights without autocast.
+            ValueError: if ``x`` does not have the shape that the classifier was created for.
         """
         if self.takes_images:
             shape = "images (B, {}, H, W)"
@@ -111,7 +111,7 @@ class Classifier(L.LightningModule):
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """The likeliest class of each row, (B,) int64, and its probability, (B,)."""
+        """Return the most probable class of each sample, (B,) int64, and its probability, (B,)."""
         x = batch if isinstance(batch, Tensor) else batch[0]
         probability, label = self(x).softmax(dim=-1).max(dim=-1)
         return {"class": label, "probability": probability}

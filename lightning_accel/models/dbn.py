@@ -1,4 +1,4 @@
-"""Deep belief network. Shapes: B rows, V visible units, H hidden units, C classes."""
+"""Deep belief network. Shapes: B samples, V visible units, H hidden units, C classes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,65 +35,65 @@ from lightning_accel.strategies.rank_states import RankStates
 
 FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
 Batch: TypeAlias = Tensor | Sequence[Tensor]
-_KEY = "deep_belief_network"  # in a checkpoint
-_LARGE = 1e6  # more than the loss of any row
+_KEY = "deep_belief_network"  # key in checkpoints
+_LARGE = 1e6  # more than the loss of any sample
 
 
 class DeepBeliefNetwork(L.LightningModule):
-    """A stack of restricted Boltzmann machines: trained one after another, then together, within one ``fit``.
+    """Train a stack of restricted Boltzmann machines, one after another and then together, within one ``fit``.
 
-    Batches are rows, or rows first and then classes (B,) int64; rows (B, ...) are flattened. Stage i trains RBM i on
-    what the RBMs below make of the rows, for the epochs that ``stages`` says, with a fresh optimizer state and a
-    visible bias that fits the mean of its data; then, by ``finetune``:
+    Batches are samples, or pairs of samples and classes (B,) int64; samples (B, ...) are flattened. Stage i trains RBM
+    i on the outputs of the RBMs below for the epochs given by ``stages``, with a fresh optimizer state and a visible
+    bias initialized from the mean of its data; then, by ``finetune``:
 
     - ``classifier``: a linear head on the top hidden units, and all layers by back-propagation of its cross entropy;
     - ``updown``: all layers by the up-down algorithm, a contrastive wake-sleep, see :class:`lightning_accel.nn.UpDown`.
 
-    Give the trainer as many epochs as all stages have together. Learning rates are those of the stages, unless the
-    config's ``optimizer`` takes the place of the model's. Chains and generators of every process are in checkpoints:
-    a resumed run draws the samples that it would have drawn, and with :class:`lightning_accel.ExactResume`, which does
-    as much for the order of rows, ends with the same bits.
+    Set ``max_epochs`` of the Trainer to the epochs of all stages together. Learning rates are those of the stages,
+    unless the config's ``optimizer`` replaces the model's. Checkpoints contain the chains and generators of every
+    process: a resumed run draws the same samples, and with :class:`lightning_accel.ExactResume`, which does the same
+    for the order of the data, ends with identical weights.
 
-    Logged: ``train/energy_gap`` (mean energy of data less that of samples: it tells of divergence, not of progress) or
+    Logged: ``train/energy_gap`` (mean energy of data less that of samples: it shows divergence, not progress) or
     ``train/loss``; under ``val/`` and ``test/`` ``reconstruction_error`` (mean square over visible units, up through
-    the layers trained so far and down again), ``loss``, ``accuracy`` and ``log_prob``. ``loss`` is what the run is for:
-    the classifier's cross entropy, else minus the log-probability where ``likelihood`` asks for it, else the error of
-    the reconstruction. Before the last stage nothing tells that, and ``val/loss`` is a large number that falls, kept
-    from loggers: so ``ModelCheckpoint`` and ``EarlyStopping`` choose within the last stage. A warning says if a
-    checkpoint of another is used.
+    the layers trained so far and down again), ``loss``, ``accuracy`` and ``log_prob``. ``loss`` is the objective of the
+    run: the classifier's cross entropy, else minus the log-probability if ``likelihood`` asks for it, else the
+    reconstruction error. Before the last stage it cannot be measured, and ``val/loss`` is a large, decreasing number,
+    hidden from loggers, so that ``ModelCheckpoint`` and ``EarlyStopping`` choose within the last stage. Using a
+    checkpoint of another stage raises a warning.
 
     Args:
-        num_visible: values in a row once flattened; by default the datamodule's ``num_features``.
+        num_visible: values in a sample once flattened; by default the datamodule's ``num_features``.
         layers: hidden units of each RBM.
-        stages: how each RBM is trained; a single one is for all.
+        stages: how each RBM is trained; a single one applies to all.
         finetune: ``none``, ``classifier`` or ``updown``.
-        finetune_epochs: epochs of it.
-        finetune_lr: its learning rate at the start; by default 0.5 of ``classifier``, 0.01 of ``updown``.
+        finetune_epochs: epochs of fine-tuning.
+        finetune_lr: its initial learning rate; by default 0.5 for ``classifier``, 0.01 for ``updown``.
         finetune_lr_decay: ``linear``, to 0, or ``none``.
         visible: kind of the lowest units: ``bernoulli``, ``gaussian`` or ``categorical``, see
             :class:`lightning_accel.RBM`.
         hidden: kind of the hidden units: ``bernoulli`` or ``relu``; a list has one for each RBM. Above ``relu`` units
-            the visible ones are Gaussian, of variance 1. Gaussian units below ``relu`` ones have no density where
-            weights are large: they are trained by ``cd`` alone.
-        num_categories: of categorical units.
-        learn_variance: of Gaussian units.
-        labels: whether the top RBM models the class beside what is below it: to classify without a head, and to draw
-            rows of a class.
+            the visible ones are Gaussian, of variance 1. Gaussian units below ``relu`` ones have no density if weights
+            are large: they can only be trained by ``cd``.
+        num_categories: number of categories of categorical units.
+        learn_variance: whether the variance of Gaussian units is learned.
+        labels: whether the top RBM models the class together with the units below: to classify without a head, and to
+            draw samples of a class.
         num_classes: by default the datamodule's attribute of that name; for ``labels`` and ``classifier``.
-        class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
-        likelihood: whether validation and test tell the log-probability of a row in nats (of a stack: a lower bound),
-            by ``exact`` enumeration for small RBMs, or ``ais``. Annealing upwards alone finds a diverged model far too
-            likely, so it is done in both directions; ``log_z_gap`` is what they leave open, and a warning says if that
-            is more than a nat.
-        minibatch_size: rows of an update, where a batch of the loader holds several: the updates of one
-            ``training_step`` then run without autograd, which small RBMs are several times faster for. Neither gradient
-            clipping nor accumulation goes with it.
-        optimizer: called with groups of parameters.
+        class_names: names of the classes for predictions; by default the datamodule's, if it has any.
+        likelihood: whether validation and test report the log-probability of a sample in nats (for a stack, a lower
+            bound), by ``exact`` enumeration for small RBMs, or ``ais``. Annealing upwards alone finds a diverged model
+            far too probable, so it is done in both directions; ``log_z_gap`` is their difference, with a warning if it
+            exceeds one nat.
+        minibatch_size: samples of an update, if a batch of the loader holds several: the updates of one
+            ``training_step`` then run without autograd, which is several times faster for small RBMs. Not compatible
+            with gradient clipping or accumulation.
+        optimizer: creates the optimizer; called with groups of parameters.
 
     Raises:
         ValueError: if options are out of range or contradict each other; before a run starts, if sizes are neither
-            given nor offered by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, or if
-            rows are outside of what the visible units hold.
+            given nor provided by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, or
+            if values of the data are outside the range of the visible units.
 
     Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets
     """
@@ -120,7 +120,7 @@ class DeepBeliefNetwork(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.SGD,
     ) -> None:
         super().__init__()
-        # NumPy's numbers would make the checkpoint unsafe to load, as would a Stage
+        # NumPy numbers or a Stage would make the checkpoint unsafe to load
         num_visible = None if num_visible is None else index(num_visible)
         num_classes = None if num_classes is None else index(num_classes)
         layers = [index(size) for size in layers]
@@ -158,7 +158,7 @@ class DeepBeliefNetwork(L.LightningModule):
         self.stack: RBMStack | None = None
         self.head: nn.Linear | None = None
         self._stage = 0
-        self._begun = -1  # the stage that began last, in this run or the one it resumes
+        self._begun = -1  # the stage that started last, in this run or the resumed one
         self._saved: list[dict[str, Any]] = []  # by rank
         self._ranks = RankStates()
         if num_visible is not None and (num_classes is not None or not self._needs_classes):
@@ -224,14 +224,14 @@ class DeepBeliefNetwork(L.LightningModule):
         self.val_figures, self.test_figures = (BeliefFigures(num_classes, self.likelihood) for _ in range(2))
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """None: the layers are called in other ways than by ``forward``, and are gathered with the whole."""
+        """Return no blocks: layers are not only called by ``forward``, so they are gathered with the whole module."""
         return []
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """Refused: while one RBM trains there is nothing that other stages of a pipeline could do.
+        """Reject pipelines, since the other stages would be idle while one RBM trains.
 
         Raises:
-            ValueError: always, with what to take instead.
+            ValueError: always, with strategies to use instead.
         """
         raise ValueError(
             "DeepBeliefNetwork trains one RBM at a time, which leaves the other stages of a pipeline idle; take the "
@@ -239,7 +239,7 @@ class DeepBeliefNetwork(L.LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer for all stages; biases are not decayed."""
+        """Create one optimizer for all stages, without weight decay of biases."""
         assert self.stack is not None
         weights = [parameter for parameter in self.parameters() if parameter.ndim > 1]
         biases = [parameter for parameter in self.parameters() if parameter.ndim == 1 and parameter.requires_grad]
@@ -248,12 +248,12 @@ class DeepBeliefNetwork(L.LightningModule):
         return self.make_optimizer([{"params": weights, "lr": lr}, {"params": biases, "lr": lr, "weight_decay": 0.0}])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the classes (B, C) of a classifier, else means of the top hidden units (B, H), of rows (B, ...)."""
+        """Compute logits (B, C) of a classifier, else means of the top hidden units (B, H), of samples (B, ...)."""
         features = self._known(self.stack).transform(_flat(x))
         return features if self.head is None else self.head(features.to(self.head.weight.dtype))
 
     def on_fit_start(self) -> None:
-        trainer: Any = self.trainer  # connectors set the attributes that are read here
+        trainer: Any = self.trainer  # connectors set the attributes read here
         if trainer.ckpt_path is None:
             self._begun = -1
         if not self.automatic_optimization and trainer.lr_scheduler_configs:
@@ -272,7 +272,7 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def on_train_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
-        self._restore_sampling()  # of strategies that read checkpoints after on_fit_start
+        self._restore_sampling()  # some strategies load checkpoints after on_fit_start
         self._stop_at_the_end(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
@@ -310,7 +310,7 @@ class DeepBeliefNetwork(L.LightningModule):
             return
         for part in rbm.visible_units.modules():
             if isinstance(part, GaussianVisible) and (fault := part.find_fault(found.extremes[:, : part.num_visible])):
-                raise ValueError(fault)  # the extremes of a column are equal where it is constant
+                raise ValueError(fault)  # equal extremes show a constant column
         write_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
 
     def _seed_of(self, number: int) -> int:
@@ -332,7 +332,7 @@ class DeepBeliefNetwork(L.LightningModule):
             )
 
     def _renew_recognition(self) -> None:
-        """Let recognition weights of their own, which are learned last, follow the RBMs' until then."""
+        """Copy the RBMs' weights to separate recognition weights, which are trained only in the last stage."""
         if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
             self._known(self.stack).untie_()
 
@@ -341,7 +341,7 @@ class DeepBeliefNetwork(L.LightningModule):
 
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:
-        """Parameters as they are within a step, where FSDP2 has split them."""
+        """Temporarily gather parameters that FSDP2 has sharded."""
         root = self.trainer.strategy.model
         if not isinstance(root, FSDPModule):
             yield
@@ -368,7 +368,7 @@ class DeepBeliefNetwork(L.LightningModule):
         return self._reach_all(self._objective(batch))
 
     def _objective(self, batch: Batch) -> Tensor:
-        """What the stage minimises, ()."""
+        """Return what the stage minimizes, ()."""
         stack = self._known(self.stack)
         if self._stage < len(self.layers):
             rows = self._training_rows(batch)
@@ -398,10 +398,10 @@ class DeepBeliefNetwork(L.LightningModule):
             optimizer.step()
 
     def _training_rows(self, batch: Batch) -> Tensor:
-        """What the RBM of this stage sees of a batch, (B, V)."""
+        """Return the input of the RBM of this stage for a batch, (B, V)."""
         if self._surveyed:
             return self._rows(batch, self._stage)
-        self._surveyed = True  # the first batch has to stand for all
+        self._surveyed = True  # only the first batch is checked
         return self._checked_rows(batch, self._stage)
 
     def _log_training(self, figure: str, value: Tensor) -> None:
@@ -412,12 +412,12 @@ class DeepBeliefNetwork(L.LightningModule):
                     f"{name} has diverged: its {figure} is {value.item()}. Lower its learning rate, or check the data"
                 )
             self.log(f"train/{figure}", value.detach())
-            # the progress bar shows no other names than those of figures
+            # the progress bar shows only names of metrics, so the stage's name must be part of it
             self.log(f"{name}: {figure}", value.detach(), prog_bar=True, logger=False)
             self.log("train/stage", float(self._stage))
 
     def _reach_all(self, loss: Tensor) -> Tensor:
-        """Give parameters that this stage does not train a gradient of 0 under DDP, which waits for all of them."""
+        """Give parameters that this stage does not train a zero gradient under DDP, which waits for all of them."""
         if not isinstance(self.trainer.strategy.model, DistributedDataParallel):
             return loss
         for parameter in self._idle():
@@ -429,7 +429,7 @@ class DeepBeliefNetwork(L.LightningModule):
         return [one for one in self.parameters() if id(one) not in trained and one.requires_grad]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._stage < len(self.layers):  # momentum and decay of the optimizer must not move what is not trained
+        if self._stage < len(self.layers):  # momentum and decay must not change untrained parameters
             for parameter in self._idle():
                 parameter.grad = None
 
@@ -470,13 +470,13 @@ class DeepBeliefNetwork(L.LightningModule):
         return max(0, self.schedule.spans[-1].first_epoch - self.current_epoch)
 
     def _num_trained(self) -> int:
-        """How many layers are trained, or being trained; all outside of ``fit``."""
+        """Return the number of layers trained so far, including the current one; all outside of ``fit``."""
         return min(self._stage + 1, len(self.layers)) if self.trainer.state.fn == "fit" else len(self.layers)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """The likeliest class of each row, (B,), and its probability; of a model without classes the top features.
+        """Return the most probable class of each sample, (B,), and its probability; without classes, the top features.
 
-        ``class`` is a list of names where the model knows them, else an int64 tensor; ``feature`` is (B, H).
+        ``class`` is a list of names if the model knows them, else an int64 tensor; ``feature`` is (B, H).
         """
         x = _first(batch)
         if not self._needs_classes:
@@ -488,7 +488,7 @@ class DeepBeliefNetwork(L.LightningModule):
         return {"class": label if names is None else names, "probability": probability}
 
     def _rows(self, batch: Batch, number: int) -> Tensor:
-        """What RBM ``number`` sees of a batch, (B, V)."""
+        """Return the input of RBM ``number`` for a batch, (B, V)."""
         with torch.no_grad():
             stack = self._known(self.stack)
             rows = stack.transform(_flat(_first(batch)), number)
@@ -527,7 +527,7 @@ class DeepBeliefNetwork(L.LightningModule):
                 "are dealt anew, and processes that were not there draw from new generators"
             )
         for number, learn in enumerate(self.sampling):
-            learn.seed = self._seed_of(number)  # of processes that were not there
+            learn.seed = self._seed_of(number)  # for processes that the checkpoint does not have
             states = [saved["sampling"][number] for saved in self._saved]
             learn.load_state_dict(hand_out(states, world_size, rank), self.device)
         self._saved = []
@@ -538,7 +538,7 @@ def _first(batch: Batch) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Rows (B, V) of ``x`` (B, ...), floating."""
+    """Flatten ``x`` (B, ...) to floating samples (B, V)."""
     return x.flatten(1) if x.is_floating_point() else x.flatten(1).float()
 
 

@@ -1,4 +1,4 @@
-"""How well a deep belief network does. Shapes: B rows, V visible units, C classes."""
+"""Evaluation metrics of deep belief networks. Shapes: B samples, V visible units, C classes."""
 
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, cast
@@ -18,11 +18,11 @@ Likelihood: TypeAlias = Literal["none", "exact", "ais"]
 
 
 class BeliefFigures(nn.Module):
-    """Figures of one kind of evaluation, over all its batches and processes.
+    """Compute the metrics of one kind of evaluation, over all its batches and processes.
 
     Args:
-        num_classes: where there are classes.
-        likelihood: whether, and how, the log-probability of rows is found.
+        num_classes: number of classes, if there are any.
+        likelihood: whether, and how, the log-probability of samples is computed.
     """
 
     def __init__(self, num_classes: int | None, likelihood: Likelihood) -> None:
@@ -41,7 +41,7 @@ class BeliefFigures(nn.Module):
         return ((name, cast("Metric", figure)) for name, figure in self.figures.items())
 
     def begin(self) -> None:
-        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
         for _, figure in self.items():
             figure.reset()
         self._log_z = self.log_z_gap = None
@@ -52,11 +52,11 @@ class BeliefFigures(nn.Module):
         """Add a batch.
 
         Args:
-            stack: of which the lowest ``num_layers`` are trained.
-            num_layers: of them.
-            rows: (B, V).
-            scores: of a classifier on top, (B, C), if there is one.
-            classes: (B,), if there are any; without ``scores`` the stack's labels tell them.
+            stack: the stack, whose lowest ``num_layers`` layers are trained.
+            num_layers: number of trained layers.
+            rows: samples (B, V).
+            scores: logits of a classifier on top, (B, C), if there is one.
+            classes: (B,), if there are any; without ``scores`` the stack's labels predict them.
         """
         error = (stack.reconstruct(rows, num_layers) - rows).square().mean()
         values = {"loss": error, "reconstruction_error": error}
@@ -73,7 +73,7 @@ class BeliefFigures(nn.Module):
             cast("Metric", self.figures[name]).update(value, weight=len(rows))
 
     def _log_prob(self, stack: RBMStack, num_layers: int, rows: Tensor) -> Tensor:
-        """Log-probability of rows (B, V) under the lowest layers, (B,): for several a lower bound."""
+        """Compute the log-probability, or a lower bound of it, of samples (B, V) under the lowest layers, (B,)."""
         if num_layers < len(stack.layers):
             stack = RBMStack(stack.layers[:num_layers])
         if self._log_z is None:
@@ -81,7 +81,7 @@ class BeliefFigures(nn.Module):
         return stack.log_prob_bound(rows, self._log_z).estimate
 
     def _annealed(self, top: RBM) -> LogZ:
-        generator = Generator(top.weight.device).manual_seed(0)  # of its own: evaluation must not change the training
+        generator = Generator(top.weight.device).manual_seed(0)  # evaluation must not change random numbers of training
         found = top.log_z("ais", generator=generator)
         self.log_z_gap = float(top.log_z("reverse_ais", generator=generator).upper - found.lower)
         if self.log_z_gap > 1:

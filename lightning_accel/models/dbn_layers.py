@@ -1,4 +1,4 @@
-"""Which units the layers of a deep belief network have. Shapes: V visible units, H hidden units, C classes."""
+"""Kinds of units of the layers of a deep belief network. Shapes: V visible units, H hidden units, C classes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +10,7 @@ from lightning_accel.nn.rbm import RBM, Hidden, Visible
 
 
 class Units(NamedTuple):
-    """Kinds of units, from the lowest visible to the top hidden ones."""
+    """Hold the kinds of units, from the lowest visible to the top hidden ones."""
 
     visible: Visible
     num_categories: int | None
@@ -18,10 +18,10 @@ class Units(NamedTuple):
     hidden: list[Hidden]  # one for each RBM
 
     def require_densities(self, stages: Sequence[Stage]) -> None:
-        """Refuse what ``stages`` cannot train.
+        """Reject kinds of units that ``stages`` cannot train.
 
         Raises:
-            ValueError: if kinds and stages are not equally many, or chains of units without a density would run away.
+            ValueError: if numbers of kinds and stages differ, or chains of units without a density would diverge.
         """
         if len(self.hidden) != len(stages):
             raise ValueError(f"hidden must be one kind, or {len(stages)}, one for each RBM; got {self.hidden}")
@@ -37,7 +37,7 @@ class Units(NamedTuple):
     def make_stack(
         self, num_visible: int, layers: Sequence[int], num_labels: int, stages: Sequence[Stage], untied: bool
     ) -> RBMStack:
-        """RBMs of ``num_visible`` and ``layers`` units, the top one with ``num_labels``, begun as ``stages`` say."""
+        """Create the RBMs, the top one with ``num_labels``, and initialize them as ``stages`` say."""
         rbms = []
         for number, (below, size) in enumerate(pairwise([num_visible, *layers])):
             labels = num_labels if number == len(layers) - 1 else 0
@@ -50,7 +50,7 @@ class Units(NamedTuple):
         return RBMStack(rbms, untied=untied)
 
     def _below(self, number: int) -> Visible:
-        """Kind of the visible units of RBM ``number``."""
+        """Return the kind of the visible units of RBM ``number``."""
         if number == 0:
             return self.visible
         return "gaussian" if self.hidden[number - 1] == "relu" else "bernoulli"

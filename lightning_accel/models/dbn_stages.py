@@ -1,4 +1,4 @@
-"""Stages of a deep belief network's training, and a pass over its data. Shapes: B rows, V visible units."""
+"""Training stages of a deep belief network, and a pass over its data. Shapes: B samples, V visible units."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from lightning_accel.nn.contrastive import ContrastiveDivergence, Sampler
 
 Decay: TypeAlias = Literal["linear", "none"]
-_SURVEY_ROWS = 512  # of a batch of the pass over the data
+_SURVEY_ROWS = 512  # batch size of the pass over the data
 
 
 class _Preset(NamedTuple):
@@ -28,23 +28,25 @@ _PRESETS = {"density": _Preset("pcd", 100), "features": _Preset("cd", 0)}
 
 @dataclass(frozen=True)
 class Stage:
-    """How one RBM is trained.
+    """Configure how one RBM is trained.
 
     Args:
-        epochs: of the trainer.
-        lr: learning rate at the start.
+        epochs: number of epochs.
+        lr: initial learning rate.
         lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; or ``none``.
-        preset: what the RBM is for, ``density`` or ``features``, gives ``sampler``, ``centering`` and ``initial_std``
-            where they are left out: ``pcd``, 100 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (with which Gaussian
-            and rectified units begin, too). Centring makes hidden units be 1 half of the time, which hurts features.
-        sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for what follows.
+        preset: purpose of the RBM, ``density`` or ``features``, which sets ``sampler``, ``centering`` and
+            ``initial_std`` if they are not given: ``pcd``, 100 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (the
+            initial_std of Gaussian and rectified units in any case). Centering makes hidden units be 1 half of the
+            time, which hurts features.
+        sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for the following options.
         steps: Gibbs steps for each gradient.
-        num_chains: over all processes, whatever the size of a batch.
-        num_temperatures: of ``tempering``.
-        centering: rows of data that the centres of the units are means of; 0 for none.
-        sparsity_target: mean of the hidden units to strive for.
-        sparsity_weight: what the distance from it counts for.
-        initial_std: of the weights, see :class:`lightning_accel.RBM`. Of a few hidden units small ones are better.
+        num_chains: number of chains over all processes, independent of the batch size.
+        num_temperatures: number of temperatures of ``tempering``.
+        centering: number of samples over which the centers of the units are averaged; 0 for no centering.
+        sparsity_target: mean activation of the hidden units to aim for.
+        sparsity_weight: weight of the distance from it.
+        initial_std: standard deviation of the initial weights, see :class:`lightning_accel.RBM`. Small values are
+            better for few hidden units.
 
     Raises:
         ValueError: if a number is out of range.
@@ -73,7 +75,7 @@ class Stage:
         self.start_sampling(0)
 
     def start_sampling(self, seed: int) -> ContrastiveDivergence:
-        """What draws the samples, from its beginning."""
+        """Create the sampler in its initial state."""
         preset = _PRESETS[self.preset]
         return ContrastiveDivergence(
             self.sampler or preset.sampler,
@@ -87,10 +89,10 @@ class Stage:
         )
 
     def std_for(self, num_visible: int, num_hidden: int, all_bernoulli: bool) -> float:
-        """Standard deviation of the first weights of an RBM."""
+        """Return the standard deviation of the initial weights of an RBM."""
         if self.initial_std is not None:
             return self.initial_std
-        # twice Glorot's, by benchmarks/results
+        # twice Glorot's, found best in benchmarks/results
         return (8 / (num_visible + num_hidden)) ** 0.5 if self.preset == "density" and all_bernoulli else 0.01
 
 
@@ -103,7 +105,7 @@ def require_schedule(epochs: int, lr: float, lr_decay: str) -> None:
 
 
 class Span(NamedTuple):
-    """When a stage runs, and with which learning rates."""
+    """Hold the epochs and learning rates of a stage."""
 
     name: str
     first_epoch: int
@@ -112,13 +114,13 @@ class Span(NamedTuple):
     lr_decay: Decay
 
     def lr_at(self, epoch: float) -> float:
-        """Learning rate at ``epoch`` of the run, which counts parts of one."""
+        """Return the learning rate at ``epoch`` of the run, which may be fractional."""
         share = min(max((epoch - self.first_epoch) / self.epochs, 0), 1)
         return self.lr * (1 - share) if self.lr_decay == "linear" else self.lr
 
 
 class Schedule:
-    """The stages of a run, one after another.
+    """Place the stages of a run one after another.
 
     >>> schedule = Schedule([("rbm 1", 3, 0.1, "linear"), ("classifier", 2, 0.5, "none")])
     >>> schedule.num_epochs, schedule.stage_at(2), schedule.stage_at(3), schedule.stage_at(9)
@@ -138,7 +140,7 @@ class Schedule:
 
 
 class Survey(NamedTuple):
-    """Of the rows that train."""
+    """Hold statistics of the training data."""
 
     mean: Tensor  # (V,) float64
     extremes: Tensor  # (2, V) float64, least and largest values
@@ -147,12 +149,12 @@ class Survey(NamedTuple):
 
 @torch.no_grad()
 def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object) -> Survey | None:
-    """Pass once over the data of ``loader``, each process over its share; None where that cannot be entered twice.
+    """Pass once over the data of ``loader``, each process over its share; return None if it cannot be iterated twice.
 
     Args:
-        module: in a Trainer.
-        rows_of: makes rows (B, V) of a batch; it may refuse them with a ValueError.
-        loader: of the training. A sampler of its own is heeded if it is a ``SubsetRandomSampler``.
+        module: a module in a Trainer.
+        rows_of: returns the samples (B, V) of a batch; it may reject them with a ValueError.
+        loader: the training loader. Its own sampler is respected only if it is a ``SubsetRandomSampler``.
     """
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
         return None
@@ -165,7 +167,7 @@ def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: 
         batch_size=None if has_whole_batches else _SURVEY_ROWS,
         sampler=numbers,
         collate_fn=loader.collate_fn,
-        generator=Generator(),  # an iterator draws a seed for workers, here not from the run's own numbers
+        generator=Generator(),  # an iterator draws a seed, which must not use the run's random numbers
     )
     sums, extremes = [], []
     for number, batch in enumerate(share):
@@ -185,7 +187,7 @@ def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: 
 
 
 def write_(parameter: Tensor, value: Tensor) -> None:
-    """Set a parameter, split over processes or not."""
+    """Set a parameter, sharded over processes or not."""
     value = value.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -194,9 +196,9 @@ def write_(parameter: Tensor, value: Tensor) -> None:
 
 
 def hand_out(states: Sequence[dict[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
-    """What process ``rank`` of ``world_size`` goes on with, of the states that another number of processes saved.
+    """Return the state for process ``rank`` of ``world_size``, from states that another number of processes saved.
 
-    Chains are dealt anew; generators of processes that were not there begin anew.
+    Chains are redistributed; generators of additional processes start anew.
     """
     mine = dict(states[min(rank, len(states) - 1)])
     if len(states) == world_size or "chains" not in mine:

@@ -1,4 +1,4 @@
-"""Estimators for scikit-learn. Shapes: N rows, V features, H components, C classes."""
+"""Estimators for scikit-learn. Shapes: N samples, V features, H components, C classes."""
 
 import copy
 import logging
@@ -28,39 +28,39 @@ from lightning_accel.models.row_scaler import Array, RowScaler
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import RBM, Hidden
 
-_MINIBATCHES = 500  # that one call of Lightning's loop updates by: its own cost is that of several small ones
+_MINIBATCHES = 500  # updates per training_step: one step of Lightning's loop costs as much as several updates
 _STARTS = 2**31 - 1
 
 
 class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """A restricted Boltzmann machine that turns rows into the means of its hidden units, for scikit-learn.
+    """Transform samples into the means of the hidden units of a restricted Boltzmann machine, for scikit-learn.
 
-    Takes the place of :class:`sklearn.neural_network.BernoulliRBM` and has its names; it also takes real values, and
-    shuffles. Rows within [0, 1] are taken for probabilities or bits of Bernoulli units, as they are. Others are
-    standardised and given to Gaussian units, without the columns that are constant; all results are in the units of
-    the data again. Scale grey levels to [0, 1], with ``MinMaxScaler(clip=True)``, where that is what they are.
+    Replaces :class:`sklearn.neural_network.BernoulliRBM`, with its names; it also takes real values, and shuffles. Data
+    within [0, 1] are treated as probabilities or bits of Bernoulli units, unchanged. Other data are standardized for
+    Gaussian units, without constant columns; all results are in the units of the data again. Scale grey levels to [0,
+    1] with ``MinMaxScaler(clip=True)`` if they are to be treated as probabilities.
 
     Args:
-        n_components: H, hidden units.
-        visible: ``bernoulli``, ``gaussian``, or ``auto``: by the data that ``fit`` sees.
+        n_components: H, number of hidden units.
+        visible: ``bernoulli``, ``gaussian``, or ``auto``: by the data passed to ``fit``.
         hidden: ``bernoulli`` or ``relu``.
-        preset: ``features`` trains by ``cd``, at a constant learning rate; ``density`` by ``pcd`` with centred units,
-            at a rate that falls to 0: better for :meth:`score_samples` and :meth:`sample`, worse for classifiers of
-            what :meth:`transform` makes.
-        learning_rate: at the start; ``auto`` is 0.1 for Bernoulli, 0.01 for Gaussian units.
-        batch_size: rows of an update.
+        preset: ``features`` trains by ``cd``, at a constant learning rate; ``density`` by ``pcd`` with centered units,
+            at a rate that falls to 0: better for :meth:`score_samples` and :meth:`sample`, worse for classifiers on the
+            output of :meth:`transform`.
+        learning_rate: initial learning rate; ``auto`` is 0.1 for Bernoulli, 0.01 for Gaussian units.
+        batch_size: samples of an update.
         n_iter: passes over the data.
-        accelerator: of the Lightning Trainer that fits, such as ``gpu``; the results are on the CPU.
-        random_state: a number for fits, samples and scores that repeat.
+        accelerator: accelerator of the Lightning Trainer, such as ``gpu``; the results are on the CPU.
+        random_state: seed for reproducible fits, samples and scores.
 
     Attributes:
         components_: (H, V) weights; 0 for constant columns.
         intercept_hidden_: (H,) biases.
-        intercept_visible_: (V,) biases, of standardised values if those are what units hold.
+        intercept_visible_: (V,) biases, of standardized values for Gaussian units.
         visible_: kind of the visible units.
-        mean_: (V,) that standardising subtracts, or None.
+        mean_: (V,) that standardization subtracts, or None.
         scale_: (V,) that it divides by, or None; 0 for constant columns.
-        rbm_: the :class:`lightning_accel.RBM`, of the columns that vary.
+        rbm_: the :class:`lightning_accel.RBM`, for the columns that vary.
 
     >>> RBMTransformer(n_components=2, random_state=0).fit_transform([[0, 0, 1], [0, 1, 1], [1, 1, 0]]).shape
     (3, 2)
@@ -90,17 +90,17 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: object = None) -> "RBMTransformer":
-        """Train on rows (N, V).
+        """Train on samples (N, V).
 
         Raises:
-            ValueError: if parameters are out of range, rows are not finite or do not fit the units, or training
+            ValueError: if parameters are out of range, samples are not finite or do not fit the units, or training
                 diverges.
         """
         rows = _validated(self, X, reset=True)
         self.random_state_ = check_random_state(self.random_state)
         self._scaler = RowScaler(rows, self.visible)
         scaled = self._scaler.scaled(rows)
-        self._base = scaled.mean(dim=0)  # of the independent units that annealing begins with
+        self._base = scaled.mean(dim=0)  # means of the independent units at which annealing starts
         make_network = partial(
             DeepBeliefNetwork,
             self._scaler.num_varying,
@@ -122,19 +122,19 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.intercept_visible_ = scaler.with_constants(self.rbm_.visible_bias.detach().numpy(), 0)
 
     @property
-    def _n_features_out(self) -> int:  # by which ClassNamePrefixFeaturesOutMixin names features
+    def _n_features_out(self) -> int:  # ClassNamePrefixFeaturesOutMixin names features by it
         return len(self.components_)
 
     @torch.no_grad()
     def transform(self, X: ArrayLike) -> Array:
-        """Means of the hidden units, (N, H), of rows (N, V)."""
+        """Compute the means of the hidden units, (N, H), of samples (N, V)."""
         check_is_fitted(self)
         rows = _validated(self, X, reset=False)
         return self._rbm_of(rows)(self._scaler.scaled(rows)).numpy()
 
     @torch.no_grad()
     def inverse_transform(self, X: ArrayLike) -> Array:
-        """Means of the visible units, (N, V), of hidden ones (N, H)."""
+        """Compute the means of the visible units, (N, V), of hidden ones (N, H)."""
         check_is_fitted(self)
         hidden = check_array(X, dtype=[np.float64, np.float32])
         if hidden.shape[1] != self.n_components:
@@ -143,11 +143,11 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self._scaler.unscaled(rbm.visible_units.mean(rbm.visible_activation(torch.from_numpy(hidden))))
 
     def score_samples(self, X: ArrayLike) -> Array:
-        """Log-probability (density) of each row in nats, (N,).
+        """Compute the log-probability (density) of each sample in nats, (N,).
 
-        It is exact where one side of the RBM has at most 20 bits, else annealed in 1000 steps, anew in each call; see
-        :meth:`lightning_accel.RBM.log_z`. Constant columns count for nothing. BernoulliRBM has a random
-        pseudo-likelihood here, which ranks models otherwise.
+        It is exact if one side of the RBM has at most 20 bits, else annealed in 1000 steps, anew in each call; see
+        :meth:`lightning_accel.RBM.log_z`. Constant columns are ignored. BernoulliRBM returns a random pseudo-likelihood
+        here, which ranks models differently.
         """
         check_is_fitted(self)
         rows = _validated(self, X, reset=False)
@@ -158,12 +158,12 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return log_prob.numpy() - self._scaler.log_volume
 
     def score(self, X: ArrayLike, y: object = None) -> float:
-        """Mean of :meth:`score_samples`."""
+        """Compute the mean of :meth:`score_samples`."""
         return float(self.score_samples(X).mean())
 
     @torch.no_grad()
     def gibbs(self, v: ArrayLike, n_steps: int = 1) -> Array:
-        """Draw rows (N, V) by ``n_steps`` Gibbs steps from rows ``v`` (N, V)."""
+        """Draw samples (N, V) by ``n_steps`` Gibbs steps starting from samples ``v`` (N, V)."""
         check_is_fitted(self)
         rows = _validated(self, v, reset=False)
         rbm, states, generator = self._rbm_of(rows), self._scaler.scaled(rows), self._generator()
@@ -172,7 +172,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self._scaler.unscaled(states)
 
     def sample(self, n_samples: int = 1, n_steps: int = 1000) -> Array:
-        """Draw rows (N, V) from the model, by ``n_steps`` Gibbs steps from independent units."""
+        """Draw samples (N, V) from the model, by ``n_steps`` Gibbs steps starting from independent units."""
         check_is_fitted(self)
         return self._scaler.unscaled(self.rbm_.sample(n_samples, n_steps, generator=self._generator()))
 
@@ -184,32 +184,32 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return Generator().manual_seed(int(self.random_state_.randint(_STARTS)))
 
     def _rbm_of(self, rows: Array) -> RBM:
-        """The RBM in the dtype of ``rows``."""
+        """Return the RBM in the dtype of ``rows``."""
         if rows.dtype == np.float32:
             return self.rbm_
         return copy.deepcopy(self.rbm_).double()
 
 
 class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """A deep belief network with a linear head, trained layer by layer and then by back-propagation, for scikit-learn.
+    """Classify by a deep belief network with a linear head, trained layer by layer, then by back-propagation.
 
     Args:
-        hidden_layer_sizes: hidden units of each RBM.
-        visible: as in :class:`RBMTransformer`, which tells what is done with rows.
+        hidden_layer_sizes: number of hidden units of each RBM.
+        visible: kind of the visible units and scaling of the data, as in :class:`RBMTransformer`.
         hidden: ``bernoulli`` or ``relu``.
-        preset: of the RBMs, as there.
-        learning_rate: of the RBMs, as there.
+        preset: training of the RBMs, as in :class:`RBMTransformer`.
+        learning_rate: initial learning rate of the RBMs, as in :class:`RBMTransformer`.
         n_iter: passes over the data for each RBM.
-        finetune_learning_rate: of the back-propagation, at the start; it falls to 0. ``auto`` is 1 for Bernoulli hidden
-            units, whose sigmoids need it, and 0.1 for ``relu``.
+        finetune_learning_rate: initial learning rate of the back-propagation; it falls to 0. ``auto`` is 1 for
+            Bernoulli hidden units, whose sigmoids need it, and 0.1 for ``relu``.
         finetune_n_iter: passes over the data by back-propagation.
-        batch_size: rows of an update.
-        accelerator: of the Lightning Trainer that fits.
-        random_state: a number for fits that repeat.
+        batch_size: samples of an update.
+        accelerator: accelerator of the Lightning Trainer.
+        random_state: seed for reproducible fits.
 
     Attributes:
         classes_: (C,) in the order of the columns of :meth:`predict_proba`.
-        network_: the trained layers, an ``nn.Sequential`` of rows as the units hold them to logits (N, C).
+        network_: the trained layers, an ``nn.Sequential`` from scaled samples to logits (N, C).
 
     >>> DBNClassifier((3,), random_state=0).fit([[0, 0], [0, 1], [1, 0], [1, 1]], list("aabb")).predict([[1, 1]]).shape
     (1,)
@@ -243,7 +243,7 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "DBNClassifier":
-        """Train on rows (N, V) and their classes (N,).
+        """Train on samples (N, V) and their classes (N,).
 
         Raises:
             ValueError: as :meth:`RBMTransformer.fit`, or if there are fewer than two classes.
@@ -280,19 +280,19 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
 
     @torch.no_grad()
     def predict_log_proba(self, X: ArrayLike) -> Array:
-        """Logarithms of the probabilities of the classes, (N, C), of rows (N, V)."""
+        """Compute the log-probabilities of the classes, (N, C), of samples (N, V)."""
         check_is_fitted(self)
         rows = _validated(self, X, reset=False)
         network = self.network_ if rows.dtype == np.float32 else copy.deepcopy(self.network_).double()
         return network(self._scaler.scaled(rows)).log_softmax(dim=1).numpy()
 
     def predict_proba(self, X: ArrayLike) -> Array:
-        """Probabilities of the classes, (N, C), of rows (N, V)."""
+        """Compute the probabilities of the classes, (N, C), of samples (N, V)."""
         return np.exp(self.predict_log_proba(X))
 
     def predict(self, X: ArrayLike) -> Array:
-        """The likeliest class of each row, (N,), of rows (N, V)."""
-        best = self.predict_log_proba(X).argmax(axis=1)  # which refuses to go on where classes are not known
+        """Predict the most probable class, (N,), of samples (N, V)."""
+        best = self.predict_log_proba(X).argmax(axis=1)  # raises if not fitted, before classes_ is read
         return self.classes_[best]
 
 
@@ -317,7 +317,7 @@ def _fitted(
     estimator: RBMTransformer | DBNClassifier,
     epochs: int,
 ) -> tuple[RBMStack, nn.Linear | None]:
-    """Train without files, bars or messages, and without a trace in torch's own random numbers."""
+    """Train without files, progress bars or messages, and without changing torch's global random state."""
     if estimator.batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {estimator.batch_size}")
     seed = int(check_random_state(estimator.random_state).randint(_STARTS))
@@ -330,7 +330,7 @@ def _fitted(
             max_epochs=epochs,
             accelerator=estimator.accelerator,
             devices=1,
-            plugins=[LightningEnvironment()],  # whatever launched this process
+            plugins=[LightningEnvironment()],  # ignores how this process was launched
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -358,7 +358,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _validated(estimator: Any, X: ArrayLike, y: object = "no_validation", *, reset: bool) -> Any:
-    """What scikit-learn's own estimators do with their input; a method before 1.6, a function since."""
+    """Validate input as scikit-learn's own estimators do, by a method before version 1.6, by a function since."""
     options: dict[str, Any] = {"reset": reset, "dtype": [np.float64, np.float32]}
     try:
         from sklearn.utils.validation import validate_data
