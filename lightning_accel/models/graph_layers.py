@@ -16,7 +16,7 @@ NormName = Literal["batch", "layer", "none"]
 
 
 class EdgeKind(NamedTuple):
-    """What edges carry: nothing, ``dim`` features, or one of ``num_relations`` types."""
+    """Describe what edges carry: nothing, ``dim`` features, or one of ``num_relations`` types."""
 
     dim: int | None = None
     num_relations: int | None = None
@@ -28,7 +28,7 @@ class EdgeKind(NamedTuple):
 
 
 class GraphBlock(nn.Module):
-    """A convolution, a norm, an activation and dropout, added to what came in where ``residual``."""
+    """Apply a convolution, a norm, an activation and dropout; with ``residual`` the input is added."""
 
     def __init__(self, conv: nn.Module, dim: int, norm: NormName, dropout: float, residual: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class GraphBlock(nn.Module):
 
 
 class GraphLayers(nn.Module):
-    """An encoder of nodes and edges and a stack of :class:`GraphBlock`: nodes (N, F) to (N, D)."""
+    """Encode nodes and edges and apply a stack of :class:`GraphBlock`: nodes (N, F) to (N, D)."""
 
     def __init__(self, encoder: nn.Module, edge_encoder: nn.Module | None, blocks: list[GraphBlock]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def make_layers(
     dropout: float,
     residual: bool,
 ) -> GraphLayers:
-    """Build :class:`GraphLayers`; types of edges are embedded for convolutions that know features alone."""
+    """Build :class:`GraphLayers`; edge types are embedded for convolutions that only take edge features."""
     kind = find_conv(conv)
     edge_encoder = None
     if edges.num_relations is not None and "num_relations" not in signature(kind).parameters:
@@ -112,7 +112,7 @@ def make_layers(
 
 
 def find_conv(name: str) -> type[nn.Module]:
-    """``RO3Conv``, a class of ``torch_geometric.nn``, or one by its import path.
+    """Find a convolution: ``RO3Conv``, a class of ``torch_geometric.nn``, or one by its import path.
 
     Raises:
         ValueError: if there is none.
@@ -133,7 +133,7 @@ def find_conv(name: str) -> type[nn.Module]:
 
 
 def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping[str, Any]) -> nn.Module:
-    """One convolution from ``dim`` to ``dim``; a perceptron is made for those that are built around one."""
+    """Create a convolution from ``dim`` to ``dim`` features; a perceptron is created for convolutions that need one."""
     parameters = signature(kind).parameters
     given = dict(options)
     if edges.dim is not None and "edge_dim" in parameters:
@@ -142,7 +142,7 @@ def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping
         given.setdefault("num_relations", edges.num_relations)
     sizes = {} if "nn" in parameters else {"in_channels": dim, "out_channels": dim}
     if "nn" in parameters:
-        wide = 2 * dim if kind.__name__ == "EdgeConv" else dim  # it takes both ends of an edge
+        wide = 2 * dim if kind.__name__ == "EdgeConv" else dim  # its input is both ends of an edge
         given.setdefault("nn", nn.Sequential(nn.Linear(wide, dim), nn.ReLU(), nn.Linear(dim, dim)))
     else:
         sizes = {name: size for name, size in sizes.items() if name in parameters}
@@ -153,10 +153,10 @@ def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping
 
 
 def require_width(conv: nn.Module, dim: int, edges: EdgeKind) -> None:
-    """Refuse a convolution that does not map nodes (N, ``dim``) to (N, ``dim``), or leaves out what edges carry.
+    """Reject a convolution that does not map nodes (N, ``dim``) to (N, ``dim``), or ignores what edges carry.
 
     Raises:
-        ValueError: with what it does; also if a graph's nodes get something else beside another graph than alone.
+        ValueError: describing what it does; also if a graph's nodes get other values in a batch than alone.
     """
     name, names = type(conv).__name__, _names_of(conv)
     if edges != EdgeKind() and names[2:3] not in (["edge_attr"], ["edge_type"]):
@@ -194,7 +194,7 @@ _STAR = [[0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 0, 0]]
 
 
 def _try(conv: nn.Module, dim: int, edges: EdgeKind, ends: list[list[int]], graphs: list[int]) -> Any:
-    """What ``conv`` makes of unequal nodes, one for each of ``graphs``, and edges ``ends``."""
+    """Apply ``conv`` to unequal nodes, one for each entry of ``graphs``, and edges ``ends``."""
     edge_index, batch = torch.tensor(ends), torch.tensor(graphs)
     attributes = edges.example(edge_index.shape[1])
     x = torch.arange(len(graphs))[:, None] + torch.arange(dim) / dim
@@ -203,7 +203,7 @@ def _try(conv: nn.Module, dim: int, edges: EdgeKind, ends: list[list[int]], grap
 
 
 def _mixes(conv: nn.Module, dim: int, edges: EdgeKind) -> bool:
-    """Whether nodes of a pair get something else beside a star than alone; not of what draws random numbers."""
+    """Return whether a pair of nodes gets other values beside a star graph than alone; False if ``conv`` is random."""
     alone, again = (_try(conv, dim, edges, _PAIR, [0, 0]) for _ in range(2))
     both = [pair + [2 + node for node in star] for pair, star in zip(_PAIR, _STAR, strict=True)]
     beside = _try(conv, dim, edges, both, [0, 0, 1, 1, 1, 1])[:2]
@@ -211,6 +211,6 @@ def _mixes(conv: nn.Module, dim: int, edges: EdgeKind) -> bool:
 
 
 def _names_of(conv: nn.Module) -> list[str]:
-    """The parameters of ``conv.forward`` by which it may be called without knowing more than their names."""
+    """Return the parameters of ``conv.forward`` that may be passed by position."""
     kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, parameter in signature(conv.forward).parameters.items() if parameter.kind in kinds]

@@ -1,4 +1,4 @@
-"""From nodes to graphs. Shapes: B graphs, N nodes, M edges, D width."""
+"""Readouts from nodes to graphs. Shapes: B graphs, N nodes, M edges, D width."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ ReadoutName = Literal["sum", "mean", "max"]
 
 
 class GraphReadout(nn.Module):
-    """The sum, mean or maximum over the nodes of each graph, with the sums over triangles and 2-paths beside it."""
+    """Compute the sum, mean or maximum over the nodes of each graph, and optionally sums over triangles and 2-paths."""
 
     def __init__(self, dim: int, reduce: ReadoutName, triples: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GraphReadout(nn.Module):
 
 
 class GraphHead(nn.Module):
-    """A perceptron and a linear map, added: what is a count of triples, a sum, needs no more than the latter."""
+    """Add a perceptron and a linear map; for counts of triples, which are sums, the linear map is sufficient."""
 
     def __init__(self, in_channels: int, hidden_channels: int, out_channels: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the models' hooks share. Shapes: L mixtures, E experts."""
+"""Helpers of the models' hooks. Shapes: L mixtures, E experts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from lightning_accel.ops.names import list_of_names
 
 
 def is_logging_step(module: L.LightningModule) -> bool:
-    """Whether figures of this training step are wanted.
+    """Return whether metrics of this training step are logged.
 
-    ``self.log`` takes a few hundred microseconds, so it is called at the steps alone that the loggers record, at the
-    end of the epoch, and at every step where a callback or scheduler watches a figure of training.
+    ``self.log`` takes a few hundred microseconds, so it is called only at the steps that the loggers record, at the end
+    of the epoch, and at every step if a callback or scheduler monitors a training metric.
     """
     if module._trainer is None:
         return False
-    trainer: Any = module.trainer  # connectors set the attributes that are read here
+    trainer: Any = module.trainer  # connectors set the attributes read here
     every = trainer.log_every_n_steps
     if every == 0 or (module.global_step + 1) % every == 0 or trainer.is_last_batch:
         return every > 0
@@ -30,7 +30,7 @@ def is_logging_step(module: L.LightningModule) -> bool:
 
 
 def num_replicas(module: L.LightningModule) -> int:
-    """How many processes train on batches of their own; the stages of a pipeline, which share them, count once."""
+    """Count the processes that train on different batches; the stages of a pipeline, which share them, count once."""
     if module._trainer is None:
         return 1
     trainer: Any = module.trainer
@@ -38,15 +38,15 @@ def num_replicas(module: L.LightningModule) -> int:
 
 
 def take_from_datamodule(module: L.LightningModule, **plain: Callable[[Any], object]) -> None:
-    """Take from the datamodule those attributes of ``module`` that were not given; refuse what contradicts it.
+    """Set attributes of ``module`` that were not given from the datamodule; reject values that contradict it.
 
     Args:
-        module: in a Trainer.
-        plain: for each attribute, what makes a plain value of the datamodule's: NumPy's would make the checkpoint
-            unsafe to load.
+        module: a module in a Trainer.
+        plain: by attribute, a function that converts the datamodule's value to a plain one: NumPy types would make the
+            checkpoint unsafe to load.
 
     Raises:
-        ValueError: if both have one, and they differ.
+        ValueError: if both have a value, and they differ.
     """
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     for name, make_plain in plain.items():
@@ -63,14 +63,14 @@ def take_from_datamodule(module: L.LightningModule, **plain: Callable[[Any], obj
 
 
 def list_of_str(names: Sequence[object]) -> list[str]:
-    """Return plain texts of names, such as NumPy's; a text alone is one name."""
+    """Convert names, such as NumPy's, to a list of plain strings; a single string is one name."""
     return [str(name) for name in list_of_names(names)]
 
 
 def keep_plain_hyperparameters(module: L.LightningModule) -> None:
-    """Keep what a checkpoint can hold safely: NumPy's values become Python's, and a gate stays if a config named it.
+    """Keep only hyperparameters that are safe to load: NumPy values become Python's, gates stay if a config named them.
 
-    The values are those of a subclass's constructor, too.
+    This includes the hyperparameters of a subclass's constructor.
     """
     for name, value in module.hparams.items():
         if isinstance(value, np.generic | np.ndarray):
@@ -80,7 +80,7 @@ def keep_plain_hyperparameters(module: L.LightningModule) -> None:
 
 
 class EpochLoad(Metric):
-    """Share of the slots that each expert was asked for, (L, E), over all batches and processes of an epoch."""
+    """Compute the share of the slots requested of each expert, (L, E), over all batches and processes of an epoch."""
 
     counts: Tensor
 

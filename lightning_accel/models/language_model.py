@@ -1,4 +1,4 @@
-"""Decoder-only language model with mixtures of experts. Shapes: B rows, T tokens, V vocabulary, D width."""
+"""Decoder-only language model with mixtures of experts. Shapes: B samples, T tokens, V vocabulary, D width."""
 
 import math
 from collections.abc import Sequence
@@ -40,50 +40,50 @@ from lightning_accel.strategies.clipping import clip_grad_norm_
 
 
 class LanguageModelOutput(NamedTuple):
-    """Scores of the next token, and what each gate did to get them."""
+    """Hold the scores of the next token, and the reports of the gates."""
 
     logits: Tensor  # (B, T, V)
     reports: list[GateReport]  # one for each mixture
 
 
 class MoELanguageModel(L.LightningModule):
-    """Predict the next token: RMSNorm, rotary positions, causal attention, and mixtures of SwiGLU experts.
+    """Predict the next token by RMSNorm, rotary positions, causal attention, and mixtures of SwiGLU experts.
 
     Batches are token numbers (B, T + 1) int64: the model sees the first T and predicts the last T. The loss is cross
     entropy plus ``balance_weight`` times the mean of the gates' balance losses and ``z_weight`` times that of their
-    z-losses. Logged: ``train/loss`` (cross entropy, nats a token), ``train/balance_loss``, ``train/tokens`` (seen so
-    far) and what :func:`lightning_accel.nn.summarise_load` tells of the gates; ``loss``, ``perplexity`` and, where the
-    datamodule has an attribute ``bytes_per_token``, ``bits_per_byte`` under ``val/`` and ``test/``, and
-    ``val/max_violation``: how far the busiest expert of any mixture is above an equal share of the whole validation.
+    z-losses. Logged: ``train/loss`` (cross entropy, nats per token), ``train/balance_loss``, ``train/tokens`` (seen so
+    far) and the statistics of the gates by :func:`lightning_accel.nn.summarise_load`; ``loss``, ``perplexity`` and, if
+    the datamodule has an attribute ``bytes_per_token``, ``bits_per_byte`` under ``val/`` and ``test/``, and
+    ``val/max_violation``: how far the busiest expert of any mixture exceeds an equal share over the whole validation.
 
-    ``predict`` takes prompts, token numbers (B, T) of equal length, and goes on from them.
+    ``predict`` takes prompts, token numbers (B, T) of equal length, and generates their continuations.
 
     Args:
         vocab_size: V; by default the datamodule's attribute of that name.
         dim: D.
-        num_layers: blocks.
-        num_heads: of each attention layer.
-        num_experts: experts in a mixture.
-        k: experts that each token visits.
+        num_layers: number of blocks.
+        num_heads: number of heads of each attention layer.
+        num_experts: number of experts in a mixture.
+        k: number of experts for each token.
         expert_dim: hidden width of each expert.
-        shared_dim: hidden width of an expert that every token visits; 0 for none.
-        moe_every: every so many blocks, the last one of them has a mixture; 0 for none, which makes a dense model.
-        dense_dim: hidden width in the blocks without a mixture; by default ``k * expert_dim + shared_dim``, which costs
-            as much.
-        gate: called with ``dim``, ``num_experts`` and ``k``; makes a gate. Hyperparameters hold it if a config named
-            it, else give it to ``load_from_checkpoint`` again.
-        dropout: share of what a layer adds that is dropped in training.
-        balance_weight: what the balance loss counts for.
-        z_weight: what the z-loss counts for.
-        activation_checkpointing: keep only what goes into each block, and compute the rest again in the backward pass.
-        max_new_tokens: that ``predict`` adds to a prompt.
-        temperature: of ``predict``; below 1 the likelier tokens are favoured, 0 takes the likeliest.
-        sample_from: ``predict`` draws from this many of the likeliest tokens; 0 for all.
-        optimizer: called with the parameters.
+        shared_dim: hidden width of an expert that is applied to every token; 0 for none.
+        moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model.
+        dense_dim: hidden width in the blocks without a mixture; by default ``k * expert_dim + shared_dim``, of the same
+            cost.
+        gate: creates a gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
+            named it, else pass it to ``load_from_checkpoint`` again.
+        dropout: share of the output of a layer that is dropped in training.
+        balance_weight: weight of the balance loss.
+        z_weight: weight of the z-loss.
+        activation_checkpointing: keep only the input of each block, and recompute the rest in the backward pass.
+        max_new_tokens: number of tokens that ``predict`` adds to a prompt.
+        temperature: temperature of ``predict``; below 1 favours probable tokens, 0 takes the most probable one.
+        sample_from: ``predict`` draws from this many of the most probable tokens; 0 for all.
+        optimizer: creates the optimizer; called with the parameters.
 
     Raises:
-        ValueError: if a number is out of range, or the gate looks at later tokens; before a run starts, if
-            ``vocab_size`` is neither given nor offered by the datamodule, or contradicts it.
+        ValueError: if a number is out of range, or the gate uses later tokens; before a run starts, if ``vocab_size``
+            is neither given nor provided by the datamodule, or contradicts it.
 
     >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, expert_dim=8)
     >>> model(torch.randint(11, (3, 5))).logits.shape
@@ -171,7 +171,7 @@ class MoELanguageModel(L.LightningModule):
         take_from_datamodule(self, vocab_size=int)
 
     def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, and split weights if there is a mesh for it."""
+        """Build the layers whose sizes may come from the datamodule, and shard weights if there is a mesh for it."""
         if self.embedding is None:
             self._build()
         mesh = tensor_parallel_mesh(self.device_mesh)
@@ -179,12 +179,12 @@ class MoELanguageModel(L.LightningModule):
             split_(self, self.tensor_parallel_plan(mesh.size()), mesh)
 
     def tensor_parallel_plan(self, num_devices: int) -> dict[str, ParallelStyle]:
-        """How ``ModelParallelStrategy`` splits the weights: attention by heads, the scores by tokens.
+        """Return how ``ModelParallelStrategy`` shards the weights: attention by heads, the scores by tokens.
 
-        All else, mixtures included, is on every device and computes the same there.
+        Everything else, including mixtures, is replicated on every device and computes the same there.
 
         Raises:
-            ValueError: if the heads of an attention layer do not go into ``num_devices``.
+            ValueError: if ``num_devices`` does not divide the heads of an attention layer.
         """
         plan: dict[str, ParallelStyle] = {"head": ColwiseParallel(output_layouts=Replicate())}
         for number, block in enumerate(self.blocks):
@@ -196,7 +196,7 @@ class MoELanguageModel(L.LightningModule):
         return plan
 
     def _build(self) -> None:
-        """Draw all weights that are not yet drawn."""
+        """Create and initialize the layers whose sizes depend on the vocabulary, and scale the blocks' outputs."""
         if self._trainer is not None:  # callbacks that copy the model call this before setup
             self._ask_datamodule()
         if self.vocab_size is None:
@@ -208,7 +208,7 @@ class MoELanguageModel(L.LightningModule):
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
             nn.init.normal_(weight, std=0.02)
-        # What the blocks add must not grow with their number (Radford et al. 2019, GPT-2, section 2.3).
+        # The sum of the blocks' outputs must not grow with their number (Radford et al. 2019, GPT-2, section 2.3).
         with torch.no_grad():
             for name, parameter in self.blocks.named_parameters():
                 if name.endswith(("attention.out.weight", "down.weight", "down_weight")):
@@ -229,12 +229,12 @@ class MoELanguageModel(L.LightningModule):
         return self.make_optimizer(self.parameters())
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.embedding is not None
         return [self.embedding, *self.blocks, self.norm, self.head]
 
     def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput:
-        """Score what follows each of ``tokens`` (B, T) int64, which go on from those that ``caches`` hold."""
+        """Score what follows each of ``tokens`` (B, T) int64, which continue those that ``caches`` hold."""
         if self.embedding is None:
             raise RuntimeError("the vocabulary of this MoELanguageModel is not known yet; pass vocab_size")
         x = self.embedding(tokens)  # (B, T, D)
@@ -246,8 +246,8 @@ class MoELanguageModel(L.LightningModule):
                 x, report = block(x, None if caches is None else caches[number])
             reports += [] if report is None else [report]
         logits = self.head(self.norm(x))
-        # Here, so that a subclass's own training_step need not think of it; and after the last layer, as in a pipeline
-        # what stands before it runs on several stages.
+        # Here, so that a subclass's own training_step need not do it; and after the last layer, since in a pipeline the
+        # code before it runs on several stages.
         if self.training:
             self.expert_load.add(reports)
         return LanguageModelOutput(logits, reports)
@@ -264,16 +264,16 @@ class MoELanguageModel(L.LightningModule):
         return loss + self.auxiliary_loss(reports)
 
     def auxiliary_loss(self, reports: Sequence[GateReport]) -> Tensor | float:
-        """What the gates add to the loss, ()."""
+        """Compute what the gates add to the loss, ()."""
         if not reports:
             return 0.0
         balance = torch.stack([report.balance_loss for report in reports]).mean()
         return self.balance_weight * balance + self.z_weight * torch.stack([r.z_loss for r in reports]).mean()
 
     def on_fit_start(self) -> None:
-        layers = [block.feed_forward for block in self.blocks]  # a subclass may have put others in their place
+        layers = [block.feed_forward for block in self.blocks]  # a subclass may have replaced them
         mesh = self.device_mesh if tensor_parallel_mesh(self.device_mesh) else None
-        group = None if mesh is None else mesh.get_group("data_parallel")  # the others see equal tokens
+        group = None if mesh is None else mesh.get_group("data_parallel")  # the other processes see equal tokens
         gates = [layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)]
         self.expert_load = ExpertLoad(gates, group)
         self.expert_load.start()
@@ -285,7 +285,7 @@ class MoELanguageModel(L.LightningModule):
             self.expert_load.warn_if_collapsed()
 
     def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
         self.val_loss.reset()
         self.val_load.reset()
 
@@ -321,7 +321,7 @@ class MoELanguageModel(L.LightningModule):
         self.log_dict({f"{stage}/{name}": value for name, value in figures.items()}, prog_bar=True, sync_dist=True)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
-        """Go on from prompts (B, T); lists of texts where the datamodule has a tokenizer, else tokens (B, T + new)."""
+        """Continue prompts (B, T); return texts if the datamodule has a tokenizer, else tokens (B, T + new)."""
         tokens = self.generate(batch, self.max_new_tokens, self.temperature, self.sample_from)
         if self.tokenizer is None:
             return {"tokens": tokens}
@@ -329,7 +329,7 @@ class MoELanguageModel(L.LightningModule):
         return {"prompt": prompts, "text": texts}
 
     def _decode(self, tokens: list[int]) -> str:
-        """The text up to the separator, the last token of the vocabulary."""
+        """Decode the text up to the separator, the last token of the vocabulary."""
         assert self.vocab_size is not None
         separator = self.vocab_size - 1
         return self.tokenizer.decode(tokens[: tokens.index(separator)] if separator in tokens else tokens)
@@ -343,14 +343,14 @@ class MoELanguageModel(L.LightningModule):
         sample_from: int = 0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw ``max_new_tokens`` after ``tokens`` (B, T) int64, one by one, each costing one token's forward pass.
+        """Draw ``max_new_tokens`` after ``tokens`` (B, T) int64, one by one, each by the forward pass of one token.
 
         Args:
             tokens: prompts of equal length, at least 1.
-            max_new_tokens: to add.
-            temperature: divides the logits; 0 takes the likeliest token.
-            sample_from: draw from this many of the likeliest tokens; 0 for all.
-            generator: for the draws.
+            max_new_tokens: number of tokens to add.
+            temperature: divides the logits; 0 takes the most probable token.
+            sample_from: draw from this many of the most probable tokens; 0 for all.
+            generator: random number generator.
 
         Returns:
             (B, T + ``max_new_tokens``).
@@ -368,13 +368,13 @@ class MoELanguageModel(L.LightningModule):
 
 
 def _draw(logits: Tensor, temperature: float, sample_from: int, generator: torch.Generator | None) -> Tensor:
-    """A token for each row of ``logits`` (B, V), (B, 1)."""
+    """Draw a token for each sample of ``logits`` (B, V), (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if 0 < sample_from < logits.shape[1]:
         least = logits.topk(sample_from).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    below = logits - logits.max(dim=-1, keepdim=True).values  # so that small temperatures make no infinity
+    below = logits - logits.max(dim=-1, keepdim=True).values  # so that small temperatures do not overflow
     return torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
 
 

@@ -1,4 +1,4 @@
-"""How far scores are from what they should be. Shapes: S scores."""
+"""Losses and scores over the valid targets of a batch. Shapes: S scores."""
 
 from typing import NamedTuple
 
@@ -10,25 +10,25 @@ from lightning_accel.data.sequence_batch import IGNORED
 
 
 class Measured(NamedTuple):
-    """Sums over the valid targets of a batch, and how many those are; () each."""
+    """Hold sums over the valid targets of a batch, and their number; () each."""
 
-    loss: Tensor  # of cross entropies in nats, or of squared errors in units
-    score: Tensor  # how many classes were right, or of squared errors
+    loss: Tensor  # sum of cross entropies in nats, or of squared errors in units
+    score: Tensor  # number of correct classes, or sum of squared errors
     valid: Tensor
 
 
 def is_valid(target: Tensor) -> Tensor:
-    """Which targets there are, bool in the shape of ``target``."""
+    """Return which targets are present, bool in the shape of ``target``."""
     return ~target.isnan() if target.is_floating_point() else target != IGNORED
 
 
 def measure(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> Measured:
-    """Compare ``scores`` (..., S) with classes (...), or with values of as many numbers.
+    """Compare ``scores`` (..., S) with classes (...), or with as many floating values.
 
-    ``unit`` (S,) is what errors of values are divided by for the loss.
+    For the loss, errors of values are divided by ``unit`` (S,).
 
     Raises:
-        ValueError: if their shapes do not fit.
+        ValueError: if their shapes do not match.
 
     >>> measure(torch.tensor([[1.0], [5.0]]), torch.tensor([3.0, torch.nan]))
     Measured(loss=tensor(4.), score=tensor(4.), valid=tensor(1))

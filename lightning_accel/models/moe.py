@@ -1,4 +1,4 @@
-"""Mixture-of-experts classifier. Shapes: B rows, D features, C classes, E experts."""
+"""Mixture-of-experts classifier. Shapes: B samples, D features, C classes, E experts."""
 
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -31,45 +31,45 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class ClassifierOutput(NamedTuple):
-    """Scores of the classes, and what the gate did to get them."""
+    """Hold the scores of the classes, and the report of the gate."""
 
     logits: Tensor  # (B, C)
     report: GateReport
 
 
 class MoEClassifier(L.LightningModule):
-    """Classify rows: an encoder, a residual mixture of experts in which each row visits ``k`` of them, a head.
+    """Classify samples by an encoder, a residual mixture that routes each sample to ``k`` experts, and a head.
 
-    Batches are pairs of rows, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
+    Batches are pairs of samples, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
     ``balance_weight`` times the gate's balance loss and ``z_weight`` times its z-loss. Logged: ``train/loss`` (cross
-    entropy), ``train/balance_loss`` and what :func:`lightning_accel.nn.summarise_load` tells of the gate; at the end of
-    each training epoch ``train/accuracy`` and ``train/expert_load_0`` ..., the share of the slots that each expert was
-    asked for in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
+    entropy), ``train/balance_loss`` and the statistics of the gate by :func:`lightning_accel.nn.summarise_load`; at the
+    end of each training epoch ``train/accuracy`` and ``train/expert_load_0`` ..., the share of the slots requested of
+    each expert in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
-        num_features: values in a row once flattened; by default the datamodule's attribute of that name.
-        num_classes: classes to tell apart; by default the datamodule's attribute of that name.
+        num_features: values in a sample once flattened; by default the datamodule's attribute of that name.
+        num_classes: number of classes; by default the datamodule's attribute of that name.
         dim: width of the encoder's output and of the mixture.
-        num_experts: experts in the mixture.
-        k: experts that each row visits.
+        num_experts: number of experts in the mixture.
+        k: number of experts for each sample.
         expert_dim: hidden width of each expert.
         dropout: share of the mixture's output that is dropped in training.
-        activation: of the experts: ``gelu``, ``relu`` or ``silu``.
+        activation: activation of the experts: ``gelu``, ``relu`` or ``silu``.
         gated: whether the first layer of an expert is gated.
-        shared_dim: hidden width of an expert that every row visits; 0 for none.
+        shared_dim: hidden width of an expert that is applied to every sample; 0 for none.
         capacity_factor: bounds the slots of an expert, see :class:`lightning_accel.nn.MixtureOfExperts`.
-        gate: called with ``dim``, ``num_experts`` and ``k``; makes the gate. Hyperparameters hold it if a config named
-            it, else give it to ``load_from_checkpoint`` again.
-        balance_weight: what the balance loss counts for.
-        z_weight: what the z-loss counts for.
-        encoder: maps rows (B, ...) to (B, ``dim``), and makes ``num_features`` unneeded; by default flatten, linear
-            layer, GELU. Hyperparameters do not hold it: give it to ``load_from_checkpoint`` again.
-        class_names: names of the classes, which predictions carry; by default the datamodule's, if it has any.
-        optimizer: called with the parameters.
+        gate: creates the gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
+            named it, else pass it to ``load_from_checkpoint`` again.
+        balance_weight: weight of the balance loss.
+        z_weight: weight of the z-loss.
+        encoder: maps samples (B, ...) to (B, ``dim``), which makes ``num_features`` unnecessary; by default flatten,
+            linear layer, GELU. Hyperparameters do not contain it: pass it to ``load_from_checkpoint`` again.
+        class_names: names of the classes for predictions; by default the datamodule's, if it has any.
+        optimizer: creates the optimizer; called with the parameters.
 
     Raises:
         ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if sizes are
-            neither given nor offered by the datamodule, contradict it, or do not match ``class_names``.
+            neither given nor provided by the datamodule, contradict it, or do not match ``class_names``.
 
     >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, expert_dim=8)
     >>> model(torch.randn(5, 6)).logits.shape
@@ -98,7 +98,7 @@ class MoEClassifier(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        # NumPy's numbers and arrays would make the checkpoint unsafe to load
+        # NumPy numbers and arrays would make the checkpoint unsafe to load
         num_features = None if num_features is None else index(num_features)
         num_classes = None if num_classes is None else index(num_classes)
         dim, num_experts, k, expert_dim, shared_dim = map(index, (dim, num_experts, k, expert_dim, shared_dim))
@@ -115,7 +115,7 @@ class MoEClassifier(L.LightningModule):
         self.make_optimizer = optimizer
         self.dim = dim
         self.encoder = encoder
-        self.takes_rows = encoder is None  # an encoder that was given knows what it takes
+        self.takes_rows = encoder is None  # a given encoder checks its own input
         self.mixture = MixtureOfExperts(
             dim,
             expert_dim,
@@ -149,7 +149,7 @@ class MoEClassifier(L.LightningModule):
         if self._trainer is not None:  # callbacks that copy the model call this before setup
             self._ask_datamodule()
         if self.num_classes is None or (self.encoder is None and self.num_features is None):
-            if self._trainer is None:  # load_from_checkpoint, which goes on to load_state_dict
+            if self._trainer is None:  # load_from_checkpoint, which calls load_state_dict next
                 return
             raise ValueError(
                 f"MoEClassifier needs num_features and num_classes; got num_features={self.num_features}, "
@@ -179,13 +179,13 @@ class MoEClassifier(L.LightningModule):
         return self.make_optimizer(self.parameters())
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.encoder is not None
         assert self.head is not None
         return [self.encoder, self.norm, self.mixture, self.dropout, self.head]
 
     def forward(self, x: Tensor) -> ClassifierOutput:
-        """Score rows ``x`` (B, ...)."""
+        """Score samples ``x`` (B, ...)."""
         if self.encoder is None or self.head is None:
             raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
         if self.takes_rows:
@@ -195,8 +195,8 @@ class MoEClassifier(L.LightningModule):
         features = self.encoder(x)  # (B, D)
         mixed, report = self.mixture(self.norm(features))
         logits = self.head(features + self.dropout(mixed))
-        # Here, so that a subclass's own training_step need not think of it; and after the last layer, as in a pipeline
-        # what stands before it runs on several stages.
+        # Here, so that a subclass's own training_step need not do it; and after the last layer, since in a pipeline the
+        # code before it runs on several stages.
         if self.training:
             self.expert_load.add([report])
         return ClassifierOutput(logits, report)
@@ -213,12 +213,12 @@ class MoEClassifier(L.LightningModule):
         return loss + self.auxiliary_loss(report)
 
     def auxiliary_loss(self, report: GateReport) -> Tensor:
-        """What the gate adds to the loss, ()."""
+        """Compute what the gate adds to the loss, ()."""
         loss = self.balance_weight * report.balance_loss
-        return loss + self.z_weight * report.z_loss if self.z_weight else loss  # else its backward pass is run for 0
+        return loss + self.z_weight * report.z_loss if self.z_weight else loss  # skips a backward pass for 0
 
     def on_fit_start(self) -> None:
-        self.expert_load = ExpertLoad([self.mixture.gate])  # a subclass may have put another in its place
+        self.expert_load = ExpertLoad([self.mixture.gate])  # a subclass may have replaced it
         self.epoch_load = EpochLoad(1, self.mixture.num_experts).to(self.device)
         self.expert_load.start()
 
@@ -229,17 +229,17 @@ class MoEClassifier(L.LightningModule):
             self.expert_load.warn_if_collapsed()
 
     def on_train_epoch_end(self) -> None:
-        if not self.epoch_load.update_called:  # by a subclass's own training_step
+        if not self.epoch_load.update_called:  # a subclass's own training_step may not update it
             return
         load = self.epoch_load.compute()[0].tolist()
         figures = {f"train/expert_load_{expert}": share for expert, share in enumerate(load)}
         figures["train/accuracy"] = self.train_accuracy.compute()
-        self.log_dict(figures, sync_dist=True)  # equal on all processes: it keeps Lightning from warning
+        self.log_dict(figures, sync_dist=True)  # equal on all processes; sync_dist avoids a warning
         self.epoch_load.reset()
         self.train_accuracy.reset()
 
     def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics whose tensors were made in inference mode; the validation in fit, which runs
+        # Trainer.validate leaves metrics with tensors created in inference mode; the validation in fit, which runs
         # outside it, could not update them
         self.val_loss.reset()
         self.val_accuracy.reset()
@@ -251,9 +251,9 @@ class MoEClassifier(L.LightningModule):
         self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
     def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Any]:
-        """Name the likeliest class of each row, (B,), and give its probability, (B,) in [0, 1].
+        """Return the most probable class of each sample, (B,), and its probability, (B,) in [0, 1].
 
-        ``class`` is a list of names where the model knows them, else an int64 tensor.
+        ``class`` is a list of names if the model knows them, else an int64 tensor.
         """
         x = batch if isinstance(batch, Tensor) else batch[0]
         probability, label = self(x).logits.softmax(dim=-1).max(dim=-1)

@@ -37,64 +37,65 @@ _SIZES = ("num_features", "edge_dim", "num_relations", "num_classes", "num_targe
 
 
 class RelationalGNN(L.LightningModule):
-    """Classify graphs or their nodes, or predict values of them: convolutions, order-3 relations, marks, a readout.
+    """Classify graphs or nodes, or predict values of them, by convolutions with order-3 relations and a readout.
 
-    Three things, alone or together, tell graphs apart that message passing cannot:
+    Three options, alone or together, distinguish graphs that message passing cannot:
 
     - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
     - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
       (:class:`lightning_accel.RelationalOrder3Pooling`);
     - ``marks``: the mean over runs in which one, two or three joined nodes are marked
-      (:class:`lightning_accel.RelationalPooling`), which sees most. Training marks one random tuple a graph and
+      (:class:`lightning_accel.RelationalPooling`), the most expressive. Training marks one random tuple per graph and
       step, evaluation all of them, or ``samples``.
 
     Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
-    ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) where there is
-    none, or values (B,), (B, K), (N,) or (N, K), NaN where there is none; ``triangle_index`` of
-    :class:`lightning_accel.AddRelationalTriples` where it was applied.
+    ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) for missing
+    ones, or values (B,), (B, K), (N,) or (N, K), NaN for missing ones; ``triangle_index`` if
+    :class:`lightning_accel.AddRelationalTriples` was applied.
 
-    Of nodes, those of ``target_index`` count, as :class:`lightning_accel.GraphDataModule` has it; or those of
-    ``train_mask``, ``val_mask`` and ``test_mask`` in their stage, and the first ``batch_size`` of PyG's loaders of
-    sampled neighbours.
+    For ``level="node"``, targets are those of the nodes in ``target_index``, see
+    :class:`lightning_accel.GraphDataModule`; or those in ``train_mask``, ``val_mask`` and ``test_mask`` in the
+    respective stage, and the first ``batch_size`` nodes of PyG's neighbour loaders.
 
-    The loss is cross entropy, or the squared error of values in standard deviations of the training targets where the
-    datamodule tells them: its sum over all that is valid in the batch, on all processes, divided by the number of
-    those, so that W processes train as one with all graphs does, but for ``norm="batch"``, which takes each process's.
+    The loss is cross entropy, or the squared error of values in standard deviations of the training targets if the
+    datamodule provides them: its sum over all valid targets of the batch, on all processes, divided by their number, so
+    that W processes train as one with all graphs does, except for ``norm="batch"``, which normalizes each process's
+    graphs.
 
     Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in their own unit, under ``val/`` and
-    ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, or gives
-    values, and tells the standard error of what it averaged over marks.
+    ``test/``, as means over all valid targets of the epoch. ``predict`` returns classes with their probability, or
+    values, and the standard error of what was averaged over marks.
 
     Args:
-        num_features: F; by default the datamodule's attribute of that name, as are the next six.
-        num_classes: of classification.
-        num_targets: K; 1 if the datamodule does not tell.
-        edge_dim: features of an edge.
-        num_relations: types of edges.
+        num_features: F; by default the datamodule's attribute of that name, as for the next six.
+        num_classes: number of classes for classification.
+        num_targets: K; 1 if the datamodule does not provide it.
+        edge_dim: number of features of an edge.
+        num_relations: number of edge types.
         level: what has targets, ``graph`` or ``node``.
         target_kind: ``classification`` or ``regression``.
-        conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is built with the width as
+        conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is created with the width as
             ``in_channels`` and ``out_channels``, or with a perceptron as ``nn``, and with ``edge_dim`` or
-            ``num_relations`` if it has them.
+            ``num_relations`` if it has these parameters.
         conv_options: further arguments of it.
         dim: width of all layers.
-        num_layers: convolutions; none leaves the triples of ``triple_readout`` alone.
-        marks: nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
-        tuples: which nodes are: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
-        samples: tuples of each graph in evaluation, drawn at random; None: all.
-        train_samples: likewise in training. Of one, the loss of each is lowered, which bounds that of their mean and
-            asks of each to tell the target alone; of more, that of the mean of those drawn.
-        readout: of the nodes of a graph; with marks always their sum.
+        num_layers: number of convolutions; with 0 only the triples of ``triple_readout`` are used.
+        marks: number of nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
+        tuples: which nodes are marked: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
+        samples: number of random tuples of each graph in evaluation; None for all.
+        train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
+            mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
+        readout: reduction over the nodes of a graph; with marks always their sum.
         triple_readout: add triangles and 2-paths to the readout.
-        norm: after each convolution.
-        dropout: after each convolution.
-        residual: add what comes into each layer to what comes out.
-        class_names: that predictions carry; by default the datamodule's, if it has any.
-        optimizer: called with the parameters.
+        norm: norm after each convolution.
+        dropout: dropout after each convolution.
+        residual: add the input of each layer to its output.
+        class_names: names of the classes for predictions; by default the datamodule's, if it has any.
+        optimizer: creates the optimizer; called with the parameters.
 
     Raises:
-        ValueError: if options exclude each other; before a run starts, if sizes are neither given nor offered by the
-            datamodule, or contradict it, or the convolution does not fit.
+        ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
+            datamodule, or contradict it, or the convolution is not suitable.
 
     >>> model = RelationalGNN(num_features=2, num_classes=3, level="graph", target_kind="classification", dim=8)
     >>> edge_index, batch = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 0, 0, 1])
@@ -102,7 +103,7 @@ class RelationalGNN(L.LightningModule):
     torch.Size([2, 3])
     """
 
-    target_mean: Tensor  # (S,) of the training targets
+    target_mean: Tensor  # (S,), mean of the training targets
     target_std: Tensor
 
     def __init__(
@@ -132,7 +133,7 @@ class RelationalGNN(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        # NumPy's numbers and arrays would make the checkpoint unsafe to load
+        # NumPy numbers and arrays would make the checkpoint unsafe to load
         num_features, num_classes, num_targets, edge_dim, num_relations = (
             None if size is None else index(size)
             for size in (num_features, num_classes, num_targets, edge_dim, num_relations)
@@ -192,7 +193,7 @@ class RelationalGNN(L.LightningModule):
             self.num_targets = self.hparams["num_targets"] = 1
 
     def _num_scores(self) -> int | None:
-        """S."""
+        """Return S, the number of scores."""
         return self.num_classes if self.target_kind == "classification" else self.num_targets
 
     def configure_model(self) -> None:
@@ -265,12 +266,12 @@ class RelationalGNN(L.LightningModule):
         self.register_buffer("target_std", torch.ones(num_scores))
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """What strategies that split parameters gather as one."""
+        """Return the blocks that strategies which shard parameters gather one at a time."""
         assert self.layers is not None
         return list(self.layers.blocks)
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.layers is not None
         readout = [] if self.readout is None else [self.readout]
         return [self.layers.encoder, *self.layers.blocks, *readout, self.head]
@@ -292,14 +293,14 @@ class RelationalGNN(L.LightningModule):
         Args:
             x: (N, F).
             edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating, or (M,) int64 types; without either option it is not looked at.
+            edge_attr: (M, edge_dim) floating, or (M,) int64 types; ignored without ``edge_dim`` and ``num_relations``.
             batch: (N,) int64, the graph of each node, ascending; one graph by default.
-            size: B, where the last graphs may have no nodes.
-            triangle_index: (3, T) int64, where it is known.
+            size: B, if the last graphs may have no nodes.
+            triangle_index: (3, T) int64, if it is known.
         """
         if self.layers is None:
             raise RuntimeError("the sizes of this RelationalGNN are not known yet; pass num_features and num_classes")
-        edge_attr = edge_attr if self._knows_edges else None  # as in training
+        edge_attr = edge_attr if self._knows_edges else None  # as in the steps
         if self.marked is not None:
             draws = self._draws_of_this_process()
             return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
@@ -318,7 +319,7 @@ class RelationalGNN(L.LightningModule):
         size: int | None = None,
         triangle_index: Tensor | None = None,
     ) -> Estimate:
-        """What ``forward`` gives, and its standard error: 0 but where ``samples`` were drawn."""
+        """Return the output of ``forward`` and its standard error, which is 0 unless ``samples`` tuples were drawn."""
         if self.marked is None:
             mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
             return Estimate(mean, torch.zeros_like(mean))
@@ -327,9 +328,9 @@ class RelationalGNN(L.LightningModule):
         return Estimate(self._in_own_unit(mean), error * self.target_std if self.target_kind == "regression" else error)
 
     def _draws_of_this_process(self) -> torch.Generator | None:
-        """For the marks of training: processes that were seeded alike would mark alike.
+        """Create a generator for the marks of training, since processes that are seeded alike would mark equal nodes.
 
-        Seeded by torch's global generator, whose state checkpoints hold.
+        It is seeded by torch's global generator, whose state checkpoints contain.
         """
         if not self.training or self._trainer is None or self.trainer.world_size == 1:
             return None
@@ -346,7 +347,7 @@ class RelationalGNN(L.LightningModule):
         return scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.target_std + self.target_mean
 
     def on_fit_start(self) -> None:
-        """Take the mean and the spread of values from the datamodule, if it knows them."""
+        """Copy the mean and standard deviation of targets from the datamodule, if it provides them."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         mean, std = getattr(datamodule, "target_mean", None), getattr(datamodule, "target_std", None)
         if self.target_kind == "regression" and mean is not None and std is not None:
@@ -354,16 +355,17 @@ class RelationalGNN(L.LightningModule):
             self.target_std.copy_(torch.as_tensor(std))
 
     def on_train_batch_start(self, batch: Data, batch_idx: int) -> None:
-        """Count, on all processes, what the loss is a mean over, before a strategy splits the batch further."""
+        """Count the valid targets on all processes, before a strategy splits the batch further."""
         valid = is_valid(self._target(batch, "train")).sum().float()
         self._valid_per_graph = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / _num_graphs(batch)
 
     def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
         measured = self._measure(batch, "train")
         per_graph = self._valid_per_graph
-        if per_graph is None:  # a subclass has an on_train_batch_start of its own
+        if per_graph is None:  # a subclass may override on_train_batch_start
             per_graph = measured.valid.clamp(min=1) / _num_graphs(batch)
-        # What an average process has, as in SequenceModel; WeightedAccumulation and accel_dp read the weight.
+        # The mean number of valid targets per process, as in SequenceModel; WeightedAccumulation and accel_dp read the
+        # weight.
         weight = per_graph * _num_graphs(batch)
         loss = measured.loss / weight
         if is_logging_step(self):
@@ -387,10 +389,10 @@ class RelationalGNN(L.LightningModule):
         return self.edge_dim is not None or self.num_relations is not None
 
     def _edges(self, batch: Data) -> Tensor | None:
-        """What the convolutions are given of edges.
+        """Return the edge features or types for the convolutions.
 
         Raises:
-            ValueError: if the batch lacks it.
+            ValueError: if the batch lacks them.
         """
         if not self._knows_edges:
             return None
@@ -403,10 +405,10 @@ class RelationalGNN(L.LightningModule):
         return edges
 
     def _target(self, batch: Data, stage: str) -> Tensor:
-        """What is compared, IGNORED or NaN where it is not the turn of a node.
+        """Return the targets of the stage, with IGNORED or NaN for nodes of other stages.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if the batch has none.
         """
         target = batch.y
         if target is None:
@@ -421,15 +423,15 @@ class RelationalGNN(L.LightningModule):
         return (target.view(-1) if self.target_kind == "classification" else target)[rows]
 
     def _rows(self, batch: Data) -> Tensor | slice:
-        """Which rows of the output are asked for."""
+        """Return the index of the outputs that have targets."""
         if self.level == "graph":
             return slice(None)
         if "target_index" in batch:
             return batch.target_index
-        return slice(batch.batch_size if "batch_size" in batch else None)  # of a Batch it is a property: of graphs
+        return slice(batch.batch_size if "batch_size" in batch else None)  # not the property, which counts graphs
 
     def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
         self.val_loss.reset()
         self.val_score.reset()
 
@@ -450,13 +452,13 @@ class RelationalGNN(L.LightningModule):
         self.log(f"{stage}/{name}", score, prog_bar=True, batch_size=graphs)
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, Any]:
-        """What is told of each graph or node.
+        """Return the predictions for each graph or node.
 
-        - ``classification``: ``class``, (B,) int64, or a list of names where the model knows them, ``probability``,
+        - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, ``probability``,
           (B,), and ``score`` and its ``standard_error``, (B,), of that class before the softmax.
-        - ``regression``: ``value`` and its ``standard_error``, (B,), or (B, K) of several.
+        - ``regression``: ``value`` and its ``standard_error``, (B,), or (B, K) for several.
 
-        Of nodes, those of ``target_index`` are told, or the first ``batch_size``, or all.
+        Predicted nodes are those of ``target_index``, or the first ``batch_size``, or all.
         """
         rows = self._rows(batch)
         mean, error = (part[rows] for part in self.estimate(*self._inputs(batch)))

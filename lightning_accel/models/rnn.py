@@ -1,4 +1,4 @@
-"""Models of sequences of unequal lengths. Shapes: B rows, T steps, F features, C classes, K values, S scores."""
+"""Models of sequences of unequal lengths. Shapes: B samples, T steps, F features, C classes, K values, S scores."""
 
 from collections.abc import Sequence
 from operator import index
@@ -36,64 +36,64 @@ _SIZES = ("num_features", "vocab_size", "num_classes", "num_targets")
 
 
 class SequenceOutput(NamedTuple):
-    """Scores, and the states to go on from."""
+    """Hold scores, and the states from which the sequences continue."""
 
-    scores: Tensor  # (B, S), or (B, T, S) where each step has a target
-    state: States  # a list with DynamicRNN's of each layer
+    scores: Tensor  # (B, S), or (B, T, S) if each step has a target
+    state: States  # a list with the state of each layer's DynamicRNN
 
 
 class SequenceModel(L.LightningModule):
-    """Classify sequences, predict values of them, label their steps, or forecast them: recurrent layers and a head.
+    """Classify sequences, predict values of them, label their steps, or forecast them, by recurrent layers and a head.
 
     Batches are :class:`lightning_accel.data.SequenceBatch`, or plain tuples of the same: ``x`` (B, T, F) floating or
     (B, T) int64 tokens, ``lengths`` (B,), and a target of the ``target_kind``:
 
-    - ``classification``: (B,) int64 in [0, C); ``IGNORED`` (-100) where a row has none.
-    - ``regression``: (B,) or (B, K) floating; NaN where there is none.
-    - ``labelling``: a class of each step, (B, T) int64, ``IGNORED`` where there is none, such as after the end.
+    - ``classification``: (B,) int64 in [0, C); ``IGNORED`` (-100) for missing ones.
+    - ``regression``: (B,) or (B, K) floating; NaN for missing ones.
+    - ``labelling``: a class of each step, (B, T) int64, ``IGNORED`` for missing ones, such as after the end.
     - ``forecasting``: the next step of ``x``, tokens or features; no target is needed, but one of the shape of ``x`` is
-      taken if there, so that the last step of a chunk can have one.
+      used if present, so that the last step of a chunk can have one.
 
-    The loss is cross entropy, or the squared error of values, in standard deviations of the training targets where the
-    datamodule tells them (``target_mean``, ``target_std``): its sum over all that is valid in the batch, on all
-    processes, divided by the number of those, so that W processes train as one with all rows does, and padding counts
-    for nothing. Under accumulation, :class:`lightning_accel.callbacks.WeightedAccumulation` does the same for
+    The loss is cross entropy, or the squared error of values, in standard deviations of the training targets if the
+    datamodule provides them (``target_mean``, ``target_std``): its sum over all valid targets of the batch, on all
+    processes, divided by their number, so that W processes train as one with all samples does, and padding has no
+    effect. With gradient accumulation, :class:`lightning_accel.callbacks.WeightedAccumulation` does the same for
     micro-batches.
 
     Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in the unit of the batches, under ``val/``
-    and ``test/``, as means over all that is valid in the epoch. ``predict`` names classes with their probability, gives
-    values, lists the classes of steps, or goes on from each sequence for ``horizon`` steps.
+    and ``test/``, as means over all valid targets of the epoch. ``predict`` returns classes with their probability,
+    values, lists of the classes of steps, or continues each sequence for ``horizon`` steps.
 
-    **Truncated back-propagation through time**: where batches have ``carried``, each row goes on from the state that
-    the batch before left in its row ``carried[i]``, or from zeros (-1), and no gradient flows back into that batch; the
-    Trainer takes an optimizer step after each, as ever. What has one target for a whole row has it with the row's last
-    batch, and ``IGNORED`` or NaN before. Checkpoints hold the states of all processes.
+    **Truncated back-propagation through time**: if batches have ``carried``, each sample continues from the final state
+    of sample ``carried[i]`` of the batch before, or from zeros (-1), and no gradient flows back into that batch; the
+    Trainer updates the parameters after each batch, as usual. A target of a whole sequence belongs to its last batch,
+    with ``IGNORED`` or NaN in those before. Checkpoints contain the states of all processes.
 
     Args:
-        num_features: F of floating sequences; by default the datamodule's attribute of that name, as are the next four.
+        num_features: F of floating sequences; by default the datamodule's attribute of that name, as for the next four.
         num_classes: C.
-        vocab_size: of tokens; no ``num_features`` then.
-        num_targets: K; 1 if the datamodule does not tell.
+        vocab_size: number of tokens; without ``num_features``.
+        num_targets: K; 1 if the datamodule does not provide it.
         target_kind: see above.
-        dim: width that tokens are embedded in; with ``residual`` it is that of the layers.
-        cell: as those down to ``execution``, see :class:`lightning_accel.nn.DynamicRNN`.
-        hidden_size: of each direction.
-        num_layers: recurrent layers.
-        bidirectional: not for ``forecasting``, which must not see what it forecasts.
-        pooling: what ``classification`` and ``regression`` are told from; the other kinds pool nothing.
+        dim: width of token embeddings; with ``residual`` it is that of the layers.
+        cell: see :class:`lightning_accel.nn.DynamicRNN`, as for the options down to ``execution``.
+        hidden_size: hidden width of each direction.
+        num_layers: number of recurrent layers.
+        bidirectional: not for ``forecasting``, which must not see the future.
+        pooling: how ``classification`` and ``regression`` summarize the steps; other kinds use each step.
         dropout: share of the input of each layer but the first, and of the head, that is dropped in training.
         weight_drop: share of the recurrent weights that is dropped in training.
-        zoneout: share of the state that stays as it was in training.
-        layer_norm: in the cells.
-        execution: how rows of unequal lengths are run.
-        residual: norm what goes into each layer, and add it to what comes out: for many layers, and for those of scan
-            cells, which are linear but for it.
-        horizon: steps that ``predict`` forecasts.
-        class_names: that predictions carry; by default the datamodule's, if it has any.
-        optimizer: called with the parameters.
+        zoneout: share of the state that keeps its previous value in training.
+        layer_norm: whether cells use layer norm.
+        execution: how samples of unequal lengths are computed.
+        residual: normalize the input of each layer, and add it to its output: for many layers, and for scan cells,
+            which would be linear otherwise.
+        horizon: number of steps that ``predict`` forecasts.
+        class_names: names of the classes for predictions; by default the datamodule's, if it has any.
+        optimizer: creates the optimizer; called with the parameters.
 
     Raises:
-        ValueError: if options exclude each other; before a run starts, if sizes are neither given nor offered by the
+        ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or a strategy cannot carry states.
 
     >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", hidden_size=8)
@@ -101,7 +101,7 @@ class SequenceModel(L.LightningModule):
     torch.Size([4, 3])
     """
 
-    value_mean: Tensor  # (S,) of the training targets, or, in forecasting, of the features before they were normed
+    value_mean: Tensor  # (S,), of the training targets, or, in forecasting, of the unscaled features
     value_std: Tensor
 
     def __init__(
@@ -129,7 +129,7 @@ class SequenceModel(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        # NumPy's numbers and arrays would make the checkpoint unsafe to load
+        # NumPy numbers and arrays would make the checkpoint unsafe to load
         num_features, num_classes, vocab_size, num_targets = (
             None if size is None else index(size) for size in (num_features, num_classes, vocab_size, num_targets)
         )
@@ -164,7 +164,7 @@ class SequenceModel(L.LightningModule):
     def setup(self, stage: str) -> None:
         self._ask_datamodule()
         if stage == "fit":
-            self._carried.forget("train")  # of another run; one that resumes reads its own later
+            self._carried.forget("train")  # states of another run; a resumed run loads its own later
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         if getattr(datamodule, "chunk_steps", None):
             self._require_carrying()
@@ -181,7 +181,7 @@ class SequenceModel(L.LightningModule):
             self.num_targets = self.hparams["num_targets"] = 1
 
     def _num_scores(self) -> int | None:
-        """S."""
+        """Return S, the number of scores."""
         if self.target_kind in ("classification", "labelling"):
             return self.num_classes
         return self.num_targets if self.target_kind == "regression" else self.vocab_size or self.num_features
@@ -242,11 +242,11 @@ class SequenceModel(L.LightningModule):
         self.register_buffer("value_std", torch.ones(num_scores))
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """What strategies that split parameters gather as one."""
+        """Return the blocks that strategies which shard parameters gather one at a time."""
         return list(self.blocks)
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """The layers in the order in which ``forward`` calls them, for strategies that split them over devices."""
+        """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.head is not None
         return [self.encoder, *self.blocks, self.norm, self.dropout, self.head]
 
@@ -254,11 +254,11 @@ class SequenceModel(L.LightningModule):
         return self.make_optimizer(self.parameters())
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput:
-        """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, going on from ``state``."""
+        """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, continuing from ``state``."""
         if self.head is None:
             raise RuntimeError("the sizes of this SequenceModel are not known yet; pass num_features and num_classes")
         if x.is_floating_point() and lengths is not None and self.residual:
-            # a NaN there would reach the gradient of the encoder's weight
+            # a NaN in the padding would reach the gradient of the encoder's weight
             x = torch.where(within(lengths, x.shape[1], x.device)[..., None], x, 0)
         features = self.encoder(x)
         states = []
@@ -268,7 +268,7 @@ class SequenceModel(L.LightningModule):
         return SequenceOutput(self._score(features), states)
 
     def step(self, x: Tensor, state: States | None = None) -> SequenceOutput:
-        """Score one step more, ``x`` (B, F) or (B,): (B, S), what ``forward`` gives after the steps so far.
+        """Score one more step, ``x`` (B, F) or (B,): (B, S), the output of ``forward`` for all steps so far.
 
         Raises:
             ValueError: if the model needs the whole sequence.
@@ -290,7 +290,7 @@ class SequenceModel(L.LightningModule):
         return values.to(torch.promote_types(values.dtype, torch.float32)) * self.value_std + self.value_mean
 
     def require_streaming(self) -> None:
-        """Refuse a model whose scores do not follow from the last step and a state."""
+        """Reject a model whose scores cannot be computed from the last step and a state."""
         pools = self.target_kind in ("classification", "regression") and self.pooling != "last"
         if self.bidirectional or pools:
             found = "bidirectional=True" if self.bidirectional else f"pooling={self.pooling!r}"
@@ -300,16 +300,15 @@ class SequenceModel(L.LightningModule):
             )
 
     def export(self, path: str | PathLike[str], streaming: bool = False) -> ExportedProgram:
-        """Save the model as a program of ``torch.export``, as ``eval()`` runs it, for any number of rows.
+        """Save the model as a program of ``torch.export``, in evaluation mode, for any number of samples.
 
         The program takes ``x`` and ``lengths``, of any number of steps, and returns scores. With ``streaming`` it takes
-        one step of ``x`` and a list of states, (1, B, hidden_size) each, zeros to begin with, and returns scores and
+        one step of ``x`` and a list of states, (1, B, hidden_size) each, zeros at first, and returns scores and
         new states. Run ``import lightning_accel.ops`` before ``torch.export.load``.
 
         Raises:
-            ValueError: if the cell is one that torch has no kernel for, and whose steps are computed one after another,
-                so that it cannot be a program of any number of steps; or ``streaming`` a model that needs the whole
-                sequence.
+            ValueError: if torch has no kernel for the cell and its steps are computed one after another, so that a
+                program cannot have any number of steps; or if ``streaming`` a model that needs the whole sequence.
         """
         if streaming:
             self.require_streaming()
@@ -330,7 +329,7 @@ class SequenceModel(L.LightningModule):
             return export_step(self, x[:, 0], path) if streaming else export_whole(self, x, path)
 
     def on_fit_start(self) -> None:
-        """Take the mean and the spread of values from the datamodule, if it knows them."""
+        """Copy the mean and standard deviation of values from the datamodule, if it provides them."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         of = "target" if self.target_kind == "regression" else "feature"
         mean, std = getattr(datamodule, f"{of}_mean", None), getattr(datamodule, f"{of}_std", None)
@@ -339,7 +338,7 @@ class SequenceModel(L.LightningModule):
             self.value_std.copy_(torch.as_tensor(std))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Count, on all processes, what the loss is a mean over, before a strategy splits the batch further."""
+        """Count the valid targets on all processes, before a strategy splits the batch further."""
         batch = SequenceBatch(*batch)
         assert self.target_kind is not None
         valid = is_valid(target_of(batch, self.target_kind)).sum().float()
@@ -349,10 +348,11 @@ class SequenceModel(L.LightningModule):
         batch = SequenceBatch(*batch)
         measured = self._measure(batch, "train")
         per_row = self._valid_per_row
-        if per_row is None:  # a subclass has an on_train_batch_start of its own
+        if per_row is None:  # a subclass may override on_train_batch_start
             per_row = measured.valid.clamp(min=1) / len(batch.x)
-        # What an average process has: the mean over processes of loss = sum / weight is the mean over all targets, and
-        # so is that over rows of parts of this batch. WeightedAccumulation reads the weight.
+        # The mean number of valid targets per process: the mean over processes of loss = sum / weight is then the mean
+        # over all targets, and so is the mean over the samples of splits of this batch. WeightedAccumulation reads the
+        # weight.
         weight = per_row * len(batch.x)
         loss = measured.loss / weight
         if is_logging_step(self):
@@ -373,7 +373,7 @@ class SequenceModel(L.LightningModule):
         return scores
 
     def _require_carrying(self) -> None:
-        """Refuse what cannot carry states from batch to batch."""
+        """Reject models and strategies that cannot carry states from batch to batch."""
         self.require_streaming()
         strategy = None if self._trainer is None else self.trainer.strategy
         if isinstance(strategy, DataParallelStrategy | PipelineStrategy):
@@ -391,7 +391,7 @@ class SequenceModel(L.LightningModule):
             self._carried.load(checkpoint, self.trainer, self.device)
 
     def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics whose tensors were made in inference mode, which fit could not update
+        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
         self.val_loss.reset()
         self.val_score.reset()
         self._carried.forget("val")
@@ -419,14 +419,14 @@ class SequenceModel(L.LightningModule):
         self.log(f"{stage}/{'mse' if of_values else 'accuracy'}", score, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """What is told of each row, by kind of target.
+        """Return the predictions for each sample, by kind of target.
 
-        - ``classification``: ``class``, (B,) int64, or a list of names where the model knows them, and ``probability``,
+        - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, and ``probability``,
           (B,).
-        - ``regression``: ``value``, (B,), or (B, K) of several.
-        - ``labelling``: ``labels``, a list with a list of classes, or their names, for each row.
+        - ``regression``: ``value``, (B,), or (B, K) for several.
+        - ``labelling``: ``labels``, a list with a list of classes, or their names, for each sample.
         - ``forecasting``: the ``horizon`` steps that follow: ``token``, (B, horizon) int64, or ``value``, (B, horizon);
-          ``value_0``, ``value_1`` ... of several features. Values are in the unit that the features had in the file.
+          ``value_0``, ``value_1`` ... for several features. Values are in the unit that the features had in the file.
         """
         batch = SequenceBatch(*batch)
         if self.target_kind == "forecasting":

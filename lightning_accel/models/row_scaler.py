@@ -1,4 +1,4 @@
-"""Rows of any scale for the visible units of an RBM. Shapes: N rows, V columns."""
+"""Scaling of data for the visible units of an RBM. Shapes: N samples, V columns."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Array = NDArray[Any]
 
 
 class RowScaler:
-    """What brings rows to the units: nothing for Bernoulli ones, standardising for Gaussian ones."""
+    """Scale samples for visible units: unchanged for Bernoulli units, standardized for Gaussian ones."""
 
     mean: Array | None = None
     scale: Array | None = None
@@ -38,25 +38,25 @@ class RowScaler:
 
     @property
     def log_volume(self) -> float:
-        """What standardising adds to the logarithm of a density."""
+        """Return what standardization adds to the logarithm of a density."""
         return 0.0 if self.scale is None else float(np.log(self.scale[self.varies]).sum())
 
     def scaled(self, rows: Array) -> Tensor:
-        """Rows (N, V) as units hold them, of the same dtype."""
+        """Scale samples (N, V) to the values of units, in the same dtype."""
         if self.mean is None or self.scale is None:
             return torch.from_numpy(np.ascontiguousarray(rows))
         kept = (rows[:, self.varies] - self.mean[self.varies]) / self.scale[self.varies]
         return torch.from_numpy(kept.astype(rows.dtype))
 
     def unscaled(self, states: Tensor) -> Array:
-        """Rows (N, V) of what units hold."""
+        """Scale values of units back to samples (N, V)."""
         if self.mean is None or self.scale is None:
             return states.numpy()
         rows = states.numpy() * self.scale[self.varies] + self.mean[self.varies]
         return self.with_constants(rows, self.mean).astype(states.numpy().dtype)
 
     def with_constants(self, values: Array, constant: Array | float) -> Array:
-        """Values (..., V) for all columns, of values for those that vary."""
+        """Insert ``constant`` for constant columns into ``values`` of the other columns; return (..., V)."""
         whole = np.empty((*values.shape[:-1], len(self.varies)), dtype=values.dtype)
         whole[...] = constant
         whole[..., self.varies] = values

@@ -1,4 +1,4 @@
-"""Recurrent models as programs of ``torch.export``. Shapes: B rows, T steps, H hidden."""
+"""Recurrent models as programs of ``torch.export``. Shapes: B samples, T steps, H hidden."""
 
 from os import PathLike
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_accel.strategies import write_atomically
 
 
 class _Step(nn.Module):
-    """One step, with the states as plain tensors in and out."""
+    """Run one step, with the states as plain tensors in and out."""
 
     def __init__(self, model: nn.Module, spec: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Whole(nn.Module):
 
 @torch.no_grad()
 def export_step(model: nn.Module, x: Tensor, path: str | PathLike[str]) -> torch.export.ExportedProgram:
-    """Save ``model.step`` for any number of rows, of the shape of ``x`` (B, ...) else.
+    """Save ``model.step`` as a program for any number of samples, each of the shape of those in ``x`` (B, ...).
 
     The program takes ``x`` and a list of states, (1, B, H) each, zeros at first, and returns scores and new states.
     """
@@ -50,7 +50,7 @@ def export_step(model: nn.Module, x: Tensor, path: str | PathLike[str]) -> torch
 
 @torch.no_grad()
 def export_whole(model: nn.Module, x: Tensor, path: str | PathLike[str]) -> torch.export.ExportedProgram:
-    """Save ``model.forward`` for any number of rows and steps: from ``x`` (B, T, ...) and lengths (B,) to scores."""
+    """Save ``model.forward`` for any number of samples and steps: from ``x`` (B, T, ...) and lengths (B,) to scores."""
     rows, steps = Dim("rows", min=1), Dim("steps", min=1)
     lengths = torch.full((len(x),), x.shape[1], device=x.device)
     return _save(_Whole(model), (x, lengths), {"x": {0: rows, 1: steps}, "lengths": {0: rows}}, path)
@@ -60,6 +60,6 @@ def _save(
     module: nn.Module, arguments: tuple[Any, ...], shapes: dict[str, Any], path: str | PathLike[str]
 ) -> torch.export.ExportedProgram:
     program = torch.export.export(module, arguments, dynamic_shapes=shapes)
-    with write_atomically(path) as partial, partial.open("wb") as file:  # by its name, save would want a suffix
+    with write_atomically(path) as partial, partial.open("wb") as file:  # a path would need a certain suffix
         torch.export.save(program, file)
     return program

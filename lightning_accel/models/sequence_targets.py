@@ -1,4 +1,4 @@
-"""What sequences are compared with. Shapes: B rows, T steps, F features, K values."""
+"""Targets of sequence models. Shapes: B samples, T steps, F features, K values."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 
 
 def within(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
-    """Which steps are before each row's end, (B, T) bool.
+    """Return which steps are before each sample's end, (B, T) bool.
 
     >>> within(torch.tensor([1, 0]), 2, torch.device("cpu")).tolist()
     [[True, False], [False, False]]
@@ -16,14 +16,14 @@ def within(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
 
 
 def next_steps(x: Tensor, lengths: Tensor) -> Tensor:
-    """What follows each step of ``x`` (B, T) or (B, T, F), in its shape; IGNORED, or NaN, from a row's last step on."""
+    """Return the step after each step of ``x`` (B, T) or (B, T, F); IGNORED, or NaN, from a sample's last step on."""
     there = within(lengths - 1, x.shape[1], x.device)
     there = there if x.ndim == 2 else there[..., None]
     return torch.where(there, x.roll(-1, dims=1), torch.nan if x.is_floating_point() else IGNORED)
 
 
 def target_of(batch: SequenceBatch, kind: str) -> Tensor:
-    """The target of ``batch``, on the device of its sequences.
+    """Return the target of ``batch``, on the device of its sequences.
 
     Raises:
         ValueError: if it has none.

@@ -1,4 +1,4 @@
-"""Weight matrices split over devices, by a plan of ``torch.distributed.tensor.parallel`` that a model declares."""
+"""Tensor parallelism by plans of ``torch.distributed.tensor.parallel`` that models declare."""
 
 import lightning as L
 import torch
@@ -10,7 +10,7 @@ from lightning_accel.strategies.sharding import broadcast_state
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The dimension ``tensor_parallel`` of what Lightning's ``ModelParallelStrategy`` gives a module.
+    """Return the dimension ``tensor_parallel`` of the mesh that Lightning's ``ModelParallelStrategy`` sets.
 
     Raises:
         ValueError: if there is data parallelism, too: gradients would not be averaged over it.
@@ -26,10 +26,10 @@ def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def refuse_tensor_parallelism(module: L.LightningModule, alternative: str = "") -> None:
-    """Called in ``configure_model`` of a model without a plan; ``alternative`` is one more strategy that it has.
+    """Reject tensor parallelism in ``configure_model`` of a model without a plan; suggest ``alternative``, if given.
 
     Raises:
-        ValueError: if Lightning's ``ModelParallelStrategy``, which alone gives a mesh, has several devices.
+        ValueError: if Lightning's ``ModelParallelStrategy``, the only one that sets a mesh, has several devices.
     """
     if module.device_mesh is not None and module.device_mesh.size() > 1:
         raise ValueError(
@@ -39,6 +39,6 @@ def refuse_tensor_parallelism(module: L.LightningModule, alternative: str = "") 
 
 
 def split_(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Split the weights in ``plan``; the others become those of the first process on all, and stay plain tensors."""
+    """Shard the weights in ``plan``; copy the others from the first process, where they stay plain tensors."""
     parallelize_module(module, mesh, plan)
     broadcast_state(module, torch.device(mesh.device_type))

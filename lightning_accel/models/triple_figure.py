@@ -1,4 +1,4 @@
-"""A picture of the triples that a prediction rests on."""
+"""Figures of the triples on which a prediction rests."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from lightning_accel.nn.relational_attribution import TripleScores
 
 
 def draw_triples(data: Data, scores: TripleScores, num_triples: int = 20) -> Figure:
-    """Draw a graph and, on it, the triples that count most: red ones add to the output, blue ones take from it.
+    """Draw a graph and its most important triples: red ones increase the output, blue ones decrease it.
 
     Triangles are filled; wedges are thick lines from one end over the centre to the other.
 
     Args:
         data: one graph.
-        scores: of :func:`lightning_accel.attribute_triples` for it.
+        scores: scores from :func:`lightning_accel.attribute_triples` for it.
         num_triples: how many of the largest magnitude are drawn.
 
     Raises:

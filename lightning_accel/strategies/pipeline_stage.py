@@ -145,7 +145,7 @@ def _changes_another(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class _LaterLayer(BaseException):  # not an Exception, which the user's own code may catch
-    """Unwinds a step whose next layer belongs to a later stage."""
+    """Unwind a step whose next layer belongs to a later stage."""
 
 
 class Call(NamedTuple):
