@@ -22,26 +22,26 @@ class BestWeights:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
+        self._shards: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._shards)
 
     def forget(self) -> None:
-        self._parts = {}
+        self._shards = {}
 
-    def keep(self, trainer: L.Trainer, module: nn.Module) -> None:
-        self._parts = {name: _local(value).to("cpu", copy=True) for name, value in _tensors(trainer, module).items()}
+    def store(self, trainer: L.Trainer, module: nn.Module) -> None:
+        self._shards = {name: _local(value).to("cpu", copy=True) for name, value in _tensors(trainer, module).items()}
 
-    def fits(self, trainer: L.Trainer, module: nn.Module) -> bool:
+    def matches(self, trainer: L.Trainer, module: nn.Module) -> bool:
         """Return whether the names and shapes of the stored tensors match those of ``module``."""
         shapes = {name: _local(value).shape for name, value in _tensors(trainer, module).items()}
-        return shapes == {name: value.shape for name, value in self._parts.items()}
+        return shapes == {name: value.shape for name, value in self._shards.items()}
 
     @torch.no_grad()
-    def put_into(self, trainer: L.Trainer, module: nn.Module) -> None:
+    def copy_to(self, trainer: L.Trainer, module: nn.Module) -> None:
         for name, value in _tensors(trainer, module).items():
-            _local(value).copy_(self._parts[name])
+            _local(value).copy_(self._shards[name])
 
     def gather(self, trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
         """Return the whole tensors by name on the first process; every process must call it.
@@ -49,34 +49,34 @@ class BestWeights:
         Returns an empty dict if a sharded run was interrupted, since other processes may be gone.
         """
         live = _tensors(trainer, module)
-        if not self._parts or not _is_split(trainer, module):
-            return dict(self._parts)
+        if not self._shards or not _is_sharded(trainer, module):
+            return dict(self._shards)
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return {}
-        if not _has_strangers(trainer, module):
-            gathered = {name: whole(_like(part, live[name])) for name, part in self._parts.items()}
+        if not _needs_strategy_gather(trainer, module):
+            gathered = {name: whole(_shard_like(part, live[name])) for name, part in self._shards.items()}
         else:
-            with _Lent(self, trainer, module):
+            with _TemporaryWeights(self, trainer, module):
                 gathered = dict(trainer.strategy.lightning_module_state_dict())
         return gathered if trainer.is_global_zero else {}
 
     def scatter(self, trainer: L.Trainer, module: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Store this process's shards of the tensors that ``gather`` returned."""
-        if not _has_strangers(trainer, module):
+        if not _needs_strategy_gather(trainer, module):
             live = _tensors(trainer, module)
-            self._parts = {
+            self._shards = {
                 name: _local(split_like(value, live[name])).to("cpu", copy=True) for name, value in state.items()
             }
             return
-        self.keep(trainer, module)
-        with _Lent(self, trainer, module):
+        self.store(trainer, module)
+        with _TemporaryWeights(self, trainer, module):
             trainer.strategy.load_model_state_dict({"state_dict": state}, strict=False)
             loaded = BestWeights()
-            loaded.keep(trainer, module)
-        self._parts = loaded._parts
+            loaded.store(trainer, module)
+        self._shards = loaded._shards
 
 
-class _Lent:
+class _TemporaryWeights:
     """Temporarily replace the weights of ``module`` with the best ones, and restore its own on exit."""
 
     def __init__(self, best: BestWeights, trainer: L.Trainer, module: nn.Module) -> None:
@@ -84,11 +84,11 @@ class _Lent:
         self.own = BestWeights()
 
     def __enter__(self) -> None:
-        self.own.keep(self.trainer, self.module)
-        self.best.put_into(self.trainer, self.module)
+        self.own.store(self.trainer, self.module)
+        self.best.copy_to(self.trainer, self.module)
 
     def __exit__(self, *_: object) -> None:
-        self.own.put_into(self.trainer, self.module)
+        self.own.copy_to(self.trainer, self.module)
 
 
 def _tensors(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
@@ -100,12 +100,12 @@ def _tensors(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if not value.is_meta}
 
 
-def _is_split(trainer: L.Trainer, module: nn.Module) -> bool:
+def _is_sharded(trainer: L.Trainer, module: nn.Module) -> bool:
     split = any(isinstance(value, DTensor) for value in _tensors(trainer, module).values())
-    return split or _has_strangers(trainer, module)
+    return split or _needs_strategy_gather(trainer, module)
 
 
-def _has_strangers(trainer: L.Trainer, module: nn.Module) -> bool:
+def _needs_strategy_gather(trainer: L.Trainer, module: nn.Module) -> bool:
     """Return whether only the strategy can gather the state: pipeline stages, or FSDP's flat parameters."""
     return isinstance(trainer.strategy, FSDPStrategy) or any(value.is_meta for value in module.parameters())
 
@@ -115,7 +115,7 @@ def _local(value: Tensor) -> Tensor:
     return local.to_local() if isinstance(local, DTensor) else local
 
 
-def _like(part: Tensor, value: Tensor) -> Any:
+def _shard_like(part: Tensor, value: Tensor) -> Any:
     if not isinstance(value, DTensor):
         return part
     local = part.to(value.device)

@@ -13,16 +13,16 @@ from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
     all_rows,
+    dry_run,
     evaluate,
     find_deployed,
-    left_out_of,
+    reasons_left_out,
     require_deployable,
     require_validation,
     run_folder,
-    try_out,
-    use_in_first_process,
+    run_in_first_process,
 )
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.compress.calls import Run, num_rows, smallest_call
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.macs import count_macs
@@ -70,15 +70,15 @@ class CompressionReport(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "CompressionReport")
-        try_out(trainer, pl_module, self._copy, _try_layers, "report", self.module)
+        dry_run(trainer, pl_module, self._copy, _try_layers, "report", self.module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
         folder = run_folder(trainer)
-        with spare_fit("CompressionReport failed"):
+        with failures_as_warnings("CompressionReport failed"):
             make = partial(self._copy.make, trainer, pl_module)
-            use_in_first_process(trainer, make, lambda made: self._report(trainer, made, folder), "report")
+            run_in_first_process(trainer, make, lambda made: self._report(trainer, made, folder), "report")
 
     def _report(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         self.report = self._measure(trainer, copied)
@@ -90,7 +90,7 @@ class CompressionReport(L.Callback):
         loader = all_rows(trainer.val_dataloaders)
         found = find_deployed(copied, loader, self.module, datamodule=datamodule)
         plain = plain_forms(found.module, self.compiled)
-        start = self._copy.at_start().get_submodule(found.name)
+        start = self._copy.with_original_shapes().get_submodule(found.name)
         has_shrunk = count_parameters(start.parameters())[0] != count_parameters(found.module.parameters())[0]
         others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
         progress = Progress(rank_zero_info, "compression report")
@@ -111,7 +111,7 @@ class CompressionReport(L.Callback):
                 row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
             report.add(row._replace(file_bytes=_file_bytes(plain[name])))
         report.layers = describe_layers(
-            found.module, *smallest_call(found.module, found.inputs[0]), left_out_of(trainer, found.name)
+            found.module, *smallest_call(found.module, found.inputs[0]), reasons_left_out(trainer, found.name)
         )
         return report
 

@@ -45,15 +45,15 @@ class WholeCopy:
         pl_module.configure_model()  # it may build submodules, and does so only once
         self._skeleton = _copy(pl_module, {id(value): _empty(value, "meta") for value in _tensors(pl_module)})
 
-    def at_start(self) -> L.LightningModule:
+    def with_original_shapes(self) -> L.LightningModule:
         """Return the module with its original shapes and arbitrary weights."""
-        made = self._with_memory()
+        made = self._with_empty_tensors()
         with torch.no_grad():
             for value in _tensors(made):
                 value.fill_(0.01 if value.is_floating_point() else 0)
-        return _forget_run(made)
+        return _detach_from_run(made)
 
-    def _with_memory(self) -> L.LightningModule:
+    def _with_empty_tensors(self) -> L.LightningModule:
         """Return a copy of the skeleton with uninitialized tensors; ``to_empty`` would untie shared weights."""
         return copy.deepcopy(self._skeleton, {id(value): _empty(value, "cpu") for value in _tensors(self._skeleton)})
 
@@ -77,15 +77,15 @@ class WholeCopy:
         elif any(isinstance(value, DTensor) for value in tensors):
             state = {name: whole(value) for name, value in pl_module.state_dict().items()}
         else:
-            return _forget_run(_copy(pl_module, {}).cpu()) if is_wanted else None
+            return _detach_from_run(_copy(pl_module, {}).cpu()) if is_wanted else None
         if not is_wanted:
             return None
-        made = self._with_memory()
+        made = self._with_empty_tensors()
         for name, buffer in pl_module.named_buffers():  # including those not in state_dict
             if not buffer.is_meta:
                 made.get_buffer(name).copy_(buffer)
         made.load_state_dict(state)
-        return _forget_run(made)
+        return _detach_from_run(made)
 
 
 def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule:
@@ -95,7 +95,7 @@ def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModu
     return module.float() if was_cast else module
 
 
-def use_in_first_process(
+def run_in_first_process(
     trainer: L.Trainer,
     make: Callable[[], L.LightningModule | None],
     use: Callable[[L.LightningModule], None],
@@ -125,10 +125,10 @@ def use_in_first_process(
         finally:
             set_random_state(before)
 
-    fail_together(trainer, run, purpose)
+    raise_in_all_processes(trainer, run, purpose)
 
 
-def fail_together(trainer: L.Trainer, run: Callable[[], None], purpose: str) -> None:
+def raise_in_all_processes(trainer: L.Trainer, run: Callable[[], None], purpose: str) -> None:
     """Call ``run`` in all processes, wait for the first one, and raise in all if it fails there.
 
     Raises:
@@ -147,7 +147,7 @@ def fail_together(trainer: L.Trainer, run: Callable[[], None], purpose: str) -> 
         raise RuntimeError(f"the first process could not {purpose}: {message}")
 
 
-def try_out(
+def dry_run(
     trainer: L.Trainer,
     pl_module: L.LightningModule,
     copied: WholeCopy,
@@ -171,14 +171,14 @@ def try_out(
         of_training: whether to take a training batch instead of a validation batch.
 
     Raises:
-        Exception: as :func:`use_in_first_process`.
+        Exception: as :func:`run_in_first_process`.
     """
 
     def make() -> L.LightningModule | None:
         if not trainer.is_global_zero:
             return None
         is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
-        return copied.at_start() if is_split else copied.make(trainer, pl_module)
+        return copied.with_original_shapes() if is_split else copied.make(trainer, pl_module)
 
     def run(module: L.LightningModule) -> None:
         loader = _first_batches(trainer, of_training)
@@ -186,7 +186,7 @@ def try_out(
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
             use(find_deployed(module, loader, name, 1, datamodule))
 
-    use_in_first_process(trainer, make, run, purpose)
+    run_in_first_process(trainer, make, run, purpose)
 
 
 def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
@@ -217,7 +217,7 @@ def run_folder(trainer: L.Trainer) -> Path:
     return Path(trainer.default_root_dir if log_dir is None else log_dir)
 
 
-def left_out_of(trainer: L.Trainer, deployed: str) -> dict[str, str]:
+def reasons_left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:
     """Return why callbacks left layers unchanged, by the layers' names in the deployed module."""
     notes: dict[str, str] = {}
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -343,7 +343,11 @@ def evaluate(
             f"{type(module).__name__} needs a validation_step: what it logs tells how good a form of the module is"
         )
     device = module.device
-    with _in_place_of_forward(module.get_submodule(deployed), run), _lent(datamodule), _quietly():
+    with (
+        _replaced_forward(module.get_submodule(deployed), run),
+        _detached_from_trainer(datamodule),
+        _silenced_trainer(),
+    ):
         trainer = L.Trainer(
             accelerator=device.type,
             devices=1 if device.type == "cpu" else [device.index or 0],
@@ -377,18 +381,18 @@ def _undistributed(loader: DataLoader[Any]) -> DataLoader[Any]:
     )
 
 
-def _forget_run(module: L.LightningModule) -> L.LightningModule:
+def _detach_from_run(module: L.LightningModule) -> L.LightningModule:
     if module._compiler_ctx is not None:  # its compiled steps belong to the original module
         to_uncompiled(module)
     uncompile_(module)
     for one in module.modules():
         if isinstance(one, Metric):
             one.reset()
-            one.distributed_available_fn = _has_no_peers  # other processes do not take part
+            one.distributed_available_fn = _is_never_distributed  # other processes do not take part
     return module.eval()
 
 
-def _has_no_peers() -> bool:
+def _is_never_distributed() -> bool:
     return False
 
 
@@ -417,7 +421,7 @@ class _Loaders(L.LightningDataModule):
 
 
 @contextmanager
-def _lent(datamodule: L.LightningDataModule | None) -> Iterator[None]:
+def _detached_from_trainer(datamodule: L.LightningDataModule | None) -> Iterator[None]:
     """Detach the datamodule from its Trainer while open, since hooks would see ``trainer.training`` and augment."""
     if datamodule is None:
         yield
@@ -430,7 +434,7 @@ def _lent(datamodule: L.LightningDataModule | None) -> Iterator[None]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _silenced_trainer() -> Iterator[None]:
     """Silence the Trainer's own messages, which are meant for a run of the user's."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
@@ -442,7 +446,7 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _in_place_of_forward(module: nn.Module, run: Callable[..., Any] | None) -> Iterator[None]:
+def _replaced_forward(module: nn.Module, run: Callable[..., Any] | None) -> Iterator[None]:
     if run is None:
         yield
         return
@@ -473,7 +477,7 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
     """
     ties = [vars(one)[name] for one in module.modules() for name in ("_trainer", "_fabric") if name in vars(one)]
     kept = [value for one in module.modules() for value in vars(one).values()]
-    ties += [value for value in kept if _is_of_a_config(value)]
+    ties += [value for value in kept if _is_config_factory(value)]
     # such as the last loss, which refers to its graph
     results = [value for value in tree_leaves(kept) if isinstance(value, torch.Tensor) and value.grad_fn is not None]
     replaced = {id(value): value.detach().clone() for value in results} | {
@@ -491,7 +495,7 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
     return made
 
 
-def _is_of_a_config(value: Any) -> bool:
+def _is_config_factory(value: Any) -> bool:
     if not isinstance(value, partial):
         return False
     return any(str(getattr(one, "__module__", "")).startswith("jsonargparse") for one in (value.func, type(value.func)))

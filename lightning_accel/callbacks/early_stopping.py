@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.logged import require_logged
 from lightning_accel.callbacks.metric_watch import Goal, Marks, Smoother, Smoothing, Watch
 from lightning_accel.ops.names import list_of_names
@@ -119,7 +119,7 @@ class EarlyStopping(_Unlisted):
             raise ValueError(f"monitor names a metric twice: {', '.join(names)}")
         goal = Goal(mode, min_delta, stopping_threshold, divergence_threshold)
         options = monitor if isinstance(monitor, Mapping) else {}
-        self.goals = {name: goal.overruled(name, options.get(name) or {}) for name in names}
+        self.goals = {name: goal.with_options(name, options.get(name) or {}) for name in names}
         super().__init__(names[0], mode=self.goals[names[0]].mode)
         _require_patience(patience, unit)
         if stop_when not in ("all", "any"):
@@ -133,9 +133,9 @@ class EarlyStopping(_Unlisted):
         self.smoothing, self.smooth_over = smoothing, smooth_over
         self.check_finite, self.restore_best, self.strict = check_finite, restore_best, strict
         self.check_on_train_epoch_end = check_on_train_epoch_end
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.reason = ""
         self.stopping_reason_message, self.stopped_epoch = None, 0  # attributes of Lightning's callback
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
@@ -146,19 +146,19 @@ class EarlyStopping(_Unlisted):
         self._seconds = 0.0  # training time before _started_at
         self._started_at: float | None = None
         self._phase: str | None = None
-        self._told_of: set[str] = set()
+        self._warned_of: set[str] = set()
         self._at_epoch_end = False
         self._was_stopped = False
         self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # at the last check
-        self._watch(self._now)
+        self._start_tracking(self._now)
 
-    def _watch(self, start: Marks) -> None:
+    def _start_tracking(self, start: Marks) -> None:
         self.watches = {
             name: Watch(name, goal, self.smoothing, self.smooth_over, start) for name, goal in self.goals.items()
         }
-        self._tell_as_lightnings()
+        self._set_lightning_attributes()
 
-    def _tell_as_lightnings(self) -> None:
+    def _set_lightning_attributes(self) -> None:
         """Set the attributes of Lightning's callback of this name, for code that reads them."""
         watch = next(iter(self.watches.values()))
         worst = math.inf if watch.goal.mode == "min" else -math.inf
@@ -184,7 +184,7 @@ class EarlyStopping(_Unlisted):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._begin_anew()
+        self._reset()
         restoring = [one for one in _callbacks(trainer) if isinstance(one, EarlyStopping) and one.restore_best]
         if self.restore_best and len(restoring) > 1:
             raise ValueError(
@@ -204,23 +204,23 @@ class EarlyStopping(_Unlisted):
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Reject a name that nothing logs, before training, if validation logs others with the same first part."""
         if self.strict and not self._at_epoch_end and trainer.callback_metrics:
-            stems = {_stem(name) for name in trainer.callback_metrics}
-            missing = [name for name in self.goals if _stem(name) in stems and name not in trainer.callback_metrics]
+            stems = {_stage(name) for name in trainer.callback_metrics}
+            missing = [name for name in self.goals if _stage(name) in stems and name not in trainer.callback_metrics]
             require_logged("EarlyStopping", missing, trainer.callback_metrics, _AT_EPOCH_END)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._loaded:
-            self._best.scatter(trainer, self._measured(trainer, pl_module), self._loaded)
+            self._best.scatter(trainer, self._validated_module(trainer, pl_module), self._loaded)
             self._loaded = {}
         self._started_at = time.monotonic()
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         self.stopped_epoch = 0
-        if self._was_stopped and (verdict := self._verdict(self._now)):
+        if self._was_stopped and (verdict := self._reason_to_stop(self._now)):
             rank_zero_info("EarlyStopping: the checkpoint is of a run that was stopped; more patience lets it go on")
             self._stop(trainer, *verdict)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._follow_phase(trainer)
+        self._update_phase(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not self._at_epoch_end:
@@ -235,8 +235,8 @@ class EarlyStopping(_Unlisted):
     def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
-        self._follow_phase(trainer)
-        values, seconds = self._agree(trainer)
+        self._update_phase(trainer)
+        values, seconds = self._gather_metrics(trainer)
         if not values:
             return
         self._checks += 1
@@ -244,20 +244,20 @@ class EarlyStopping(_Unlisted):
         now: Marks = {"checks": self._checks, "steps": trainer.global_step, "epochs": epochs, "seconds": seconds}
         self._now = now
         are_best = [watch.add(values[name], now) for name, watch in self.watches.items()]
-        self._tell_as_lightnings()
+        self._set_lightning_attributes()
         final = in_final_phase(trainer)
         if are_best[0] and final:
             self.best_step = trainer.global_step
             if self.restore_best:
-                self._best.keep(trainer, self._measured(trainer, pl_module))
+                self._best.store(trainer, self._validated_module(trainer, pl_module))
         broken = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if self.check_finite and broken:
             why = ", ".join(broken) + ", which is not finite"
             self._stop(trainer, why, EarlyStoppingReason.NON_FINITE_METRIC)
-        elif final and self._is_long_enough(trainer, now) and (verdict := self._verdict(now)):
+        elif final and self._is_long_enough(trainer, now) and (verdict := self._reason_to_stop(now)):
             self._stop(trainer, *verdict)
 
-    def _verdict(self, now: Marks) -> tuple[str, EarlyStoppingReason] | None:
+    def _reason_to_stop(self, now: Marks) -> tuple[str, EarlyStoppingReason] | None:
         """Return why to stop, judged by smoothed values; None if there is no reason."""
         for watch in self.watches.values():
             if crossed := watch.crossed():
@@ -268,11 +268,11 @@ class EarlyStopping(_Unlisted):
         stalled = [name for name, wait in waits.items() if wait >= self.patience]
         if len(stalled) < (len(waits) if self.stop_when == "all" else 1):
             return None
-        told = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._best_of(name)})" for name in stalled]
+        told = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._format_best(name)})" for name in stalled]
         text = f"no improvement of {', of '.join(told)}, patience is {self.patience:g}"
         return text, EarlyStoppingReason.PATIENCE_EXHAUSTED
 
-    def _best_of(self, name: str) -> str:
+    def _format_best(self, name: str) -> str:
         best = self.watches[name].best
         return "none" if best is None else f"{best:.6g}"
 
@@ -289,28 +289,28 @@ class EarlyStopping(_Unlisted):
         steps, epochs = max(self.min_steps, trainer.min_steps or 0), trainer.min_epochs or 0
         return now["steps"] >= steps and now["epochs"] >= epochs and now["seconds"] >= self.min_seconds
 
-    def _follow_phase(self, trainer: L.Trainer) -> None:
+    def _update_phase(self, trainer: L.Trainer) -> None:
         phase = current_phase(trainer)
         if self._phase is not None and phase != self._phase:
             epochs = trainer.current_epoch + int(trainer.is_last_batch)
-            steps, seconds = trainer.global_step, self._clock()
-            self._watch({"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": seconds})
+            steps, seconds = trainer.global_step, self._training_time()
+            self._start_tracking({"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": seconds})
             self._best.forget()  # from another phase, and perhaps of other shapes
             self.best_step = None
         self._phase = phase
 
-    def _clock(self) -> float:
+    def _training_time(self) -> float:
         running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
         return self._seconds + running
 
-    def _agree(self, trainer: L.Trainer) -> tuple[dict[str, float], float]:
+    def _gather_metrics(self, trainer: L.Trainer) -> tuple[dict[str, float], float]:
         """Return each metric and the training time, averaged over processes; no metrics if this is not a check."""
         logged = trainer.callback_metrics
         if not self.strict:
             connector: Any = trainer._logger_connector  # there is no public access to this validation's own metrics
             logged = connector.metrics["callback"]
-        mine = [_number(name, logged[name]) if name in logged else math.nan for name in self.goals]
-        row = [*mine, *(float(name not in logged) for name in self.goals), self._clock()]
+        mine = [_to_float(name, logged[name]) if name in logged else math.nan for name in self.goals]
+        row = [*mine, *(float(name not in logged) for name in self.goals), self._training_time()]
         device = trainer.strategy.root_device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         rows = trainer.strategy.all_gather(torch.tensor(row, device=device, dtype=dtype)).reshape(-1, len(row)).tolist()
@@ -321,8 +321,8 @@ class EarlyStopping(_Unlisted):
             return {}, 0.0
         require_logged("EarlyStopping", missing, trainer.callback_metrics, _AT_EPOCH_END)
         for name, column in zip(names, columns, strict=False):
-            if len(set(map(repr, column))) > 1 and name not in self._told_of:
-                self._told_of.add(name)
+            if len(set(map(repr, column))) > 1 and name not in self._warned_of:
+                self._warned_of.add(name)
                 rank_zero_warn(
                     f"EarlyStopping: {name} differs between processes ({', '.join(f'{one:.6g}' for one in column)}); "
                     "their mean decides. Log it with sync_dist=True, so that all see the same"
@@ -334,7 +334,7 @@ class EarlyStopping(_Unlisted):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the best weights, whether weight-averaging callbacks come before or after this one."""
-        self._seconds, self._started_at = self._clock(), None
+        self._seconds, self._started_at = self._training_time(), None
         if not self.strict and not self._checks and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(
                 f"EarlyStopping never looked at {', '.join(self.goals)}: no validation logged all of them. Logged: "
@@ -348,20 +348,22 @@ class EarlyStopping(_Unlisted):
             rank_zero_info("EarlyStopping leaves the weights that StochasticWeightAveraging has averaged")
             return
         name = next(iter(self.watches))
-        what = f"the weights of step {self.best_step}, the best by {name} ({self._best_of(name)})"
-        measured = self._measured(trainer, pl_module)  # WeightAveraging copies it to the module in its on_train_end
+        what = f"the weights of step {self.best_step}, the best by {name} ({self._format_best(name)})"
+        measured = self._validated_module(
+            trainer, pl_module
+        )  # WeightAveraging copies it to the module in its on_train_end
         targets = [pl_module] if measured is pl_module else [pl_module, measured]
-        fits = all(self._best.fits(trainer, target) for target in targets)
+        fits = all(self._best.matches(trainer, target) for target in targets)
         if not trainer.strategy.reduce_boolean_decision(fits):  # else processes would mix weights of different steps
             rank_zero_warn(f"EarlyStopping cannot restore {what}: names or shapes have changed since")
             return
-        with spare_fit(f"EarlyStopping could not restore {what}"):
+        with failures_as_warnings(f"EarlyStopping could not restore {what}"):
             for target in targets:
-                self._best.put_into(trainer, target)
+                self._best.copy_to(trainer, target)
             rank_zero_info(f"EarlyStopping restored {what}")
         self._best.forget()
 
-    def _measured(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
+    def _validated_module(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
         """Return the module that validations run with: the average of WeightAveraging, if there is one."""
         for one in _callbacks(trainer):
             average = one._average_model if isinstance(one, WeightAveraging) else None  # there is no public access
@@ -372,7 +374,7 @@ class EarlyStopping(_Unlisted):
     def state_dict(self) -> dict[str, Any]:
         return {
             "checks": self._checks,
-            "seconds": self._clock(),
+            "seconds": self._training_time(),
             "phase": self._phase,
             "now": dict(self._now),
             "is_stopped": bool(self.reason),
@@ -390,9 +392,9 @@ class EarlyStopping(_Unlisted):
         if self.state_key in callbacks or key not in callbacks or key in {one.state_key for one in _callbacks(trainer)}:
             return
         epochs = checkpoint["epoch"] + 1  # the running epoch counts as completed
-        self._load_lightnings(callbacks[key], checkpoint["global_step"], epochs)
+        self._load_lightning_state(callbacks[key], checkpoint["global_step"], epochs)
 
-    def _load_lightnings(self, state: Mapping[str, Any], steps: int = 0, epochs: int = 0) -> None:
+    def _load_lightning_state(self, state: Mapping[str, Any], steps: int = 0, epochs: int = 0) -> None:
         if len(self.goals) > 1:
             raise ValueError(
                 f"the state of Lightning's EarlyStopping is of one metric, and this one monitors {len(self.goals)}: "
@@ -400,15 +402,15 @@ class EarlyStopping(_Unlisted):
             )
         self._checks = state["wait_count"]
         self._now = {"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": 0.0}
-        self._watch({**self._now, "checks": 0})
+        self._start_tracking({**self._now, "checks": 0})
         if math.isfinite(best := float(state["best_score"])):
             watch = next(iter(self.watches.values()))
             watch.best = watch.reference = best
-        self._tell_as_lightnings()
+        self._set_lightning_attributes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "watches" not in state_dict:
-            self._load_lightnings(state_dict)
+            self._load_lightning_state(state_dict)
             return
         self._checks, self._seconds = state_dict["checks"], state_dict["seconds"]
         self._phase, self.best_step = state_dict["phase"], state_dict["best_step"]
@@ -418,11 +420,11 @@ class EarlyStopping(_Unlisted):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
         self.stopped_epoch = state_dict.get("stopped_epoch", 0)
-        self._tell_as_lightnings()
+        self._set_lightning_attributes()
         self._loaded = state_dict.get("best_weights", {}) if self.restore_best else {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        weights = self._best.gather(trainer, self._measured(trainer, pl_module))
+        weights = self._best.gather(trainer, self._validated_module(trainer, pl_module))
         checkpoint["callbacks"][self.state_key]["best_weights"] = weights
 
 
@@ -439,12 +441,12 @@ def _require_patience(patience: float, unit: str) -> None:
         raise ValueError(f"patience={patience} cannot be counted in {unit}; give a whole number, or a unit of time")
 
 
-def _number(name: str, value: Any) -> float:
+def _to_float(name: str, value: Any) -> float:
     value = torch.as_tensor(value).detach()
     if value.numel() != 1:
         raise ValueError(f"EarlyStopping needs a single number of {name}; got shape {tuple(value.shape)}")
     return float(value)
 
 
-def _stem(name: str) -> str:
+def _stage(name: str) -> str:
     return re.split(r"[/_.]", name)[0]

@@ -102,7 +102,7 @@ class EpochOrder:
                     batch = next(batches, self)
 
 
-def can_be_entered_anywhere(loader: object) -> bool:
+def is_map_style(loader: object) -> bool:
     """Return whether batches of ``loader`` can be skipped without loading them."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 

@@ -13,12 +13,12 @@ from torch import Generator, initial_seed
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_accel.callbacks.epoch_order import EpochOrder, can_be_entered_anywhere
-from lightning_accel.callbacks.kept_checkpoints import KeptCheckpoints
-from lightning_accel.callbacks.logged_state import logged_state, rewrite_metrics_at_once, set_logged_state
+from lightning_accel.callbacks.contrastive_divergences import find_contrastive_divergences
+from lightning_accel.callbacks.epoch_order import EpochOrder, is_map_style
+from lightning_accel.callbacks.logged_state import logged_state, set_logged_state, write_metrics_atomically
+from lightning_accel.callbacks.model_checkpoint_state import ModelCheckpointState
 from lightning_accel.callbacks.random_state import derived_seed, random_state, seed_random_state, set_random_state
 from lightning_accel.callbacks.resumed_fit import Moment, ResumedFit, moment_of
-from lightning_accel.callbacks.samplings import samplings_of
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.nn import ContrastiveDivergence
@@ -65,7 +65,7 @@ class ExactResume(L.Callback):
         self._saved_once: dict[str, Any] = {}  # equal on all ranks
         self._sampler_seeds: list[Any] = []  # of the checkpoint, one per order
         self._ranks = RankStates()
-        self._kept = KeptCheckpoints()
+        self._kept = ModelCheckpointState()
         self._resumed: ResumedFit
         self._orders: list[EpochOrder] = []
         self._replaced: Callable[[], object] = lambda: None  # weak reference to the loaders that _orders belong to
@@ -78,8 +78,8 @@ class ExactResume(L.Callback):
             return
         require_dealable_batches(trainer)
         self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
-        self._kept, self._before_sanity_check = KeptCheckpoints(), None
-        rewrite_metrics_at_once(trainer)
+        self._kept, self._before_sanity_check = ModelCheckpointState(), None
+        write_metrics_atomically(trainer)
         # These public methods of the strategy are called where callbacks have no hook: between a loader and its first
         # iteration, and after every other on_train_start. There is no public method around the loop.
         trainer.strategy.process_dataloader = self._process_dataloader  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ class ExactResume(L.Callback):
             generators, seen = self._before_validation["generators"], self._before_validation["seen"]
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
         mine["sampler_seeds"] = [getattr(order.rows, "seed", None) for order in self._orders]
-        if samplings := self._samplings():
+        if samplings := self._contrastive_divergences():
             mine["samplings"] = [one.state_dict() for one in samplings]
         if moment in ("batch end", "validation", "validation end", "epoch end"):
             mine["logged"] = logged_state(trainer, moment in ("validation", "validation end"))
@@ -134,26 +134,26 @@ class ExactResume(L.Callback):
         if self._trainer.training and self._replaced() is not (replaced := self._trainer.fit_loop._combined_loader):
             self._release_loaders()  # of an earlier epoch, with reload_dataloaders_every_n_epochs
             self._replaced = (lambda: None) if replaced is None else weakref.ref(replaced)
-        if self._trainer.training and not _keeps_its_position(loader):
-            if can_be_entered_anywhere(loader):
+        if self._trainer.training and not _is_stateful(loader):
+            if is_map_style(loader):
                 self._orders.append(EpochOrder(loader, lambda: self._seed, self._position))  # type: ignore[arg-type]
                 self._restore_sampler_seeds()
                 return loader
             rank_zero_warn(
-                f"ExactResume: a run resumed within an epoch starts {_described(loader)} from its beginning, since it "
+                f"ExactResume: a run resumed within an epoch starts {_describe(loader)} from its beginning, since it "
                 "has no indices. Give the loader state_dict() and load_state_dict(), or save at ends of epochs only"
             )
         if isinstance(loader, DataLoader) and loader.generator is None:  # its iterators would use the global one
             loader.generator = Generator().manual_seed(self._seed)
         return loader
 
-    def _warn_of_repeated_rows(self) -> None:
+    def _warn_of_repeated_samples(self) -> None:
         loaders = self._trainer.fit_loop._combined_loader
         assert loaders is not None
-        anew = [one for one in loaders.flattened if not (_keeps_its_position(one) or can_be_entered_anywhere(one))]
+        anew = [one for one in loaders.flattened if not (_is_stateful(one) or is_map_style(one))]
         if anew and self._resumed.has_read_rows:
             rank_zero_warn(
-                f"ExactResume: {' and '.join(map(_described, anew))} began anew within the epoch. Rows of it are "
+                f"ExactResume: {' and '.join(map(_describe, anew))} began anew within the epoch. Rows of it are "
                 "trained on again, and count twice in its means"
             )
 
@@ -183,38 +183,38 @@ class ExactResume(L.Callback):
         strategy, loop = self._trainer.strategy, self._trainer.fit_loop
         type(strategy).on_train_start(strategy)
         if not loop.is_resuming:
-            self._part_noise()
+            self._seed_by_rank()
             return
         self._resumed.count_back()
-        self._warn_of_repeated_rows()
+        self._warn_of_repeated_samples()
         if not self._saved:
             rank_zero_warn(
                 "ExactResume: the checkpoint was written without this callback. The order of batches and all random "
                 "draws differ from those of the run that wrote it, and means of this epoch cover the rest of it"
             )
         elif len(self._saved) != self._trainer.world_size:
-            self._spread_over_other_processes()
+            self._resume_on_other_world_size()
         self._restore_sampler_seeds()
-        self._start_loaders_again()
+        self._restart_loaders()
         self._kept.load_state_dict(self._saved_once.get("kept", {}), self._trainer)
         if len(self._saved) > self._trainer.global_rank:
             mine = self._saved[self._trainer.global_rank]
             set_random_state(mine["generators"])
             if len(self._saved) == self._trainer.world_size:  # else chains and sums start anew
-                for sampling, state in zip(self._samplings(), mine.get("samplings", []), strict=False):
+                for sampling, state in zip(self._contrastive_divergences(), mine.get("samplings", []), strict=False):
                     sampling.load_state_dict(state, self._trainer.lightning_module.device)
                 if "logged" in mine:
                     set_logged_state(self._trainer, mine["logged"])
                     self._set_seen_in_validation(mine["seen_in_validation"])
         self._saved, self._saved_once = [], {}
 
-    def _part_noise(self) -> None:
+    def _seed_by_rank(self) -> None:
         """Seed processes that train on different samples differently, and those that share samples equally."""
         deal = self._trainer.distributed_sampler_kwargs
         if deal and deal["rank"]:
             seed_random_state(derived_seed(self._seed, deal["rank"]))
 
-    def _start_loaders_again(self) -> None:
+    def _restart_loaders(self) -> None:
         """Restart the epoch's iteration, now that the Trainer's counters are restored and corrected.
 
         The Trainer starts it earlier: if a scheduler asks for the number of steps, even before a checkpoint is read, so
@@ -247,9 +247,9 @@ class ExactResume(L.Callback):
             trainer.training = True
         loop._seen_batches_per_dataloader.update(seen)
 
-    def _samplings(self) -> list[ContrastiveDivergence]:
+    def _contrastive_divergences(self) -> list[ContrastiveDivergence]:
         """Return the samplers of the module and its parts, whose chains and generators are saved nowhere else."""
-        found = [one for part in self._trainer.lightning_module.modules() for one in samplings_of(part)]
+        found = [one for part in self._trainer.lightning_module.modules() for one in find_contrastive_divergences(part)]
         own = [one for part in self._trainer.lightning_module.modules() for one in vars(part).values()]
         direct = {id(one) for one in own}
         return sorted(found, key=lambda one: id(one) not in direct)  # older checkpoints hold attributes only
@@ -258,7 +258,7 @@ class ExactResume(L.Callback):
         """Return whether all processes share one order of samples, the same for any number of processes."""
         return bool(self._orders) and all(isinstance(order.rows, DistributedSampler) for order in self._orders)
 
-    def _spread_over_other_processes(self) -> None:
+    def _resume_on_other_world_size(self) -> None:
         before, now, rank = len(self._saved), self._trainer.world_size, self._trainer.global_rank
         progress = _current(self._trainer.fit_loop.epoch_loop.batch_progress)
         goes_on = self._saved[0]["shared_order"] and self._shares_one_order()
@@ -281,11 +281,11 @@ class ExactResume(L.Callback):
             seed_random_state(derived_seed(self._seed, rank))
 
 
-def _keeps_its_position(loader: object) -> bool:
+def _is_stateful(loader: object) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def _described(loader: object) -> str:
+def _describe(loader: object) -> str:
     return f"the {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_accel.callbacks.deployment import run_folder
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
 
 _MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
@@ -59,18 +59,18 @@ class ExpertLoadMonitor(L.Callback):
         }
         theirs = getattr(pl_module, "expert_load", None)
         self._theirs = theirs if isinstance(theirs, ExpertLoad) else ExpertLoad([])
-        told = list(self._theirs.gates)
-        untold = [gate for gate in named if gate not in told]
-        self.names = [named[gate][0] for gate in [*told, *untold]]
-        self._own = ExpertLoad(untold)
+        tracked = list(self._theirs.gates)
+        untracked = [gate for gate in named if gate not in tracked]
+        self.names = [named[gate][0] for gate in [*tracked, *untracked]]
+        self._own = ExpertLoad(untracked)
         self._own.start()
         self._recomputing = False  # still True after a backward pass that failed
-        self._hooks = [named[gate][1].register_forward_hook(self._report(i)) for i, gate in enumerate(untold)]
+        self._hooks = [named[gate][1].register_forward_hook(self._make_hook(i)) for i, gate in enumerate(untracked)]
         # drop steps that another fit, or a resumed run, runs again
         kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]
         self.steps, self.loads = [self.steps[at] for at in kept], [self.loads[at] for at in kept]
 
-    def _report(self, number: int) -> Any:
+    def _make_hook(self, number: int) -> Any:
         def hook(mixture: nn.Module, args: object, output: Any) -> None:
             # activation checkpointing runs the forward pass again in the backward pass
             if mixture.training and not self._recomputing:
@@ -95,9 +95,9 @@ class ExpertLoadMonitor(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         step = trainer.global_step
         if step and _logs_at(trainer, step) and step not in self.steps[-1:]:  # skips further micro-batches of a step
-            self._remember(step)
+            self._record(step)
 
-    def _remember(self, step: int) -> None:
+    def _record(self, step: int) -> None:
         loads = []
         for tracker in (self._theirs, self._own):
             for number, gate in enumerate(tracker.gates):
@@ -120,12 +120,12 @@ class ExpertLoadMonitor(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._try_to_draw(trainer)
-        self._let_go()
+        self._remove_hooks()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._let_go()
+        self._remove_hooks()
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._own = [], ExpertLoad([])
@@ -134,7 +134,7 @@ class ExpertLoadMonitor(L.Callback):
         folder = run_folder(trainer)
         if not (trainer.is_global_zero and self.steps and self.names) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        with spare_fit("ExpertLoadMonitor drew no picture"):
+        with failures_as_warnings("ExpertLoadMonitor drew no picture"):
             self._draw(trainer, folder / self.filename)
 
     def _draw(self, trainer: L.Trainer, path: Path) -> None:

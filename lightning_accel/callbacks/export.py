@@ -19,16 +19,16 @@ from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
     all_rows,
+    dry_run,
     evaluate,
     find_deployed,
-    left_out_of,
+    reasons_left_out,
     require_deployable,
     require_validation,
     run_folder,
-    try_out,
-    use_in_first_process,
+    run_in_first_process,
 )
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.compress.calls import Inputs, Run, smallest_call
 from lightning_accel.compress.compressed import load_compressed
 from lightning_accel.compress.export import (
@@ -152,7 +152,7 @@ class Export(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "Export")
-        try_out(trainer, pl_module, self._copy, lambda found: self._try(trainer, found), "export", self.module)
+        dry_run(trainer, pl_module, self._copy, lambda found: self._try(trainer, found), "export", self.module)
 
     def _try(self, trainer: L.Trainer, deployed: Deployed) -> None:
         """Raise before training what would fail in the export after it."""
@@ -187,11 +187,11 @@ class Export(L.Callback):
         folder = run_folder(trainer)
         with self._spared(trainer, "Export wrote no file"):
             make = partial(self._copy.make, trainer, pl_module)
-            use_in_first_process(trainer, make, lambda made: self._export(trainer, made, folder), "export")
+            run_in_first_process(trainer, make, lambda made: self._export(trainer, made, folder), "export")
 
     def _spared(self, trainer: L.Trainer, failed: str) -> AbstractContextManager[None]:
         """Reduce errors to a warning in a fit; let a validation run, whose purpose is the file, fail."""
-        return spare_fit(failed) if trainer.state.fn == TrainerFn.FITTING else nullcontext()
+        return failures_as_warnings(failed) if trainer.state.fn == TrainerFn.FITTING else nullcontext()
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -265,7 +265,7 @@ class Export(L.Callback):
                 row = row._replace(metrics=metrics)
             report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
         call = smallest_call(deployed.module, deployed.inputs[0])
-        report.layers = describe_layers(deployed.module, *call, left_out_of(trainer, deployed.name))
+        report.layers = describe_layers(deployed.module, *call, reasons_left_out(trainer, deployed.name))
         return report
 
     def _format(self, result: Any) -> Format:

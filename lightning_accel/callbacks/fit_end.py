@@ -11,7 +11,7 @@ from lightning_accel.compress.quantized import NothingPickedError
 
 
 @contextmanager
-def spare_fit(failed: str) -> Iterator[None]:
+def failures_as_warnings(failed: str) -> Iterator[None]:
     """Turn an exception inside into a warning that begins with ``failed``, so that the fit still succeeds.
 
     All processes enter it together. Collective calls inside must precede work of a single process, or the others would

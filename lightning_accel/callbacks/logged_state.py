@@ -23,16 +23,16 @@ _OPTIONS = (
 _FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
-def rewrite_metrics_at_once(trainer: L.Trainer) -> None:
+def write_metrics_atomically(trainer: L.Trainer) -> None:
     """Make CSVLoggers replace their file atomically when columns are added, so that a kill never leaves it empty."""
     for logger in trainer.loggers:
         if not isinstance(logger, CSVLogger) or not trainer.is_global_zero or "://" in str(logger.log_dir):
             continue
         if type(logger.experiment) is ExperimentWriter:
-            logger.experiment.__class__ = _WholeWriter
+            logger.experiment.__class__ = _AtomicWriter
 
 
-class _WholeWriter(ExperimentWriter):
+class _AtomicWriter(ExperimentWriter):
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         """Write the rows so far under the header ``fieldnames``; Lightning's method empties the file first."""
         path = Path(self.metrics_file_path)
@@ -57,8 +57,8 @@ def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:
     own = {id(each.value) for each in loop.val_loop._results.values() if not each.is_tensor} if in_validation else set()
     return {
         "hook": None if in_validation else connector._current_fx,
-        "figures": {name: _copied(getattr(connector, name)) for name in _FIGURES},
-        "sums": {key: _sum_state(each) for key, each in loop._results.items() if _can_be_kept(each)},
+        "figures": {name: _copy_to_cpu(getattr(connector, name)) for name in _FIGURES},
+        "sums": {key: _sum_state(each) for key, each in loop._results.items() if _can_be_saved(each)},
         "metrics": {
             name: _metric_state(metric)
             for name, metric in _metrics_of(trainer.lightning_module)
@@ -93,7 +93,7 @@ def _metrics_of(module: L.LightningModule) -> Iterator[tuple[str, Metric]]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    return {"update_count": metric.update_count, "state": tree_map(_copied, metric.metric_state)}
+    return {"update_count": metric.update_count, "state": tree_map(_copy_to_cpu, metric.metric_state)}
 
 
 def _restore_metric(metric: Metric, state: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _restore_metric(metric: Metric, state: dict[str, Any]) -> None:
     metric._computed = None
 
 
-def _can_be_kept(one: Any) -> bool:
+def _can_be_saved(one: Any) -> bool:
     return not one.has_reset and one.meta.sync.group is None  # process groups cannot be saved
 
 
@@ -115,12 +115,12 @@ def _sum_state(one: Any) -> dict[str, Any]:
         "reduction": (meta.reduce_fx in (sum, min, max), meta.reduce_fx.__name__),
         "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only, "_op": meta.sync.op},
         "update_count": one.update_count,
-        "last": _copied(one._forward_cache),
+        "last": _copy_to_cpu(one._forward_cache),
     }
     if one.is_tensor:
-        state["value"] = _copied(one.value)
+        state["value"] = _copy_to_cpu(one.value)
         if meta.is_mean_reduction:
-            state["batch_size"] = _copied(torch.as_tensor(one.cumulated_batch_size))
+            state["batch_size"] = _copy_to_cpu(torch.as_tensor(one.cumulated_batch_size))
     return state
 
 
@@ -136,8 +136,8 @@ def _restored_sum(state: dict[str, Any], trainer: L.Trainer, metrics: dict[str, 
     return one
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     """Return a copy on the CPU, since training changes the original while a checkpoint may still be written."""
     if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: _copy_to_cpu(each) for name, each in value.items()}
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value

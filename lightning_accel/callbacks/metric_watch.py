@@ -28,7 +28,7 @@ class Goal:
     def is_better(self, value: float, other: float) -> bool:
         return value < other if self.mode == "min" else value > other
 
-    def overruled(self, name: str, options: Mapping[str, Any]) -> "Goal":
+    def with_options(self, name: str, options: Mapping[str, Any]) -> "Goal":
         """Return a copy in which ``options`` of the metric ``name`` override the fields.
 
         Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from lightning_accel.callbacks.deployment import fail_together
+from lightning_accel.callbacks.deployment import raise_in_all_processes
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -78,7 +78,9 @@ class PredictionWriter(BasePredictionWriter):
             if trainer.is_global_zero:
                 self._write(trainer, tables, path)
 
-        fail_together(trainer, write, "write predictions")  # every process returns only after the file is complete
+        raise_in_all_processes(
+            trainer, write, "write predictions"
+        )  # every process returns only after the file is complete
 
     def _write(self, trainer: L.Trainer, tables: Sequence[pd.DataFrame], path: Path) -> None:
         filled = {number: table for number, table in enumerate(tables) if len(table.columns)}

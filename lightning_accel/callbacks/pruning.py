@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.moments import num_steps, require_moment, to_step
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
@@ -319,7 +319,7 @@ class Pruning(L.Callback):
 
     def _update(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.rewind is not None and self._step == self.rewind:
-            self._rewinding.keep(pl_module)
+            self._rewinding.store(pl_module)
         is_late = self._step > self._last and not self.is_final_phase  # resumed from a run without pruning
         if not (self._updates_at(self._step) or is_late):
             return
@@ -361,7 +361,7 @@ class Pruning(L.Callback):
         self._masks.detach(pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        with spare_fit("Pruning could not tell what is left of each layer"):
+        with failures_as_warnings("Pruning could not tell what is left of each layer"):
             rank_zero_info(table(self.report_rows()))
         if self.structure == "channel" and self.is_final_phase:
             rank_zero_info(

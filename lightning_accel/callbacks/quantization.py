@@ -18,15 +18,15 @@ from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
     all_rows,
+    dry_run,
     evaluate,
     find_deployed,
     require_deployable,
     run_folder,
-    try_out,
-    use_in_first_process,
+    run_in_first_process,
 )
 from lightning_accel.callbacks.export import Export
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.logged import require_logged
 from lightning_accel.compress.calls import Inputs, first_line, first_rows, num_rows, smallest_call
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
@@ -194,9 +194,9 @@ class Quantization(L.Callback):
 
     def _try(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise before training what would make all measurements fail after it."""
-        try_out(trainer, pl_module, self._copy, self._try_calls, "quantize", self.module, of_training=True)
+        dry_run(trainer, pl_module, self._copy, self._try_calls, "quantize", self.module, of_training=True)
         if self.monitor is not None:
-            try_out(trainer, pl_module, self._copy, self._try_monitor, "quantize", self.module)
+            dry_run(trainer, pl_module, self._copy, self._try_monitor, "quantize", self.module)
 
     def _try_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
@@ -292,9 +292,9 @@ class Quantization(L.Callback):
             return
         folder = run_folder(trainer)
         try:
-            with spare_fit("Quantization failed, and the model is kept in float"):
+            with failures_as_warnings("Quantization failed, and the model is kept in float"):
                 make = partial(self._copy.make, trainer, pl_module)
-                use_in_first_process(trainer, make, lambda made: self._convert(trainer, made, folder), "quantize")
+                run_in_first_process(trainer, make, lambda made: self._convert(trainer, made, folder), "quantize")
         finally:
             detach(pl_module)
 
@@ -397,7 +397,7 @@ def _call_flat(module: nn.Module, call: Inputs) -> None:
 def _show(report: Report | None, folder: Path) -> None:
     """Print a report and write its files; reduce errors to a warning."""
     if report is not None:
-        with spare_fit("Quantization could not write its report"):
+        with failures_as_warnings("Quantization could not write its report"):
             report.print()
             report.save(folder)
 

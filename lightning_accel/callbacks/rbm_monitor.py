@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lightning_accel.callbacks.contrastive_divergences import find_contrastive_divergences
 from lightning_accel.callbacks.deployment import run_folder
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.rbm_pictures import RBMView, draw_rbm, picture_shape, plain_copy
-from lightning_accel.callbacks.samplings import samplings_of
 from lightning_accel.nn import RBM, ContrastiveDivergence
 
 _MOST_POINTS = 400  # of a curve; beyond that, every second is dropped
@@ -170,7 +170,7 @@ class RBMMonitor(L.Callback):
 
     def _try_to_draw(self, trainer: L.Trainer, folder: Path, look: Callable[[], Mapping[str, RBMView]]) -> None:
         self._drawn_at = trainer.global_step
-        with spare_fit("RBMMonitor drew no picture"):
+        with failures_as_warnings("RBMMonitor drew no picture"):
             views = look()
             if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._draw(trainer, views, folder / self.folder)
@@ -293,7 +293,7 @@ def _with_labels(state: Tensor, labels: Tensor | None, rbm: RBM) -> Tensor | Non
 
 def _chains_of(rbms: Sequence[RBM], module: L.LightningModule) -> list[Tensor | None]:
     """Return the hidden states (C, H) of each machine's chains on the CPU, None for machines without."""
-    trainings = samplings_of(module)
+    trainings = find_contrastive_divergences(module)
     if len(trainings) != len(rbms):  # match them by size
         fitting = [[one for one in trainings if _fits(one, rbm)] for rbm in rbms]
         return [_states(ones[0]) if len(ones) == 1 else None for ones in fitting]

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loops.fit_loop import RestartStage
 
-from lightning_accel.callbacks.kept_checkpoints import KeptCheckpoints
+from lightning_accel.callbacks.model_checkpoint_state import ModelCheckpointState
 
 Moment = Literal["between epochs", "within a batch", "batch end", "validation", "validation end", "epoch end"]
 
@@ -44,13 +44,13 @@ class ResumedFit:
         kept: state of the ModelCheckpoint callbacks at that moment.
     """
 
-    def __init__(self, trainer: L.Trainer, moment: Moment, kept: KeptCheckpoints) -> None:
+    def __init__(self, trainer: L.Trainer, moment: Moment, kept: ModelCheckpointState) -> None:
         self.trainer = trainer
         self.moment = moment
         self.kept = kept
         self.loop: Any = trainer.fit_loop
         self.batches: Any = self.loop.epoch_loop
-        self.came_from = str(trainer.ckpt_path)
+        self.ckpt_path = str(trainer.ckpt_path)
         self._goes_on = moment != "between epochs"  # the fit continues within an epoch
         self._has_read = False
 
@@ -148,7 +148,7 @@ class ResumedFit:
             batches.on_advance_end(fetcher)
         elif self.moment == "validation end":
             self.trainer.validating = True
-            self.kept.finish(self.trainer, "on_validation_end", came_from=self.came_from)
+            self.kept.finish(self.trainer, "on_validation_end", ckpt_path=self.ckpt_path)
             self.trainer.training = True
             batches._skip_next_val = True
             batches.on_advance_end(fetcher)
@@ -165,7 +165,7 @@ class ResumedFit:
     def _finish_batch(self) -> None:
         connector: Any = self.trainer._logger_connector
         number = self.batches.batch_idx
-        self.kept.finish(self.trainer, "on_train_batch_end", None, None, number, came_from=self.came_from)
+        self.kept.finish(self.trainer, "on_train_batch_end", None, None, number, ckpt_path=self.ckpt_path)
         connector.on_batch_end()
         self.batches.batch_progress.increment_completed()
         connector.update_train_step_metrics()
@@ -174,7 +174,7 @@ class ResumedFit:
         """Complete ``fit_loop.on_advance_end`` from the point where callbacks save at the end of the epoch."""
         loop, batches, connector = self.loop, self.batches, self.trainer._logger_connector
         loop.epoch_progress.increment_processed()
-        self.kept.finish(self.trainer, "on_train_epoch_end", came_from=self.came_from)
+        self.kept.finish(self.trainer, "on_train_epoch_end", ckpt_path=self.ckpt_path)
         connector.on_epoch_end()
         if batches._num_ready_batches_reached():
             batches.update_lr_schedulers("epoch", update_plateau_schedulers=True)

@@ -17,7 +17,7 @@ class Rewinding:
         self.copies: dict[str, Tensor] = {}
         self._loaded: dict[str, Tensor] = {}
 
-    def keep(self, pl_module: L.LightningModule) -> None:
+    def store(self, pl_module: L.LightningModule) -> None:
         self.copies = {part.name: part.value.clone() for part in _parts(pl_module)}
 
     def rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

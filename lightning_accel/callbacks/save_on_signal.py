@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_accel.callbacks.fit_end import spare_fit
+from lightning_accel.callbacks.fit_end import failures_as_warnings
 
 
 class SaveOnSignal(L.Callback):
@@ -84,7 +84,7 @@ class SaveOnSignal(L.Callback):
             self._obey(received, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        with spare_fit("SaveOnSignal left a file that a later checkpoint replaces"):
+        with failures_as_warnings("SaveOnSignal left a file that a later checkpoint replaces"):
             self._remove_outdated(trainer)
 
     def state_dict(self) -> dict[str, Any]:

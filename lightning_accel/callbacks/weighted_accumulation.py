@@ -89,12 +89,12 @@ class WeightedAccumulation(L.Callback):
                     (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._let_go()
+        self._restore_training_step()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._let_go()
+        self._restore_training_step()
 
-    def _let_go(self) -> None:
+    def _restore_training_step(self) -> None:
         if self._strategy is not None:
             vars(self._strategy).pop("training_step", None)
             self._strategy = None

@@ -16,7 +16,7 @@ from lightning_accel.callbacks.deployment import (
     evaluate,
     find_deployed,
     in_float32,
-    use_in_first_process,
+    run_in_first_process,
 )
 from lightning_accel.data import length_batch_loader
 from tests.ranks import run_ranks
@@ -99,7 +99,7 @@ def test_what_a_precision_cast_takes_batches_of_loaders_in_the_end(precision):
             def use(made):
                 self.dtype, self.figures = made.net[0].weight.dtype, evaluate(made, DataLoader(ROWS, 5))
 
-            use_in_first_process(trainer, lambda: self.copy.make(trainer, pl_module), use, "evaluate")
+            run_in_first_process(trainer, lambda: self.copy.make(trainer, pl_module), use, "evaluate")
 
     evaluated, module = Evaluate(), Own()
     fit(module, DataLoader(ROWS, 5), callbacks=[evaluated], precision=precision)
@@ -190,7 +190,7 @@ def test_copy_of_a_sharded_module_is_whole():
 
 def test_copy_of_the_start_has_as_many_weights():
     module = Tied()
-    start = WholeCopy(module).at_start()
+    start = WholeCopy(module).with_original_shapes()
     assert start.other.weight is start.net[0].weight
     assert start.other.shift is start.shift
     assert {name: one.shape for name, one in start.named_parameters()} == {

@@ -97,7 +97,7 @@ def fails(*_, **__):
 
 def test_pictures_tables_and_weights_that_fail(tmp_path, monkeypatch):
     (tmp_path / "figures").write_text("stands where the folder should")
-    monkeypatch.setattr(BestWeights, "put_into", fails)
+    monkeypatch.setattr(BestWeights, "copy_to", fails)
     monkeypatch.setattr(Pruning, "report_rows", fails)
     monkeypatch.setattr(SaveOnSignal, "on_train_batch_end", lambda *_: None)
     monkeypatch.setattr(SaveOnSignal, "_remove_outdated", fails)

@@ -37,14 +37,14 @@ class Wide(Net):
         return self.net(x) + (images + states + seen)[:, None]
 
 
-def at_start(**options):
+def with_original_shapes(**options):
     return {"schedule": "one_shot", "begin": 0, "end": 0.9} | options
 
 
 def first_masks(options, **trainer):
     """Of the weights that each module begins with, which are equal."""
     torch.manual_seed(4)
-    pruning = Pruning(**at_start(**options))
+    pruning = Pruning(**with_original_shapes(**options))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Pruning covers")  # fewer values than a layer has in N:M
         fit(Wide(), pruning, max_epochs=1, limit_train_batches=1, limit_val_batches=0, **trainer)

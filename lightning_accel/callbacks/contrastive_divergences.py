@@ -7,7 +7,7 @@ from torch import nn
 from lightning_accel.nn import ContrastiveDivergence
 
 
-def samplings_of(module: nn.Module) -> list[ContrastiveDivergence]:
+def find_contrastive_divergences(module: nn.Module) -> list[ContrastiveDivergence]:
     """Return the samplers among the attributes of ``module`` itself, also within lists, tuples and dicts."""
     return [one for value in vars(module).values() for one in _found_in(value)]
 

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 
-class KeptCheckpoints:
+class ModelCheckpointState:
     """Save what Lightning's ModelCheckpoint omits from its state, and let each callback finish when resumed."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class KeptCheckpoints:
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         states = {}
         named = {os.path.realpath(trainer.ckpt_path)} if trainer.ckpt_path else set()  # the user's file is kept
-        for keeper in _keepers(trainer):
+        for keeper in _model_checkpoints(trainer):
             files = _files_of(keeper)
             states[keeper.state_key] = {
                 "dirpath": keeper.dirpath,
@@ -32,7 +32,7 @@ class KeptCheckpoints:
         return states
 
     def load_state_dict(self, states: dict[str, Any], trainer: L.Trainer) -> None:
-        for keeper in _keepers(trainer):
+        for keeper in _model_checkpoints(trainer):
             state = states.get(keeper.state_key)
             if state is None:
                 continue
@@ -46,23 +46,23 @@ class KeptCheckpoints:
                         trainer.strategy.remove_checkpoint(file)
             self._files[keeper.state_key] = _files_of(keeper)
 
-    def finish(self, trainer: L.Trainer, hook: str, *arguments: Any, came_from: str) -> None:
+    def finish(self, trainer: L.Trainer, hook: str, *arguments: Any, ckpt_path: str) -> None:
         """Run ``hook`` of the ModelCheckpoint callbacks that had not run it yet.
 
-        The one that wrote the checkpoint ``came_from`` gets the state that it has after writing, and then performs its
+        The one that wrote the checkpoint ``ckpt_path`` gets the state that it has after writing, and then performs its
         last action: writing ``last.ckpt``.
         """
         module = trainer.lightning_module
-        for keeper in _keepers(trainer):
-            if os.path.realpath(came_from) not in map(os.path.realpath, _files_of(keeper)):
+        for keeper in _model_checkpoints(trainer):
+            if os.path.realpath(ckpt_path) not in map(os.path.realpath, _files_of(keeper)):
                 getattr(keeper, hook)(trainer, module, *arguments)
                 continue
-            keeper._last_global_step_saved, keeper._last_checkpoint_saved = trainer.global_step, came_from
-            if os.path.realpath(came_from) != os.path.realpath(keeper.last_model_path):
+            keeper._last_global_step_saved, keeper._last_checkpoint_saved = trainer.global_step, ckpt_path
+            if os.path.realpath(ckpt_path) != os.path.realpath(keeper.last_model_path):
                 keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
 
 
-def _keepers(trainer: L.Trainer) -> list[ModelCheckpoint]:
+def _model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
