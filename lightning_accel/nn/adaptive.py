@@ -1,4 +1,4 @@
-"""Adaptive computation time: as many steps as a row needs. Shapes: B rows, I features in, H hidden."""
+"""Adaptive computation time: a learned number of steps per sample. Shapes: B samples, I features in, H hidden."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -13,29 +13,29 @@ State: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class AdaptiveOutput(NamedTuple):
-    """What :class:`AdaptiveComputation` returns."""
+    """Hold the output of :class:`AdaptiveComputation`."""
 
-    state: Any  # (B, H), or a tuple of those, as the cell has it: the states of a row's steps, weighted
+    state: Any  # (B, H) or a tuple of those, as of the cell: weighted sum of the states of a sample's steps
     num_steps: Tensor  # (B,) int64, in [1, max_steps]
-    ponder_cost: Tensor  # (B,) float32 or wider, steps plus remainder; add tau * mean of it to the loss
+    ponder_cost: Tensor  # (B,) float32 or wider, steps plus remainder; add tau times its mean to the loss
 
 
 class AdaptiveComputation(nn.Module):
-    """Call a recurrent cell on each row until a learned probability of halting has summed to 1.
+    """Call a recurrent cell on each sample until its learned halting probabilities sum to 1.
 
-    Rows that have halted are taken out: the cell sees those alone that still run. This asks the device once a step how
-    many there are.
+    Samples that have halted are removed from the batch of the cell, which waits for the device once per step to know
+    how many are left.
 
     Source: Graves 2016, Adaptive Computation Time for Recurrent Neural Networks, https://arxiv.org/abs/1603.08983,
     section 2, eq. 3-14. Halting is computed in float32, under autocast too.
 
     Args:
-        cell: ``cell(x (b, I + 1), state) -> state`` with any number of rows b, e.g. ``nn.GRUCell(I + 1, H)`` or
+        cell: ``cell(x (b, I + 1), state) -> state`` for any batch size b, e.g. ``nn.GRUCell(I + 1, H)`` or
             ``nn.LSTMCell``; the last column of its input is 1 in the first step and 0 later. A state is (b, H), or a
-            tuple whose first entry is.
+            tuple whose first entry is (b, H).
         hidden_size: H.
-        max_steps: in which every row halts.
-        epsilon: how far from 1 the sum may stay, so that a row can halt after one step.
+        max_steps: largest number of steps per sample.
+        epsilon: samples halt when the sum of probabilities reaches 1 - epsilon, so one step can suffice.
 
     Raises:
         ValueError: if ``hidden_size`` or ``max_steps`` is below 1, or ``epsilon`` not in (0, 1).
@@ -58,12 +58,12 @@ class AdaptiveComputation(nn.Module):
         self.max_steps = max_steps
         self.epsilon = epsilon
         self.halting = nn.Linear(hidden_size, 1)
-        nn.init.ones_(self.halting.bias)  # section 2: a positive bias keeps rows from running on when training begins
+        nn.init.ones_(self.halting.bias)  # section 2: with a positive bias samples halt early at first
 
     def forward(self, x: Tensor, state: State | None = None) -> AdaptiveOutput:
-        """One step of a sequence, ``x`` (B, I) after ``state``, in as many steps of the cell as each row takes.
+        """Process one element of a sequence, ``x`` (B, I), with as many steps of the cell as each sample takes.
 
-        ``state`` is (B, H) or a tuple of those; by default None, which the cell gets.
+        ``state`` is the state before, (B, H) or a tuple of those; the default None is passed to the cell.
         """
         if x.ndim != 2:
             raise ValueError(f"x must be (B, I), one step of a sequence; got {tuple(x.shape)}. Call it for each step")
@@ -91,7 +91,7 @@ class AdaptiveComputation(nn.Module):
         return _in_order(finished, as_tuple=not isinstance(run.state, Tensor))
 
     def _step(self, run: "_Running", flag: Tensor, last: bool) -> tuple["_Running", Tensor, Tensor, Tensor]:
-        """The rows that run, a step on, the weight of it, what was left before it, and which rows halt in it."""
+        """Run one step of the cell; return the new state of the batch, the step's weight, the remainder, who halts."""
         state = self.cell(torch.cat((run.x, flag), 1), run.state)
         h = _parts(state)[0]
         wide = torch.promote_types(h.dtype, torch.float32)
@@ -108,12 +108,12 @@ class AdaptiveComputation(nn.Module):
 
 
 class _Running(NamedTuple):
-    """Rows that have not halted."""
+    """Hold the samples that have not halted."""
 
     x: Tensor  # (b, I)
     state: State | None
-    total: Tensor | None  # (b,) the probability of having halted so far
-    sums: tuple[Tensor, ...] | None  # the states so far, weighted
+    total: Tensor | None  # (b,) sum of the halting probabilities so far
+    sums: tuple[Tensor, ...] | None  # weighted sums of the states so far
 
     def select(self, rows: Tensor) -> "_Running":
         assert self.state is not None

@@ -1,4 +1,4 @@
-"""Training of restricted Boltzmann machines by sampling. Shapes: B rows, C chains, V visible units, H hidden units."""
+"""Contrastive divergence training of RBMs. Shapes: B batch size, C chains, V visible units, H hidden units."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -17,34 +17,34 @@ from lightning_accel.ops.gibbs import draw_bernoulli
 Sampler: TypeAlias = Literal["cd", "pcd", "tempering"]
 
 
-_ACTIVITY_RATE = 0.1  # of the running mean that a sparsity target is compared with (Hinton 2012, section 11)
+_ACTIVITY_RATE = 0.1  # update rate of the running mean of hidden units, for sparsity (Hinton 2012, section 11)
 
 
 class ContrastiveDivergence:
-    """The gradient of the log-likelihood of an RBM, up to the samples that stand for the model's own distribution.
+    """Estimate the gradient of the log-likelihood of an RBM, with samples drawn from the model by Gibbs sampling.
 
-    Calling it with an :class:`~lightning_accel.nn.RBM` and rows of data draws samples and returns the gap of the mean
-    energies of data and samples: a scalar whose gradient, computed in closed form, is that of
-    ``free_energy(data).mean() - free_energy(samples).mean()``. So a ``training_step`` returns it like a loss, and
-    whatever applies to losses applies to it; it does not tell how good the model is. Of small models
-    :meth:`train_` takes many mini-batches at a time.
+    Calling the object with an :class:`~lightning_accel.nn.RBM` and a batch of data draws samples and returns the gap
+    between the mean energies of data and samples: a scalar whose gradient, computed in closed form, is that of
+    ``free_energy(data).mean() - free_energy(samples).mean()``. A ``training_step`` can return it like a loss, but its
+    value does not measure the quality of the model. For small models, :meth:`train_` processes many mini-batches in
+    one call.
 
-    Chains of samples are this object's own, one set in each process, as is the generator that draws all samples: put
-    :meth:`state_dict` into checkpoints, of every process, for runs that resume with the same numbers.
+    The object holds the Markov chains and the random number generator, separately in each process. To resume a run with
+    the same numbers, save the :meth:`state_dict` of every process.
 
     Args:
-        sampler: ``cd`` starts ``steps`` Gibbs steps from the data; ``pcd`` goes on with chains of its own;
-            ``tempering`` with chains at several temperatures, which exchange states.
+        sampler: ``cd`` starts ``steps`` Gibbs steps from the data; ``pcd`` continues persistent chains; ``tempering``
+            continues persistent chains at several temperatures, which exchange states.
         steps: Gibbs steps for each gradient.
-        num_chains: of ``pcd`` and ``tempering``, over all processes; whatever the size of a batch.
-        num_temperatures: of ``tempering``.
-        centering: rows of data, of all processes, over which the means are taken that are subtracted from the units:
-            running means, or those of a larger batch alone. 0 for none. Centring learns densities faster and features
-            worse; means of few rows do harm.
-        sparsity_target: mean of the hidden units to strive for; None for none.
-        sparsity_weight: what the distance from it counts for: the gradient by a hidden unit's activation, in each row
-            of data, is this times (running mean of the unit - target).
-        seed: of the generator; processes add their number to it.
+        num_chains: number of chains of ``pcd`` and ``tempering`` over all processes, independent of the batch size.
+        num_temperatures: number of temperatures of ``tempering``.
+        centering: number of data samples, over all processes, in the running means that are subtracted from the units;
+            a larger batch uses its own means. 0 for no centering. Centering learns densities faster and features worse;
+            means over few samples are harmful.
+        sparsity_target: target for the mean activation of each hidden unit; None for none.
+        sparsity_weight: weight of the sparsity term: this times (running mean of a hidden unit - target) is added to
+            the gradient with respect to the unit's activation on each data sample.
+        seed: seed of the generator; the rank is added to it.
 
     Raises:
         ValueError: if a number is out of range.
@@ -88,40 +88,40 @@ class ContrastiveDivergence:
         self.sparsity_target = sparsity_target
         self.sparsity_weight = sparsity_weight
         self.seed = seed
-        self.chains: Tensor | None = None  # hidden states: (C, H), of tempering (temperatures, C, H), the first at 1
-        self.visible_offset: Tensor | None = None  # (V,) of the units' inputs
+        self.chains: Tensor | None = None  # hidden states: (C, H), for tempering (temperatures, C, H), the first at 1
+        self.visible_offset: Tensor | None = None  # (V,) running mean of the units' inputs
         self.hidden_offset: Tensor | None = None  # (H,)
         self.activity: Tensor | None = None  # (H,) running mean of the hidden units, for sparsity
         self._generator: Generator | None = None
         self._last_gap: Tensor | None = None
 
     def __call__(self, rbm: RBM, visible: Tensor) -> Tensor:
-        """Draw samples; return the gap of the mean energies of rows (B, V) and samples, (), with its gradient."""
+        """Draw samples; return the gap between the mean energies of data (B, V) and samples, (), with its gradient."""
         return self._contrast(rbm, visible).gap_with_gradient()
 
     @torch.no_grad()
     def train_(self, rbm: RBM, visible: Tensor, batch_size: int, optimizer: Optimizer) -> Tensor:
-        """Update ``rbm`` once for every ``batch_size`` rows of ``visible`` (N, V), in their order.
+        """Update ``rbm`` once per mini-batch of ``batch_size`` rows of ``visible`` (N, V), in their order.
 
-        What the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()`` does, without autograd
-        unless a parameter has hooks or a parametrization. With Bernoulli units, ``cd`` or ``pcd``,
-        :class:`torch.optim.SGD` without Nesterov momentum and step hooks, one process and no autocast, most
-        mini-batches do without the optimizer's own code, too: weights and momentum are brought forward in place. The
-        last one always calls ``optimizer.step``, so that schedulers see that there was a step; for Lightning each call
-        is one step. Processes average their gradients, and need equally many mini-batches.
+        It is equivalent to the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()``, but
+        without autograd unless a parameter has hooks or a parametrization. With Bernoulli units, ``cd`` or ``pcd``,
+        :class:`torch.optim.SGD` without Nesterov momentum and step hooks, one process and no autocast, weights and
+        momentum are updated in place, without calls of the optimizer. The last mini-batch always calls
+        ``optimizer.step``, so that schedulers notice a step; Lightning counts each call of this method as one step.
+        Gradients are averaged over processes, which need the same number of mini-batches.
 
         Returns:
-            Mean over the mini-batches of the gap of the mean energies of data and samples, ().
+            Mean over mini-batches of the gap between the mean energies of data and samples, ().
 
         Raises:
-            ValueError: if there are no rows, or if training has diverged, so that the gap is not finite; of that a GPU,
-                which is not waited for, tells in the next call.
+            ValueError: if ``visible`` is empty, or if training has diverged so that the gap is not finite; on a GPU
+                this is raised at the next call, to avoid waiting for the device.
         """
         if batch_size < 1 or not len(visible):
             raise ValueError(f"train_ needs rows and a batch_size of at least 1; got {len(visible)} and {batch_size}")
         self._require_finite()
         batches = visible.to(rbm.weight).split(batch_size)
-        inner = getattr(optimizer, "optimizer", optimizer)  # that which Lightning has wrapped
+        inner = getattr(optimizer, "optimizer", optimizer)  # the optimizer inside Lightning's wrapper
         sgd = None if self.sampler == "tempering" or _autocast_to(rbm.weight.device) else in_place_sgd(rbm, inner)
         if sgd is None or _world_size() > 1 or len(batches) < 3:
             gaps = [self._update_(rbm, rows, inner) for rows in batches[:-1]]
@@ -135,7 +135,7 @@ class ContrastiveDivergence:
         return self._last_gap
 
     def _update_(self, rbm: RBM, rows: Tensor, optimizer: Optimizer) -> Tensor:
-        """One step of the optimizer; returns the gap."""
+        """Update ``rbm`` by one step of the optimizer; return the gap."""
         if needs_autograd(rbm):
             return self._update_by_autograd_(rbm, rows, optimizer)
         contrast = self._contrast(rbm, rows)
@@ -146,15 +146,15 @@ class ContrastiveDivergence:
             for parameter, gradient in zip(parameters, contrast.gradients(), strict=True)
             if parameter is not None and gradient is not None and parameter.requires_grad
         ]
-        optimizer.zero_grad()  # of other parameters than the RBM's
+        optimizer.zero_grad()  # gradients of parameters outside the RBM
         for (parameter, _), gradient in zip(pairs, _averaged([gradient for _, gradient in pairs]), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
         optimizer.step()
-        torch.clear_autocast_cache()  # which keeps the weights as they were
+        torch.clear_autocast_cache()  # it holds casts of the old weights
         return gap
 
     def _update_by_autograd_(self, rbm: RBM, rows: Tensor, optimizer: Optimizer) -> Tensor:
-        """:meth:`_update_`, of an RBM whose hooks or parametrizations see each gradient on its way."""
+        """Update ``rbm`` through autograd, so that hooks and parametrizations see each gradient; return the gap."""
         optimizer.zero_grad()
         with torch.enable_grad():
             gap = self(rbm, rows)
@@ -167,7 +167,7 @@ class ContrastiveDivergence:
         return gap.detach()
 
     def _has_begun(self, sgd: SGD, rbm: RBM) -> bool:
-        """Whether all that moves with the training has been set up, by a first step."""
+        """Return whether a first update has created all state of the training."""
         needed = [self.chains] if self.sampler == "pcd" else []
         needed += [self.visible_offset, self.hidden_offset] if self.centering else []
         needed += [self.activity] if self.sparsity_target is not None else []
@@ -178,7 +178,7 @@ class ContrastiveDivergence:
         return all(one is not None for one in needed)
 
     def _update_in_place_(self, rbm: RBM, batches: Sequence[Tensor], sgd: SGD, optimizer: Optimizer) -> list[Tensor]:
-        """An update with each of ``batches``, the last one by the optimizer, and maybe smaller; returns their gaps."""
+        """Update once per mini-batch, the last (maybe smaller) one by the optimizer; return their gaps."""
         chains = self.chains if self.sampler == "pcd" else None
         work = BernoulliSGD(rbm, sgd, len(batches[0]), chains, self.steps)
         generator = self.generator(rbm.weight.device)
@@ -195,7 +195,7 @@ class ContrastiveDivergence:
         return gaps
 
     def _differentiate(self, work: BernoulliSGD, rows: Tensor, noise: list[Tensor]) -> Tensor:
-        """Leave the gradient in ``work``; returns the gap."""
+        """Compute the gradient in ``work``; return the gap."""
         self._follow(*work.phases(rows, noise))
         gap = work.differentiate()
         if (pull := self._pull()) is not None:
@@ -205,7 +205,7 @@ class ContrastiveDivergence:
         return gap
 
     def _contrast(self, rbm: RBM, visible: Tensor) -> Contrast:
-        """Draw samples, and let the running means follow the data."""
+        """Draw samples and update the running means with the data."""
         visible = visible.to(torch.promote_types(rbm.weight.dtype, torch.float32))
         self._require_target(rbm)
         with torch.no_grad():
@@ -217,7 +217,7 @@ class ContrastiveDivergence:
 
     @torch.no_grad()
     def draw(self, rbm: RBM, positive: Phase) -> Phase:
-        """The next samples of the model; those of ``cd`` begin at the data's ``positive`` phase."""
+        """Draw the next samples of the model; the sampler ``cd`` starts at the ``positive`` phase of the data."""
         generator = self.generator(rbm.weight.device)
         if self.sampler == "tempering":
             return self._draw_tempered(rbm, generator)
@@ -232,7 +232,7 @@ class ContrastiveDivergence:
         return negative
 
     def _draw_tempered(self, rbm: RBM, generator: Generator) -> Phase:
-        """Gibbs steps in which weights and hidden biases count for 1, ..., 0, then exchanges between neighbours."""
+        """Run Gibbs steps with weights and hidden biases scaled by 1, ..., 0, and exchange states of neighbours."""
         shape = self.num_temperatures, self._num_own_chains()
         hidden = self._chains_of(rbm, shape, generator)  # (T, C, H)
         scale = torch.linspace(1, 0, self.num_temperatures, device=hidden.device)[:, None, None]
@@ -246,7 +246,7 @@ class ContrastiveDivergence:
         return Phase(visible[0], activation[0], rbm.hidden_units.mean(activation[0]))
 
     def generator(self, device: torch.device) -> Generator:
-        """What draws the samples of this process."""
+        """Return the random number generator of this process."""
         if self._generator is None or self._generator.device.type != device.type:
             self._generator = Generator(device).manual_seed(self.seed + _rank())
         return self._generator
@@ -255,7 +255,7 @@ class ContrastiveDivergence:
         return -(-self.num_chains // _world_size())
 
     def _chains_of(self, rbm: RBM, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        """The hidden states to go on from; the first are those of independent units."""
+        """Return the hidden states of the chains, initially drawn from independent units."""
         if self.chains is None:
             bias = rbm.hidden_bias.expand(*shape, -1)
             self.chains = rbm.hidden_units.sample(bias, generator)
@@ -272,7 +272,7 @@ class ContrastiveDivergence:
         return self.sparsity_weight * (self.activity - self.sparsity_target)
 
     def _follow(self, inputs: Tensor, hidden: Tensor) -> None:
-        """Let offsets and activity follow the data (B, V), and its hidden means (B, H), of all processes."""
+        """Update offsets and activity with the data (B, V) and its hidden means (B, H) of all processes."""
         if not self.centering and self.sparsity_target is None:
             return
         size = inputs.shape[1]
@@ -300,7 +300,7 @@ class ContrastiveDivergence:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Chains, running means and the generator's state of this process; plain tensors on the CPU."""
+        """Return chains, running means and generator state of this process, as tensors on the CPU."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
         state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if tensor is not None}
         if self._generator is not None:
@@ -308,7 +308,7 @@ class ContrastiveDivergence:
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what :meth:`state_dict` told."""
+        """Restore the state that :meth:`state_dict` returned."""
         for name in _TENSORS:
             setattr(self, name, state[name].to(device, copy=True) if name in state else None)
         self._generator = None
@@ -326,13 +326,13 @@ def _phase(rbm: RBM, visible: Tensor) -> Phase:
 
 def _draw_visible(rbm: RBM, hidden: Tensor, generator: Generator) -> Tensor:
     activation = rbm.visible_activation(hidden)
-    if isinstance(rbm.visible_units, BernoulliVisible):  # with the random numbers that BernoulliSGD draws in advance
+    if isinstance(rbm.visible_units, BernoulliVisible):  # draw the same random numbers as BernoulliSGD
         return draw_bernoulli(rbm.visible_units.mean(activation), generator)
     return rbm.visible_units.sample(activation, generator)
 
 
 def _draw_hidden(rbm: RBM, phase: Phase, generator: Generator) -> Tensor:
-    if isinstance(rbm.hidden_units, BernoulliHidden):  # whose means are the probabilities
+    if isinstance(rbm.hidden_units, BernoulliHidden):  # their means are the probabilities
         return draw_bernoulli(phase.hidden, generator)
     return rbm.hidden_units.sample(phase.activation, generator)
 
@@ -340,7 +340,7 @@ def _draw_hidden(rbm: RBM, phase: Phase, generator: Generator) -> Tensor:
 def _exchange(
     rbm: RBM, visible: Tensor, activation: Tensor, scale: Tensor, generator: Generator
 ) -> tuple[Tensor, Tensor]:
-    """Swap states (T, C, V) and their activations (T, C, H) of neighbouring temperatures, by Metropolis."""
+    """Swap states (T, C, V) and activations (T, C, H) of neighbouring temperatures by Metropolis steps."""
     for first in (0, 1):
         low = torch.arange(first, len(scale) - 1, 2, device=scale.device)
         high = low + 1
@@ -370,7 +370,7 @@ def _rank() -> int:
 
 
 def _averaged(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Means over the processes, by one message."""
+    """Average tensors over processes by one all-reduce."""
     if _world_size() == 1:
         return tensors
     flat = torch.cat([one.flatten() for one in tensors])

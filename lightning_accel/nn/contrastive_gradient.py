@@ -1,4 +1,4 @@
-"""The gradient of contrastive divergence, given its samples. Shapes: B rows, C chains, V visible, H hidden units."""
+"""The gradient of contrastive divergence. Shapes: B batch size, C chains, V visible units, H hidden units."""
 
 from typing import Any, NamedTuple
 
@@ -11,37 +11,38 @@ from lightning_accel.ops.float32 import without_autocast
 
 
 class Phase(NamedTuple):
-    """Rows of data, or of the model's own samples, and what the hidden units make of them."""
+    """Hold visible states, of data or drawn from the model, with activations and means of the hidden units."""
 
     visible: Tensor  # (B, V)
-    activation: Tensor  # (B, H) of the hidden units
-    hidden: Tensor  # (B, H) their means
+    activation: Tensor  # (B, H) activations of the hidden units
+    hidden: Tensor  # (B, H) means of the hidden units
 
 
 class Contrast(NamedTuple):
-    """Data, samples, and what else the gradient is made of."""
+    """Hold the inputs of the gradient and compute it: data, samples drawn from the model, offsets, sparsity term."""
 
     rbm: RBM
     positive: Phase
     negative: Phase  # (C, ...)
     offsets: tuple[Tensor, Tensor] | None  # (V,) and (H,), subtracted from the units
-    pull: Tensor | None  # (H,) towards the sparsity target, by the hidden units' activations on data
-    dtype: torch.dtype  # of the product that gives the gradient by the weights
+    pull: Tensor | None  # (H,) sparsity gradient with respect to the hidden units' activations on data
+    dtype: torch.dtype  # dtype of the product that gives the gradient of the weights
 
     def gap(self) -> Tensor:
-        """Mean energy of the data less that of the samples, (), with the hidden units at their means."""
+        """Compute the mean energy of the data minus that of the samples, (), with hidden units at their means."""
         return _mean_energy(self.rbm, self.positive) - _mean_energy(self.rbm, self.negative)
 
     def gap_with_gradient(self) -> Tensor:
-        """:meth:`gap`, whose gradient is :meth:`gradients`."""
+        """Compute :meth:`gap` as an autograd function with the gradient :meth:`gradients`."""
         rbm = self.rbm
         return _EnergyGap.apply(rbm.weight, rbm.visible_bias, rbm.hidden_bias, log_variance_of(rbm), self)
 
     @torch.no_grad()
     def gradients(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients by weight (H, V), visible bias, hidden bias and log-variance, if there is one; times ``scale``.
+        """Compute gradients of weight (H, V), visible bias, hidden bias and log-variance (or None), times ``scale``.
 
-        One product of data and samples together: bfloat16 would round each, and leave little of their difference.
+        Data and samples are in one matrix product, as in bfloat16 the difference of two rounded products loses
+        precision.
         """
         with without_autocast(self.positive.hidden):
             return self._gradients(scale)
@@ -87,7 +88,7 @@ class _EnergyGap(Function):
 
 
 def log_variance_of(rbm: RBM) -> Tensor | None:
-    """That of the Gaussian ones among the visible units, which come first."""
+    """Return the log-variance of the Gaussian visible units, which come first, or None."""
     return next(rbm.visible_units.parameters(), None)
 
 

@@ -1,6 +1,6 @@
-"""Updates of a Bernoulli RBM by SGD, in as few calls as torch allows: those of small models cost what the calls cost.
+"""In-place SGD updates of a Bernoulli RBM in few calls of torch, whose overhead dominates for small models.
 
-Shapes: B rows, C chains, V visible units, H hidden units.
+Shapes: B batch size, C chains, V visible units, H hidden units.
 """
 
 import inspect
@@ -15,11 +15,11 @@ from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
 from lightning_accel.ops.optimizer_hooks import has_step_hooks
 
-_NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in a cache
+_NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in cache
 
 
 def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
-    """The optimizer, if :class:`BernoulliSGD` can do its work."""
+    """Return ``optimizer`` if :class:`BernoulliSGD` can replace it, else None."""
     if type(optimizer) is not SGD or rbm.weight.dtype not in (torch.float32, torch.float64):
         return None
     if type(rbm.visible_units) is not BernoulliVisible or type(rbm.hidden_units) is not BernoulliHidden:
@@ -34,8 +34,8 @@ def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
 
 
 def needs_autograd(rbm: RBM) -> bool:
-    """Return whether gradients must pass through autograd: on to a parametrization, or through a parameter's hooks."""
-    # torch has no public form of the question whether a tensor has hooks
+    """Return whether gradients must pass through autograd, because of a parametrization or of a parameter's hooks."""
+    # torch has only private attributes for a tensor's hooks
     return any(
         not isinstance(one, nn.Parameter) or one._backward_hooks or one._post_accumulate_grad_hooks
         for one in (*_parameters_of(rbm), *rbm.parameters())
@@ -43,7 +43,7 @@ def needs_autograd(rbm: RBM) -> bool:
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether somebody has put another ``step`` into this very optimizer, but for a scheduler's counter."""
+    """Return whether the ``step`` of this object has been replaced, other than by a scheduler's counter."""
     step = vars(optimizer).get("step")
     return step is not None and not (
         hasattr(step, "_wrapped_by_lr_sched") and inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
@@ -51,13 +51,13 @@ def _has_own_step(optimizer: Optimizer) -> bool:
 
 
 class BernoulliSGD:
-    """Weights, gradients and momentum of an RBM, each in one piece, and room for what a step computes.
+    """Update a Bernoulli RBM by SGD in place, with weights, gradients and momentum each in one flat tensor.
 
     Args:
-        rbm: with Bernoulli units.
-        optimizer: from :func:`in_place_sgd`; with momentum, after its first step.
+        rbm: an RBM with Bernoulli units.
+        optimizer: optimizer that :func:`in_place_sgd` returned; with momentum, after its first step.
         batch_size: B of every mini-batch.
-        chains: (C, H) hidden states to go on from; None: from the data, as ``cd`` does.
+        chains: (C, H), hidden states of persistent chains; None to start from the data, as ``cd`` does.
         steps: Gibbs steps for each gradient.
     """
 
@@ -68,7 +68,7 @@ class BernoulliSGD:
         self._gradient, gradients = _in_one_piece([torch.empty_like(one) for one in values])
         self._weight, self._visible_bias, self._hidden_bias = values
         self._by_weight, self._by_visible, self._by_hidden = gradients
-        self._weight_t = self._weight.T  # a view costs as much as a small product
+        self._weight_t = self._weight.T  # creating a view takes as long as a small product
         buffers = [optimizer.state.get(one, {}).get("momentum_buffer") for one in parameters]
         whole, momentum = _in_one_piece(
             [torch.zeros_like(one) if buffer is None else buffer for one, buffer in zip(values, buffers, strict=True)]
@@ -82,12 +82,12 @@ class BernoulliSGD:
         self.make_room(batch_size)
 
     def make_room(self, batch_size: int) -> None:
-        """For mini-batches of ``batch_size`` rows."""
+        """Allocate buffers for mini-batches of ``batch_size`` samples."""
         new, num_hidden, num_visible = self._values.new_empty, *self._weight.shape
         if not self._persistent:
             self.chains = new(batch_size, num_hidden)
         rows = batch_size + len(self.chains)
-        self._visible, self._hidden = new(rows, num_visible), new(rows, num_hidden)  # of data, then of samples
+        self._visible, self._hidden = new(rows, num_visible), new(rows, num_hidden)  # data, then samples
         self._data, self._samples = self._visible[:batch_size], self._visible[batch_size:]
         self._of_data, self._of_samples = self._hidden[:batch_size], self._hidden[batch_size:]
         self._visible_t, self._hidden_t = self._visible.T, self._hidden.T
@@ -96,7 +96,7 @@ class BernoulliSGD:
         self._shares = self._share.flatten()
 
     def noise(self, count: int, generator: Generator) -> Iterator[list[Tensor]]:
-        """What each of ``count`` mini-batches draws its samples with: as it would draw it alone, but many at a time."""
+        """Yield the uniform random numbers of ``count`` mini-batches, drawn for many mini-batches at a time."""
         like = [self._samples, self.chains] if self._persistent else [self.chains, self._samples]
         like *= self._steps
         sizes = [one.numel() for one in like]
@@ -107,7 +107,7 @@ class BernoulliSGD:
             yield from views[: count - start]
 
     def phases(self, rows: Tensor, noise: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Draw samples; return the means of the visible and the hidden units on data ``rows`` (B, V)."""
+        """Draw samples; return the means of the visible and the hidden units on the data ``rows`` (B, V)."""
         self._data.copy_(rows)
         weight = self._weight_t
         draws = iter(noise)
@@ -117,7 +117,7 @@ class BernoulliSGD:
         for step in range(self._steps):
             torch.addmm(self._visible_bias, self.chains, self._weight, out=self._samples).sigmoid_()
             torch.lt(next(draws), self._samples, out=self._samples)
-            if self._persistent and step == self._steps - 1:  # with the data's in one product
+            if self._persistent and step == self._steps - 1:  # in one product with the data
                 torch.addmm(self._hidden_bias, self._visible, weight, out=self._hidden).sigmoid_()
             else:
                 torch.addmm(self._hidden_bias, self._samples, weight, out=self._of_samples).sigmoid_()
@@ -126,7 +126,7 @@ class BernoulliSGD:
         return self._data, self._of_data
 
     def differentiate(self) -> Tensor:
-        """Compute the gradient; return the gap, since energies are linear in all that has one."""
+        """Compute the gradient; return the gap: its product with the parameters, in which energies are linear."""
         self._hidden *= self._share
         torch.mm(self._hidden_t, self._visible, out=self._by_weight)
         torch.mv(self._visible_t, self._shares, out=self._by_visible)
@@ -134,12 +134,12 @@ class BernoulliSGD:
         return torch.dot(self._values, self._gradient)
 
     def pull(self, pull: Tensor) -> None:
-        """Add a gradient (H,) by the hidden units' activations on data."""
+        """Add a gradient (H,) with respect to the hidden units' activations on data."""
         self._by_weight.addr_(pull, self._data.mean(dim=0))
         self._by_hidden += pull
 
     def center(self, visible_offset: Tensor, hidden_offset: Tensor) -> None:
-        """Make the gradient that of the centred units."""
+        """Transform the gradient into that of the centred units."""
         self._by_weight.addr_(hidden_offset, self._by_visible, alpha=-1).addr_(
             self._by_hidden, visible_offset, alpha=-1
         )
@@ -147,7 +147,7 @@ class BernoulliSGD:
         self._by_hidden.addmv_(self._by_weight, visible_offset, alpha=-1)
 
     def update_(self) -> None:
-        """What ``optimizer.step`` does."""
+        """Update weights and momentum as ``optimizer.step`` does."""
         for value, gradient, momentum, group in self._rules:
             if group["weight_decay"]:
                 gradient.add_(value, alpha=group["weight_decay"])
@@ -156,7 +156,7 @@ class BernoulliSGD:
             value.add_(gradient, alpha=-group["lr"])
 
     def write_back_(self) -> None:
-        """Give weights and momentum to the RBM and the optimizer, and the RBM the last gradient."""
+        """Copy weights, last gradient and momentum back to the RBM and the optimizer."""
         for target, source in self._copies:
             if target is not None:
                 target.copy_(source)
@@ -170,12 +170,12 @@ def _parameters_of(rbm: RBM) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
 
 
 def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The parameter's group, or {} if it is in none."""
+    """Return the parameter group of ``parameter``, or {} if it is in none."""
     return next((group for group in optimizer.param_groups if any(one is parameter for one in group["params"])), {})
 
 
 def _in_one_piece(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A copy, (sum of sizes,), and the views of it that correspond to ``tensors``."""
+    """Return a flat copy of ``tensors``, (sum of sizes,), and views of it in their shapes."""
     whole = torch.cat([one.flatten() for one in tensors])
     parts = whole.split([one.numel() for one in tensors])
     return whole, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]

@@ -1,8 +1,8 @@
-"""Deep belief networks. Shapes: B rows, V visible units, C labels; layer l holds H_l units, layer 0 the visible ones.
+"""Deep belief networks. Shapes: B batch size, V visible units, C labels; H_l units in layer l, layer 0 is visible.
 
-Only the top two layers of a deep belief network are tied in both directions: its joint distribution is
-p(s_0 | s_1) ... p(s_{L-2} | s_{L-1}) p_top(s_{L-1}, s_L), with states s_l of layer l and p_top that of the top RBM,
-whose visible units hold s_{L-1} and, beside it, the label. What runs upward below the top is recognition, and
+Only the top two layers of a deep belief network have undirected connections: its joint distribution is
+p(s_0 | s_1) ... p(s_{L-2} | s_{L-1}) p_top(s_{L-1}, s_L), with states s_l of layer l and p_top of the top RBM, whose
+visible units hold s_{L-1} and, beside it, the label. The upward pass below the top is the recognition model, which is
 approximate.
 """
 
@@ -25,29 +25,29 @@ from lightning_accel.ops.gibbs import sample_categorical
 
 
 class RectifiedMean(nn.Module):
-    """Mean of ``relu`` hidden units given their activation: a smooth ReLU."""
+    """Compute the mean of ``relu`` hidden units given their activation, a smooth ReLU."""
 
     def forward(self, activation: Tensor) -> Tensor:
         return RectifiedHidden().mean(activation)
 
 
 class RBMStack(nn.Module):
-    """A deep belief network: RBMs of which each models the hidden units of the one below.
+    """Stack RBMs to a deep belief network, in which each RBM models the hidden units of the one below.
 
-    Hidden units that are ``bernoulli`` go below ``bernoulli`` visible units; ``relu`` ones below ``gaussian`` visible
-    units. That is a density over all reals, of which the layer below meets the non-negative ones only; likelihood
-    bounds hold all the same, and what is generated may pass through negative states. Other pairs are refused.
+    Below ``bernoulli`` visible units the hidden units must be ``bernoulli``, below ``gaussian`` ones ``relu``. Gaussian
+    units are a density over all reals, of which the layer below produces only non-negative ones; likelihood bounds
+    hold all the same, and generated samples may pass through negative states.
 
-    A stack is trained layer by layer: RBM l by :class:`~lightning_accel.nn.ContrastiveDivergence` on
-    ``transform(data, l)`` or ``sample_hidden(data, l)``, the top one with :meth:`join_labels`, if it has labels; then,
-    if that is wanted, all of it by :class:`~lightning_accel.nn.UpDown`.
+    Train a stack layer by layer: RBM l by :class:`~lightning_accel.nn.ContrastiveDivergence` on ``transform(data, l)``
+    or ``sample_hidden(data, l)``, the top one with :meth:`join_labels` if it has labels; then optionally all layers
+    together by :class:`~lightning_accel.nn.UpDown`.
 
     Args:
-        rbms: from the bottom to the top; they are not copied. Only the top one may have labels.
-        untied: give the layers below the top recognition weights of their own, see :meth:`untie_`.
+        rbms: the RBMs from bottom to top; they are not copied. Only the top one may have labels.
+        untied: use separate recognition weights for the layers below the top, see :meth:`untie_`.
 
     Raises:
-        ValueError: if the sizes or the kinds of neighbours do not fit, or an RBM below the top has labels.
+        ValueError: if sizes or unit types of neighbours do not fit, or an RBM below the top has labels.
 
     Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets
 
@@ -71,20 +71,20 @@ class RBMStack(nn.Module):
 
     @property
     def layers(self) -> list[RBM]:
-        """The RBMs, from the bottom to the top."""
+        """Return the RBMs from bottom to top."""
         return cast("list[RBM]", list(self.rbms))
 
     @property
     def top(self) -> RBM:
-        """The uppermost RBM."""
+        """Return the top RBM."""
         return self.layers[-1]
 
     @torch.no_grad()
     def untie_(self) -> None:
-        """Give the layers below the top recognition weights of their own, copies of the RBMs' as they are now.
+        """Add separate recognition weights to the layers below the top, as copies of the RBMs' current weights.
 
-        They start anew if there are some. Construct with ``untied=True`` where wrappers or checkpoints must find the
-        parameters from the beginning, and call this when the layers have been trained one by one.
+        Existing recognition weights are overwritten. Construct with ``untied=True`` if wrappers or checkpoints need the
+        parameters from the beginning, and call this method after the layer-wise training.
         """
         if self.recognition is None:
             self.recognition = nn.ModuleList(_linear(rbm.weight, rbm.hidden_bias) for rbm in self.layers[:-1])
@@ -93,14 +93,14 @@ class RBMStack(nn.Module):
 
     @torch.no_grad()
     def start_from_below_(self, layer: int) -> None:
-        """Tie RBM ``layer`` to the one below: its weight is that one's transposed, and the biases change places.
+        """Initialise RBM ``layer`` from the one below: with its transposed weight, and its biases swapped.
 
-        The stack up to ``layer`` then has exactly the distribution of the stack without it, so that training the new
-        layer by its likelihood begins where the one below ended. Labels start out uniform and without influence.
+        The stack up to ``layer`` then has exactly the distribution of the stack without it, so that training of the new
+        layer starts at the likelihood that the one below has reached. Labels are uniform and independent at first.
 
         Raises:
-            ValueError: if there is no such layer above another, its hidden units are not as many as the visible ones of
-                the layer below, or units are not all ``bernoulli``.
+            ValueError: if ``layer`` is 0 or too large, if it has not as many hidden units as the layer below has
+                visible ones, or if some units are not ``bernoulli``.
         """
         if not 1 <= layer < len(self.rbms):
             raise ValueError(f"layer must be an RBM above another, from 1 to {len(self.rbms) - 1}; got {layer}")
@@ -122,10 +122,10 @@ class RBMStack(nn.Module):
         above.hidden_bias.copy_(below.visible_bias)
 
     def require_support(self, visible: Tensor) -> None:
-        """Refuse rows (B, V) that the lowest units cannot hold, see :meth:`RBM.require_support`; labels not among them.
+        """Require that the bottom RBM supports the data (B, V), without labels; see :meth:`RBM.require_support`.
 
         Raises:
-            ValueError: as told there.
+            ValueError: see :meth:`RBM.require_support`.
         """
         self._require_shape(visible)
         if len(self.rbms) == 1 and self.num_labels:
@@ -133,7 +133,7 @@ class RBMStack(nn.Module):
         self.layers[0].require_support(visible)
 
     def join_labels(self, states: Tensor, labels: Tensor) -> Tensor:
-        """What the top RBM's visible units hold: ``states`` (B, H_{L-1}) beside ``labels`` (B,), integers, as one-hot.
+        """Concatenate ``states`` (B, H_{L-1}) and one-hot ``labels`` (B,) to visible states of the top RBM.
 
         Raises:
             ValueError: if the stack has no labels, or ``labels`` are not (B,) in [0, C).
@@ -141,9 +141,9 @@ class RBMStack(nn.Module):
         return torch.cat([states, self.one_hot(labels, states)], dim=1)
 
     def activation(self, layer: int, states: Tensor) -> Tensor:
-        """Activation of layer ``layer + 1`` given ``states`` (B, H_l) of ``layer``, by recognition, (B, H_{l+1}).
+        """Compute the activation (B, H_{l+1}) of the layer above ``layer`` from ``states`` (B, H_l) by recognition.
 
-        Labels that the top RBM has are unknown here, and each counts for 1 / C.
+        Labels of the top RBM count as unknown, with probability 1 / C each.
         """
         if self.recognition is not None and layer < len(self.recognition):
             linear = cast("nn.Linear", self.recognition[layer])
@@ -156,12 +156,12 @@ class RBMStack(nn.Module):
         return rbm.hidden_activation(states)
 
     def transform(self, visible: Tensor, num_layers: int | None = None) -> Tensor:
-        """Means upward through ``num_layers`` RBMs, by default all of them: (B, H_l) of ``visible`` (B, V).
+        """Propagate the means of ``visible`` (B, V) upward through ``num_layers`` RBMs, by default all, to (B, H_l).
 
-        Each layer takes the means of the one below for its states. Of labels of the top RBM each counts for 1 / C.
+        Each layer uses the means of the one below as its states. Labels of the top RBM have probability 1 / C each.
 
         Raises:
-            ValueError: if ``visible`` is not (B, V), or there are not so many layers.
+            ValueError: if ``visible`` is not (B, V), or ``num_layers`` is larger than the number of layers.
         """
         self._require_shape(visible)
         for layer in range(self._num_layers(num_layers)):
@@ -169,16 +169,16 @@ class RBMStack(nn.Module):
         return visible
 
     def forward(self, visible: Tensor) -> Tensor:
-        """Means of the top's hidden units given ``visible`` (B, V)."""
+        """Compute the means of the top hidden units given ``visible`` (B, V)."""
         return self.transform(visible)
 
     @torch.no_grad()
     def sample_hidden(
         self, visible: Tensor, num_layers: int | None = None, generator: Generator | None = None
     ) -> Tensor:
-        """Draw upward through ``num_layers`` RBMs, by default all: (B, H_l) of ``visible`` (B, V).
+        """Sample upward from ``visible`` (B, V) through ``num_layers`` RBMs, by default all, to (B, H_l).
 
-        If the top RBM has labels, they are drawn, too, given the states below it.
+        If the top RBM has labels, they are sampled too, given the states below it.
 
         Raises:
             ValueError: as :meth:`transform`.
@@ -196,7 +196,7 @@ class RBMStack(nn.Module):
         return states
 
     def reconstruct(self, visible: Tensor, num_layers: int | None = None) -> Tensor:
-        """Means upward through ``num_layers`` RBMs, by default all, and back down: (B, V) of ``visible`` (B, V).
+        """Propagate the means of ``visible`` (B, V) up through ``num_layers`` RBMs, by default all, and back down.
 
         Raises:
             ValueError: as :meth:`transform`.
@@ -209,7 +209,7 @@ class RBMStack(nn.Module):
         return states
 
     def label_scores(self, states: Tensor) -> Tensor:
-        """Minus the top RBM's free energy of ``states`` (B, H_{L-1}) beside each label, (B, C) in nats."""
+        """Compute the negative free energy of ``states`` (B, H_{L-1}) with each label in the top RBM: (B, C), nats."""
         top, labels = self.top, self.num_labels
         with without_autocast(states):
             states = at_least_float32(states)
@@ -222,10 +222,10 @@ class RBMStack(nn.Module):
             )
 
     def class_log_prob(self, visible: Tensor) -> Tensor:
-        """Logarithm of the probability of each label, (B, C) in nats, of ``visible`` (B, V).
+        """Compute the log-probability of each label, (B, C) in nats, given ``visible`` (B, V).
 
-        Means run up to the top RBM's visible units; given those, probabilities are exact, by free energies. So they are
-        exact for one layer.
+        Means are propagated up to the top RBM's visible units; given those, probabilities are exact, by free energies.
+        For a single layer the result is exact.
 
         Raises:
             ValueError: if the top RBM has no labels, or ``visible`` is not (B, V).
@@ -243,19 +243,19 @@ class RBMStack(nn.Module):
         num_samples: int = 20,
         generator: Generator | None = None,
     ) -> LogProbBound:
-        """Lower bound of log p(visible) in nats, by sampling the layers between from recognition.
+        """Estimate a lower bound of log p(visible) in nats, by sampling the intermediate layers from recognition.
 
-        The bound is E_q[log p(v, s_1, ..., s_{L-1}) - log q(s_1, ..., s_{L-1} | v)], whose gap is the divergence of q
-        from the true posterior. It is the mean of ``num_samples`` draws, so it errs by the ``standard_error`` that
-        comes with it; ``lower`` and ``upper`` carry the interval of ``log_z`` alone. For one layer nothing is drawn,
-        and the bound is the log-probability itself; with a tied second layer all draws are equal.
+        The bound is E_q[log p(v, s_1, ..., s_{L-1}) - log q(s_1, ..., s_{L-1} | v)]; its gap is the divergence of q
+        from the true posterior. It is the mean of ``num_samples`` draws, with the returned ``standard_error``;
+        ``lower`` and ``upper`` reflect only the interval of ``log_z``. For one layer nothing is drawn, and the bound is
+        the log-probability itself; with a tied second layer all draws are equal.
 
         Args:
             visible: (B, V).
-            log_z: of the top RBM, ``stack.top.log_z(...)``.
-            labels: (B,) integers for log p(visible, label); without, labels of the top RBM are summed over.
-            num_samples: draws for each row.
-            generator: draws them.
+            log_z: log partition function of the top RBM, ``stack.top.log_z(...)``.
+            labels: (B,) integers for log p(visible, label); by default labels of the top RBM are summed over.
+            num_samples: number of draws per sample.
+            generator: random number generator; torch's global one by default.
 
         Raises:
             ValueError: if shapes do not fit.
@@ -268,19 +268,19 @@ class RBMStack(nn.Module):
         return log_prob_bound(self, visible, log_z, labels, num_samples, generator)
 
     def log_prob(self, visible: Tensor) -> Tensor:
-        """Exact log-probability of ``visible`` (B, V) in nats, (B,), by summing over all states of all hidden layers.
+        """Compute exact log-probabilities (B,) of ``visible`` (B, V) in nats, by summing over all hidden states.
 
         Labels of the top RBM are summed over.
 
         Raises:
-            ValueError: if that are too many states, hidden units below the top are not ``bernoulli``, or ``visible`` is
-                not (B, V).
+            ValueError: if there are too many states, hidden units below the top are not ``bernoulli``, or ``visible``
+                is not (B, V).
         """
         self._require_shape(visible)
         return log_prob(self, visible)
 
     def down(self, states: Tensor, generator: Generator | None = None) -> Tensor:
-        """Draw visible states (B, V) given ``states`` (B, H_{L-1}) of the top RBM's visible units, labels left out."""
+        """Draw visible states (B, V) given ``states`` (B, H_{L-1}) of the top RBM's visible units, without labels."""
         for layer in reversed(range(len(self.rbms) - 1)):
             states = self.layers[layer].sample_visible(states, generator)
         return states
@@ -295,22 +295,22 @@ class RBMStack(nn.Module):
         labels: Tensor | None = None,
         generator: Generator | None = None,
     ) -> Tensor:
-        """Draw visible states (B, V): ``steps`` Gibbs steps in the top RBM, then down once.
+        """Draw visible states (B, V) by ``steps`` Gibbs steps in the top RBM and one downward pass.
 
-        Chains start at independent units. With ``clamp``, each step goes from the picture up to the top RBM, through
-        one Gibbs step there and down again, and what is clamped is put back. For one layer that is exact in the limit
-        of many steps; for more it is approximate, because the way up is recognition and not the posterior. Labels
-        without ``clamp`` are exact in the limit.
+        Chains start at independent units. With ``clamp``, each step goes from the visible states up to the top RBM,
+        through one Gibbs step there and down again, and then restores the clamped values. For one layer this is exact
+        in the limit of many steps; for more it is approximate, because the upward pass is recognition and not the
+        posterior. With labels and without ``clamp`` it is exact in the limit.
 
         Args:
             num_samples: B.
             steps: Gibbs steps.
-            clamp: (V,) or (B, V), NaN where units are free.
+            clamp: (V,) or (B, V), values to hold; NaN where units are free.
             labels: (B,) integers: the class of each sample.
-            generator: draws all.
+            generator: random number generator; torch's global one by default.
 
         Raises:
-            ValueError: if a number or a shape is wrong, or ``clamp`` holds what the units cannot.
+            ValueError: if a number or shape is wrong, or ``clamp`` has values that the units do not support.
         """
         if min(num_samples, steps) < 1:
             raise ValueError(f"num_samples and steps must be at least 1; got {num_samples=}, {steps=}")
@@ -320,13 +320,14 @@ class RBMStack(nn.Module):
 
     @torch.no_grad()
     def to_mlp(self, num_classes: int | None = None) -> nn.Sequential:
-        """A feed-forward network that computes :meth:`transform`, from copies of the recognition weights.
+        """Convert the stack to a feed-forward network that computes :meth:`transform`, with copies of the weights.
 
-        Variances of Gaussian visible units are folded into the weights, and so are labels of the top RBM, of which each
-        counts for 1 / C.
+        Variances of Gaussian visible units are folded into the weights, and labels of the top RBM, with probability 1 /
+        C each, into the biases.
 
         Args:
-            num_classes: outputs of a linear layer on top, which starts at 0: all classes equal.
+            num_classes: number of outputs of an additional linear layer on top, initialised to 0; by default there is
+                none.
         """
         modules: list[nn.Module] = []
         for layer in range(len(self.rbms)):
@@ -357,7 +358,7 @@ class RBMStack(nn.Module):
         return num_layers
 
     def without_labels(self, layer: int, states: Tensor) -> Tensor:
-        """Visible states of RBM ``layer`` less those of the label, if it has one."""
+        """Return visible states of RBM ``layer`` without those of the label, if it has one."""
         return states[:, : states.shape[1] - self.layers[layer].num_labels]
 
     def _require_shape(self, visible: Tensor) -> None:
@@ -365,7 +366,7 @@ class RBMStack(nn.Module):
         require_width(self, visible, "num_visible", self.num_visible, rows, ndim=2)
 
     def one_hot(self, labels: Tensor, like: Tensor) -> Tensor:
-        """Labels (B,) as (B, C), of the dtype and device of ``like`` (B, ...); see :meth:`join_labels`."""
+        """Encode labels (B,) as one-hot (B, C), in the dtype and on the device of ``like``; see :meth:`join_labels`."""
         if not self.num_labels:
             raise ValueError("the top RBM has no labels: give it num_labels, the number of classes")
         if labels.shape != like.shape[:1] or labels.is_floating_point():
@@ -380,12 +381,12 @@ class RBMStack(nn.Module):
 
 
 def _weight_on_states(rbm: RBM) -> Tensor:
-    """The weight (H, V) with which states are multiplied: variances of Gaussian units are folded in."""
+    """Return the weight (H, V) that multiplies visible states, with variances of Gaussian units folded in."""
     return rbm.visible_units.input(rbm.weight)
 
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A layer with copies of ``weight`` (H, V) and ``bias`` (H,)."""
+    """Create a linear layer with copies of ``weight`` (H, V) and ``bias`` (H,)."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
     _set_(linear, weight, bias)
     return linear

@@ -1,4 +1,4 @@
-"""Checks of the graphs that layers are given. Shapes: N nodes, M entries of edge_index."""
+"""Checks of the graphs passed to layers. Shapes: N nodes, M entries of edge_index."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_edge_index(name: str, edge_index: Any) -> None:
-    """Raise a ValueError unless ``edge_index`` is a dense (2, M) int64 tensor; its values are not looked at."""
+    """Raise a ValueError unless ``edge_index`` is a dense (2, M) int64 tensor; its values are not checked."""
     if not isinstance(edge_index, Tensor):
         raise ValueError(f"{name} needs edge_index (2, M) int64; got {type(edge_index).__name__}")
     if edge_index.is_sparse or edge_index.ndim != 2 or edge_index.shape[0] != 2:

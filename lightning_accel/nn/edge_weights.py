@@ -9,17 +9,17 @@ from lightning_accel.ops.triples import Triples
 
 
 def make_edge_weights(channels: int, edge_dim: int | None, num_relations: int | None) -> "EdgeWeights | None":
-    """Weights of edges where one of the options asks for them."""
+    """Create weights of edges if ``edge_dim`` or ``num_relations`` is set, else return None."""
     if edge_dim is None and num_relations is None:
         return None
     return EdgeWeights(channels, edge_dim, num_relations)
 
 
 class EdgeWeights(nn.Module):
-    """One weight a channel for each undirected edge: 1 + a linear map of its features, or 1 + the vector of its type.
+    """Compute weights per channel of each undirected edge: 1 + a linear map of its features, or 1 + its type's vector.
 
-    The entries of ``edge_index`` that stand for one undirected edge, in either direction or repeated, are averaged
-    after they are mapped. Loops have no weight.
+    Entries of ``edge_index`` for the same undirected edge, in either direction or repeated, are averaged after the
+    map. Self-loops have no weight.
     """
 
     def __init__(self, channels: int, edge_dim: int | None, num_relations: int | None) -> None:
@@ -39,7 +39,7 @@ class EdgeWeights(nn.Module):
         self.map.reset_parameters()  # type: ignore[operator]
 
     def forward(self, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
-        """Weights (E, R) of the undirected edges, float32 at least."""
+        """Compute weights (E, R) of the undirected edges, in float32 or wider."""
         edge_attr = self._checked(edge_attr, edge_index.shape[1])
         return 1 + average_of_copies(at_least_float32(self.map(edge_attr)), edge_index, triples)
 

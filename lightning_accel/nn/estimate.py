@@ -1,4 +1,4 @@
-"""What a sampled computation returns."""
+"""The result of a computation by sampling."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Estimate(NamedTuple):
-    """A value that was estimated by sampling, and how far off it may be."""
+    """Hold a value that was estimated by sampling, and its standard error."""
 
     mean: Tensor
-    standard_error: Tensor  # shaped as mean; of the mean, zero where nothing was sampled
+    standard_error: Tensor  # standard error of the mean, in its shape; zero where nothing was sampled

@@ -1,4 +1,4 @@
-"""How busy experts are kept. Shapes: E experts, L mixtures."""
+"""Statistics of the load of experts. Shapes: E experts, L mixtures."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,40 +11,40 @@ from torch import Tensor, nn
 
 from lightning_accel.nn.gating import GateReport
 
-_IDLE = 0.01  # of an equal share
-_ADDING = Lock()  # threads with one device each may share an ExpertLoad, which must remain one that can be copied
-_TELLING = 64  # slots of an equal share from which on an expert without any is no accident
+_IDLE = 0.01  # experts with less than this part of an equal share count as idle
+_ADDING = Lock()  # threads with one device each may share an ExpertLoad; global, as objects with locks cannot be copied
+_TELLING = 64  # from this mean number of slots on, an expert without slots is no accident
 
 
 class LoadStatistics(NamedTuple):
-    """What the gate of one mixture did in an optimizer step, over all micro-batches and processes."""
+    """Hold the gating statistics of one mixture in an optimizer step, over all micro-batches and processes."""
 
-    load: Tensor  # (E,) float64, share of the slots that each expert was asked for; sums to 1
-    dropped: Tensor  # () float64, share of the slots that got no expert
+    load: Tensor  # (E,) float64, share of the slots assigned to each expert; sums to 1
+    dropped: Tensor  # () float64, share of the slots without an expert
     confidence: Tensor  # () float64, mean over tokens of the largest probability
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the load over that of equal loads, (); 0 when one expert gets all."""
+        """Return the entropy of the load divided by that of equal loads, (); 0 if one expert gets all slots."""
         entropy = torch.special.entr(self.load).sum() / torch.log(self.load.new_tensor(len(self.load)))
         return torch.nan_to_num(entropy, nan=1.0)  # a single expert
 
     @property
     def max_violation(self) -> Tensor:
-        """How far the busiest expert is above an equal share, (), in shares (Wang et al. 2024, eq. 4)."""
+        """Return the excess of the largest load over an equal share, (), in equal shares (Wang et al. 2024, eq. 4)."""
         return self.load.max() * len(self.load) - 1
 
 
 class ExpertLoad:
-    """Adds up what gates report within an optimizer step, then tells each gate, and whoever asks.
+    """Sum the reports of gates over an optimizer step, then update the gates and compute statistics.
 
-    Call :meth:`add` with the reports of each forward pass in training, outside what activation checkpointing repeats,
-    and :meth:`step` once an optimizer step; neither waits for the device. From the first :meth:`step` on, or from
-    :meth:`start` if called, the balance losses of the gates are those of whole optimizer steps.
+    Call :meth:`add` with the reports of each training forward pass, outside of regions that activation checkpointing
+    recomputes, and :meth:`step` once per optimizer step; neither waits for the device. After the first :meth:`step`,
+    or after :meth:`start`, the balance losses of the gates refer to whole optimizer steps.
 
     Args:
         gates: L gates, with an attribute ``num_experts``, in the order of the reports.
-        group: the processes that see tokens of their own; by default all.
+        group: the process group over which reports are summed; by default all processes.
     """
 
     def __init__(self, gates: Sequence[Any], group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -56,9 +56,9 @@ class ExpertLoad:
         self._warned: set[int] = set()
 
     def start(self) -> None:
-        """Let the first step take equal loads, unless the gates know better, as in a run that is resumed.
+        """Assume equal loads in the first step, unless the gates have counts already, as in a resumed run.
 
-        Without it the first step, which has none before it, takes the load of each micro-batch and process.
+        Without this call, the balance loss of the first step uses the load of each micro-batch and process.
         """
         for gate in self.gates:
             slots = getattr(gate, "expert_slots", None)
@@ -80,11 +80,11 @@ class ExpertLoad:
 
     @torch.no_grad()
     def step(self) -> list[LoadStatistics]:
-        """Sum over processes, call ``update`` of each gate that ran on any and has one, and start anew.
+        """Sum reports over processes, call ``update`` of each gate that ran on any process, and reset the sums.
 
-        Every process must call it, those too where some gates or none ran, such as the stages of a pipeline; only for
-        gates that did not run on it does a process wait for the device. The statistics are those of the gates that
-        ran, and by their numbers in ``last_step``.
+        Every process must call it, even if none or only some gates ran there, as with pipeline stages; only a process
+        on which some gates did not run waits for the device. Returns the statistics of the gates that ran, which
+        ``last_step`` also holds by the gates' numbers.
         """
         sums, self._sums = self._sums, [None] * len(self.gates)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -98,7 +98,7 @@ class ExpertLoad:
             torch.distributed.all_reduce(total, group=self.group)
         self.last_step = {}
         for number, one in enumerate(total.split(sizes)):
-            # those that did not run, such as a frozen one, keep what they know; the last number counts passes
+            # gates that did not run, such as a frozen one, keep their counts; the last number counts passes
             if sums[number] is not None or (distributed and bool(one[-1] > 0)):
                 self._tell(number, one[:-3], *one[-3:])
         return list(self.last_step.values())
@@ -111,9 +111,9 @@ class ExpertLoad:
         self.last_step[number] = LoadStatistics(counts / slots, dropped / slots, confidence / passes)
 
     def warn_if_collapsed(self) -> None:
-        """Warn, once for each gate, if a few of its experts got nearly all slots since the last check.
+        """Warn, once per gate, if a few of its experts got nearly all slots since the last check.
 
-        It waits for the device. Where slots are too few to tell, it lets them add up.
+        This waits for the device. As long as there are too few slots for a decision, they keep adding up.
         """
         for number, (gate, counts) in enumerate(zip(self.gates, self._since_check, strict=True)):
             if isinstance(counts, int) or counts.mean() < _TELLING:
@@ -136,9 +136,10 @@ class ExpertLoad:
 
 
 def summarise_load(statistics: Sequence[LoadStatistics]) -> dict[str, Tensor]:
-    """Figures over all mixtures, () each.
+    """Compute statistics over all mixtures, () each.
 
-    ``load_entropy``, the smallest; ``max_violation``, the largest; ``dropped_fraction`` and ``gate_confidence``, means.
+    These are the smallest ``load_entropy``, the largest ``max_violation``, and the mean ``dropped_fraction`` and
+    ``gate_confidence``.
     """
     return {
         "load_entropy": torch.stack([one.entropy for one in statistics]).min(),
@@ -149,7 +150,7 @@ def summarise_load(statistics: Sequence[LoadStatistics]) -> dict[str, Tensor]:
 
 
 def _zero_for(gates: Sequence[Any]) -> Tensor:
-    """A zero where the gates are; those that another process holds may have parameters on the meta device."""
+    """Return a zero on the device of the gates; gates of other processes may have parameters on the meta device."""
     of_gates = [
         tensor for gate in gates if isinstance(gate, nn.Module) for tensor in (*gate.buffers(), *gate.parameters())
     ]

@@ -1,4 +1,4 @@
-"""Checks of the features that layers are given: their width and dtype, which cost microseconds, not their values."""
+"""Checks of the features passed to layers: width and dtype, which take microseconds, but not values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +11,17 @@ def require_width(layer: nn.Module, x: Any, size: str, width: int, shape: str, *
     """Raise an error that names ``layer`` unless ``x`` is a tensor of ``width`` features.
 
     Args:
-        layer: where ``x`` enters.
-        x: what has entered.
-        size: name of the layer's argument that ``width`` is.
-        width: how many features the layer was made for; any number if it is negative.
-        shape: what it takes, beginning with the name of ``x``, with a place for the width, such as ``x (N, {})``.
-        ndim: dimensions of ``x``; 0 for any number of them.
+        layer: the layer that is called.
+        x: its input.
+        size: name of the constructor argument that sets the width.
+        width: number of features that the layer accepts; any number if negative.
+        shape: description of the expected input for the message, with a place for the width, such as ``x (N, {})``.
+        ndim: required number of dimensions of ``x``; 0 for any number.
         dim: the dimension of the features.
 
     Raises:
-        TypeError: if ``x`` is no tensor.
-        ValueError: if it has another shape.
+        TypeError: if ``x`` is not a tensor.
+        ValueError: if ``x`` has another shape.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{_takes(layer, size, width, shape)}; got a {type(x).__name__}. Make it a tensor")
@@ -30,7 +30,7 @@ def require_width(layer: nn.Module, x: Any, size: str, width: int, shape: str, *
 
 
 def require_rows(layer: nn.Module, x: Any, size: str, width: int) -> None:
-    """Raise an error that names ``layer`` unless ``x`` is (B, ...) with ``width`` values in a row, once flattened."""
+    """Raise an error that names ``layer`` unless ``x`` is (B, ...) with ``width`` values per sample."""
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1:].numel() != width:
         found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         error = ValueError if isinstance(x, Tensor) else TypeError
@@ -41,15 +41,15 @@ def require_floating(layer: nn.Module, x: Tensor, name: str, weights: Iterator[T
     """Raise a TypeError unless ``x``, which the message calls ``name``, is floating and fits the layer's weights.
 
     Args:
-        layer: where ``x`` enters.
-        x: what has entered.
-        name: what to call it.
-        weights: parameters, the first of which ``x`` is multiplied with as it is; None if the layer converts ``x``.
+        layer: the layer that is called.
+        x: its input.
+        name: name of the input in the message.
+        weights: parameters, the first of which multiplies ``x`` without conversion; None if the layer converts ``x``.
     """
     if not x.is_floating_point():
         raise TypeError(f"{type(layer).__name__} takes floating-point {name}; got {x.dtype}. Convert with .float()")
     weight = None if weights is None else next(weights, None)
-    # a weight that a strategy has sharded (a DTensor) or a quantizer packed has another dtype when it is used
+    # a weight that is sharded (a DTensor) or quantized may be used in another dtype
     if weight is None or weight.dtype == x.dtype or type(weight) not in (Tensor, nn.Parameter):
         return
     device = x.device.type

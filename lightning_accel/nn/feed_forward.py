@@ -7,19 +7,20 @@ from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
 
 
 class FeedForward(nn.Module):
-    """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` where it is gated; SwiGLU is ``silu`` and gated.
+    """Apply a two-layer perceptron, ``down(act(up(x)))``, or gated, ``down(act(gate(x)) * up(x))``.
 
-    ``up.weight`` holds the rows of the gate above those of ``up``: (2 * H, D) then, else (H, D).
+    ``silu`` with a gate is SwiGLU. If gated, ``up.weight`` (2 * H, D) holds the rows of the gate above those of ``up``;
+    else it is (H, D).
 
     Args:
         dim: D, width in and out.
         hidden_dim: H.
         activation: ``gelu``, ``relu`` or ``silu``.
-        gated: Shazeer 2020, https://arxiv.org/abs/2002.05202.
-        bias: whether both layers have one.
+        gated: whether the first layer is gated (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+        bias: whether both layers have a bias.
 
     Raises:
-        ValueError: if a size is below 1, or the activation unknown.
+        ValueError: if a size is below 1, or the activation is unknown.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""
-        require_width(self, x, "dim", getattr(self.up, "in_features", -1), "x (..., {})")  # it may be replaced
+        require_width(self, x, "dim", getattr(self.up, "in_features", -1), "x (..., {})")  # a user may replace it
         require_floating(self, x, "x", self.up.parameters(recurse=False))
         act = ACTIVATIONS[self.activation].function
         hidden = self.up(x)

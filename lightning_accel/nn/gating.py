@@ -1,8 +1,8 @@
-"""Token-to-expert gating. Shapes: N tokens, D features, E experts, K experts a token, S slots (token-expert pairs).
+"""Token-to-expert gating. Shapes: N tokens, D features, E experts, K experts per token, S slots (token-expert pairs).
 
-A gate is any module that is called with tokens (N, D) and a mask (N,) or None, and returns a :class:`Routing`. One that
-looks at other tokens than those before a token says so with an attribute ``causal = False``. One with a method
-``update(expert_counts)`` is told, once an optimizer step, how many slots each expert was asked for in that step.
+A gate is any module that is called with tokens (N, D) and a mask (N,) or None, and returns a :class:`Routing`. A gate
+whose choice for a token depends on later tokens has an attribute ``causal = False``. If a gate has a method
+``update(expert_counts)``, it is called once per optimizer step with the number of slots assigned to each expert.
 """
 
 import math
@@ -16,74 +16,76 @@ from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
 
-_FEW = 4  # experts a token
-_MANY_PASSES = 1000  # more than micro-batches are accumulated
+_FEW = 4  # experts per token
+_MANY_PASSES = 1000  # more than the usual number of accumulated micro-batches
 
 
 class GateReport(NamedTuple):
-    """What a gate did with its tokens, in numbers that are to be trained on or looked at."""
+    """Hold the losses and statistics of a gate for one batch of tokens."""
 
-    balance_loss: Tensor  # () float32, or float64 for float64 tokens; 1 when every expert gets an equal share
-    z_loss: Tensor  # () likewise
-    expert_counts: Tensor  # (E,) int64, slots that each expert was asked for
-    dropped: Tensor  # () int64, slots that got no expert for lack of capacity
-    confidence: Tensor  # () likewise float, mean over tokens of the largest probability
+    balance_loss: Tensor  # () float32, or float64 for float64 tokens; 1 if every expert gets an equal share
+    z_loss: Tensor  # () in the same dtype
+    expert_counts: Tensor  # (E,) int64, slots assigned to each expert, before capacity is applied
+    dropped: Tensor  # () int64, slots without an expert for lack of capacity
+    confidence: Tensor  # () in the dtype of the losses, mean over tokens of the largest probability
 
 
 class Routing(NamedTuple):
-    """Which experts each token visits, and how much each of them counts, a slot for each visit, in any order."""
+    """Hold the assignment of tokens to experts, one slot for each pair, in any order, with the weight of the expert."""
 
     token_of_slot: Tensor  # (S,) int64 in [0, N)
-    expert_of_slot: Tensor  # (S,) int64 in [0, E]; E for a slot that is left out; report.expert_counts counts them
+    expert_of_slot: Tensor  # (S,) int64 in [0, E]; E for a slot without an expert; counted in report.expert_counts
     weight_of_slot: Tensor  # (S,) float32, float64 for float64 tokens
     report: GateReport
 
 
 GateFactory: TypeAlias = Callable[[int, int, int], nn.Module]
-"""Called with D, E and K; a gate class is one, and so is ``functools.partial(TopKGate, score="sigmoid")``."""
+"""Callable that makes a gate from D, E and K, such as a gate class or ``partial(TopKGate, score="sigmoid")``."""
 
 
 class TopKGate(nn.Module):
     """Route each token to the ``k`` experts that score it highest.
 
     The scores are probabilities: the softmax over experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), or
-    the sigmoid of each (DeepSeek-V3, https://arxiv.org/abs/2412.19437, eq. 15). All of it is float32 at least, even
-    under autocast: bf16 keeps 8 significant bits, so close scores would tie.
+    the sigmoid of each (DeepSeek-V3, https://arxiv.org/abs/2412.19437, eq. 15). They are computed in float32 or wider,
+    even under autocast: bf16 has 8 significant bits, so close scores would tie.
 
-    Both ways to keep experts equally busy work over the whole batch of an optimizer step, across processes and
-    accumulated micro-batches, once :meth:`update` is called in each step (see :class:`lightning_accel.nn.ExpertLoad`,
-    which the modules and callbacks of this package call it through):
+    Two methods balance the load of experts. Both refer to the whole batch of an optimizer step, across processes and
+    accumulated micro-batches, if :meth:`update` is called in each step, as the modules and callbacks of this package do
+    by :class:`lightning_accel.nn.ExpertLoad`:
 
-    - the balance loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4, without its factor alpha; over K
-      slots a token in place of one): E times the sum over experts of load times mean probability. The load is that of
-      the step before, the only one that every micro-batch and process can know. In evaluation, and until ``update`` is
-      first called, it is that of the tokens at hand; what was told last stays in force, in a checkpoint, too, until
+    - The balance loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4, without its factor alpha; for K
+      slots per token instead of one): E times the sum over experts of load times mean probability. The load is that of
+      the previous step, which every micro-batch and process knows. In evaluation, and until the first call of
+      ``update``, it is that of the current tokens. The last load is saved in checkpoints; reset it by
       ``expert_slots.zero_()``.
     - ``bias_update_rate``, loss-free (Wang et al. 2024, https://arxiv.org/abs/2408.15664, algorithm 1): a bias on the
-      scores, which the choice of experts alone sees, moves by this much a step against the sign of the load error.
+      scores, which affects only the choice of experts, changes by this rate per step, against the sign of the load
+      error.
 
     Args:
         dim: D.
         num_experts: E.
         k: K.
         score: ``softmax`` or ``sigmoid``.
-        normalize: rescale the weights of a token to sum to 1; by default where ``k`` is above 1. With ``k=1`` the one
-            weight would be the constant 1, and the gate would learn nothing from the task.
-        scale: factor on the weights, after that.
-        num_groups: groups of neighbouring experts, such as those of one node; E must be a multiple of it.
-        top_groups: groups that a token may visit, those whose two best scores sum highest (DeepSeek-V3, section 2.1.2).
-        noisy: add normal noise, of a learned deviation for each token and expert, to the scores in training (Shazeer
+        normalize: rescale the weights of a token to sum to 1; by default if ``k`` is above 1. With ``k=1`` the single
+            weight would be the constant 1, and the gate would get no gradient from the task.
+        scale: factor on the weights, applied after normalization.
+        num_groups: number of groups of neighbouring experts, such as those of one node; must divide E.
+        top_groups: number of groups that a token may visit: those with the highest sum of their two best scores
+            (DeepSeek-V3, section 2.1.2).
+        noisy: add normal noise, with a learned deviation for each token and expert, to the scores in training (Shazeer
             et al. 2017, eq. 4).
-        jitter: multiply what the gate sees of a token by uniform noise in [1 - ``jitter``, 1 + ``jitter``] in training
-            (Fedus et al. 2021, appendix C).
-        bias_update_rate: 0 for no bias; 0.001 is what DeepSeek-V3 took.
+        jitter: multiply the input of the gate by uniform noise in [1 - ``jitter``, 1 + ``jitter``] in training (Fedus
+            et al. 2021, appendix C).
+        bias_update_rate: change of the bias per step, 0 for no bias; DeepSeek-V3 uses 0.001.
 
     Raises:
         ValueError: if a number is out of range.
     """
 
     causal = True
-    keep_float32 = True  # strategies that split parameters gather these in float32
+    keep_float32 = True  # strategies that shard parameters gather these in float32
 
     expert_slots: Tensor
     bias_steps: Tensor | None
@@ -133,7 +135,7 @@ class TopKGate(nn.Module):
         self.bias_update_rate = bias_update_rate
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.noise_weight = nn.Parameter(torch.empty(num_experts, dim)) if noisy else None
-        # integers, which a cast of the module to bf16 leaves as they are: the bias would soon stop to move
+        # integers, which a cast of the module to bf16 does not change; a bf16 bias would lose its small updates
         self.register_buffer("expert_slots", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None)
         self._passes_untold = 0
@@ -147,9 +149,10 @@ class TopKGate(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
-        """Route tokens ``x`` (N, D), of any floating dtype; those where ``mask`` (N,) is False visit no expert.
+        """Route tokens ``x`` (N, D) of any floating dtype; tokens where ``mask`` (N,) is False visit no expert.
 
-        A token of NaNs visits ``k`` experts with weights NaN, so that it shows and no other token is touched.
+        A token with NaN visits ``k`` experts with weights NaN, so that its output is NaN and other tokens are
+        unaffected.
         """
         require_width(self, x, "dim", self.weight.shape[1], "tokens (N, {})", ndim=2)
         require_floating(self, x, "tokens")
@@ -177,7 +180,7 @@ class TopKGate(nn.Module):
                 counts.new_zeros(()),
                 _mean(probs.detach().amax(dim=-1), mask),
             )
-        # The first choices of all tokens come before the second ones: where capacity is short, those are left out.
+        # the first choices of all tokens come before the second ones, which are dropped first if capacity is short
         tokens = torch.arange(x.shape[0], device=x.device).expand(self.k, -1)
         return Routing(tokens.flatten(), experts.t().flatten(), (weights * self.scale).t().flatten(), report)
 
@@ -209,7 +212,7 @@ class TopKGate(nn.Module):
 
     @torch.no_grad()
     def update(self, expert_counts: Tensor) -> None:
-        """Take the ``expert_counts`` (E,) of a whole optimizer step, summed over micro-batches and processes."""
+        """Set the load to ``expert_counts`` (E,) of an optimizer step, summed over micro-batches and processes."""
         self._passes_untold = 0
         self.expert_slots.copy_(expert_counts)
         if self.bias_steps is not None:
@@ -228,16 +231,16 @@ class TopKGate(nn.Module):
 
 
 class ExpertChoiceGate(nn.Module):
-    """Let each expert choose the tokens that it scores highest: ``k`` * N / E of them, rounded up, so all are as busy.
+    """Let each expert choose the ``k`` * N / E tokens, rounded up, that it scores highest, so that loads are equal.
 
-    Zhou et al. 2022, https://arxiv.org/abs/2202.09368, eq. 1 and 2. A token may visit no expert, or all; the report
-    counts those that visit none as dropped. Its balance loss is the constant 1. Not for models that generate a
-    sequence: which tokens an expert chooses depends on those that come later.
+    Source: Zhou et al. 2022, https://arxiv.org/abs/2202.09368, eq. 1 and 2. A token may visit no expert, or all; the
+    report counts tokens without an expert as dropped. The balance loss is the constant 1. The gate is not suitable for
+    models that generate a sequence, as the choice depends on later tokens.
 
     Args:
         dim: D.
         num_experts: E.
-        k: K, experts that a token visits on average.
+        k: K, mean number of experts per token.
 
     Raises:
         ValueError: if ``k`` is not in [1, ``num_experts``].
@@ -258,7 +261,7 @@ class ExpertChoiceGate(nn.Module):
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
-        """Route tokens ``x`` (N, D), of any floating dtype; those where ``mask`` (N,) is False are not chosen."""
+        """Route tokens ``x`` (N, D) of any floating dtype; tokens where ``mask`` (N,) is False are not chosen."""
         require_width(self, x, "dim", self.weight.shape[1], "tokens (N, {})", ndim=2)
         require_floating(self, x, "tokens")
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -270,7 +273,7 @@ class ExpertChoiceGate(nn.Module):
             weights, tokens = scores.t().topk(capacity, dim=1)  # (E, C)
             experts = torch.arange(self.num_experts, device=x.device).unsqueeze(1).expand_as(tokens)
             present = torch.ones(x.shape[0], dtype=torch.bool, device=x.device) if mask is None else mask
-            if mask is not None:  # the capacity is that of the tokens that are there
+            if mask is not None:  # capacity depends on the number of tokens that are not masked
                 rank = torch.arange(capacity, device=x.device)
                 left = (mask.sum() * self.k + self.num_experts - 1) // self.num_experts
                 experts = torch.where(present[tokens] & (rank < left), experts, self.num_experts)
@@ -287,7 +290,7 @@ class ExpertChoiceGate(nn.Module):
 
 
 def count_slots(expert_of_slot: Tensor, num_experts: int) -> Tensor:
-    """Slots of each expert, (E,) int64; ``num_experts`` itself, for a slot left out, is not counted."""
+    """Count the slots of each expert, (E,) int64; slots without an expert, numbered ``num_experts``, are ignored."""
     # bincount would wait for the device to learn the largest value
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_of_slot.device)
     slots = expert_of_slot.flatten()
@@ -302,10 +305,10 @@ def _require_sizes(dim: int, num_experts: int, k: int) -> None:
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
-    """Columns of the ``k`` largest of each row, (N, K)."""
+    """Return the columns (N, K) of the ``k`` largest scores in each row."""
     if scores.device.type != "cpu" or k > _FEW:
         return scores.topk(k, dim=1).indices
-    # on a CPU, topk of a few takes several times as long as so many times the largest
+    # on a CPU, topk for a small k takes several times as long as k calls of max
     columns = [scores.max(dim=1, keepdim=True).indices]
     while len(columns) < k:
         scores = scores.scatter(1, columns[-1], -torch.inf)
@@ -314,7 +317,7 @@ def _top(scores: Tensor, k: int) -> Tensor:
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over tokens, dimension 0, where ``mask`` is True; 0 for none."""
+    """Average over the tokens, dimension 0, where ``mask`` is True; 0 for no tokens."""
     if mask is None:
         return values.sum(dim=0) / torch.sym_max(1, values.shape[0])  # len would fix it in an exported program
     kept = mask.view(-1, *[1] * (values.ndim - 1))

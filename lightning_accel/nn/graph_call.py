@@ -1,4 +1,4 @@
-"""How a layer of any signature is called with a graph."""
+"""Calls of layers with the attributes of a graph."""
 
 import inspect
 from collections.abc import Callable
@@ -8,14 +8,13 @@ from torch_geometric.data import Batch, Data
 
 
 def call_with_graph(module: Callable[..., Any], data: Data) -> Any:
-    """Call ``module`` with the attributes of ``data`` that its parameters are named after.
+    """Call ``module`` with the attributes of ``data`` that have the names of its parameters.
 
-    A module with one required parameter, whatever its name, that is no attribute of ``data``, gets ``data`` itself.
-
-    ``size`` is the number of graphs where there is a ``batch``; convs mean something else by it, and have none.
+    A module with a single required parameter that is not an attribute of ``data`` is called with ``data`` itself. If
+    there is a ``batch``, ``size`` is the number of graphs; in convolutions, which have no ``batch``, it is not passed.
 
     Raises:
-        TypeError: if a required parameter is no attribute of ``data``.
+        TypeError: if a required parameter is not an attribute of ``data``.
     """
     parameters = inspect.signature(getattr(module, "forward", module)).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

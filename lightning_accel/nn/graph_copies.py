@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class GraphLayout(NamedTuple):
-    """Nodes and arcs of a batch by graph, in their given order within each."""
+    """Hold the nodes and arcs of a batch sorted by graph, in their given order within each graph."""
 
     node: Tensor
-    """(N,): nodes, those of the first graph first. A place is a position herein."""
+    """(N,): nodes sorted by graph; a place is a position in this tensor."""
     graph: Tensor
     """(N,): the graph of each place."""
     place: Tensor
@@ -21,32 +21,32 @@ class GraphLayout(NamedTuple):
     ptr: Tensor
     """(B + 1,): the first place of each graph."""
     arc: Tensor
-    """(M,): columns of ``edge_index``, those of the first graph first."""
+    """(M,): columns of ``edge_index``, sorted by graph."""
     arc_ptr: Tensor
-    """(B + 1,)."""
+    """(B + 1,): the first arc of each graph."""
     ends: Tensor
-    """(2, M): places of the nodes of ``arc``."""
+    """(2, M): places of the ends of each arc."""
 
 
 class Copies(NamedTuple):
-    """A batch of T graphs made of others."""
+    """Hold a batch of T copies of graphs."""
 
     node: Tensor
-    """(R,): the node that each one copies."""
+    """(R,): the original of each node."""
     edge_index: Tensor
     arc: Tensor
-    """The arc that each one copies."""
+    """The original arc of each column of ``edge_index``."""
     copy: Tensor
-    """(R,): from 0 to T - 1."""
+    """(R,): the copy of each node, from 0 to T - 1."""
     marked: Tensor
-    """(T, k): which node of the copies each mark is on, -1 for none."""
+    """(T, k): the node of the copies under each mark, -1 for none."""
 
 
 def lay_out(edge_index: Tensor, batch: Tensor, num_graphs: int) -> GraphLayout:
-    """Order nodes and arcs by graph.
+    """Sort nodes and arcs by graph.
 
     Raises:
-        ValueError: if an arc joins two graphs or has an end that is no node, or ``batch`` has numbers outside 0 to
+        ValueError: if an arc joins two graphs or refers to a missing node, or ``batch`` has numbers outside of 0 to
             ``num_graphs - 1``.
     """
     _check_ranges(edge_index, batch, num_graphs)
@@ -65,7 +65,7 @@ def lay_out(edge_index: Tensor, batch: Tensor, num_graphs: int) -> GraphLayout:
 
 def _check_ranges(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
     ranges = [torch.stack(values.aminmax()) for values in (edge_index, batch) if values.numel()]
-    found = torch.stack(ranges).tolist() if ranges else []  # on CUDA one wait for the device
+    found = torch.stack(ranges).tolist() if ranges else []  # on CUDA, waits for the device once
     if edge_index.numel():
         low, high = found[0]
         if low < 0 or high >= len(batch):
@@ -77,10 +77,10 @@ def _check_ranges(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
 
 
 def copy_graphs(layout: GraphLayout, graph: Tensor, tuples: Tensor) -> Copies:
-    """Copy ``graph`` (T,), sorted, once for each of ``tuples`` (T, k) of its places."""
+    """Copy the graphs ``graph`` (T,), sorted, with marks on the places ``tuples`` (T, k)."""
     copy, place, first = _expand(layout.ptr, graph)
     shift = first - layout.ptr[graph]
-    if len(graph) and graph[0] == graph[-1]:  # chunks of large graphs: many times as fast as to look up each arc
+    if len(graph) and graph[0] == graph[-1]:  # chunks of large graphs: many times as fast as indexing each arc
         begin, end = layout.arc_ptr[graph[0]], layout.arc_ptr[graph[0] + 1]
         edge_index = (layout.ends[:, None, begin:end] + shift[:, None]).flatten(1)
         arc = layout.arc[begin:end].expand(len(graph), -1).flatten()
@@ -92,15 +92,15 @@ def copy_graphs(layout: GraphLayout, graph: Tensor, tuples: Tensor) -> Copies:
 
 
 def mark_nodes(x: Tensor, copies: Copies) -> Tensor:
-    """Features (R, F + k) of all copies: those of ``x`` (N, F), then which mark each node bears, one-hot."""
+    """Concatenate the features ``x`` (N, F) of all copied nodes and one-hot marks, to (R, F + k)."""
     rows, marks = len(copies.node), copies.marked.shape[1]
-    which = torch.where(copies.marked < 0, rows, copies.marked)  # what marks nothing falls into a row of its own
+    which = torch.where(copies.marked < 0, rows, copies.marked)  # missing marks are written to an extra row
     one_hot = x.new_zeros(rows + 1, marks).scatter(0, which, 1.0)
     return torch.cat([x[copies.node], one_hot[:rows]], dim=1)
 
 
 def _expand(ptr: Tensor, graph: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each element of each copy: the copy, the element that it copies; and each copy's first (T,)."""
+    """Return, for the elements of all copies, the copy and the original; and the first element of each copy (T,)."""
     count = ptr.diff()[graph]
     first = count.cumsum(0) - count
     copy = torch.repeat_interleave(count)

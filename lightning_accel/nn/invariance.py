@@ -1,4 +1,4 @@
-"""A test of layers over graphs. Shapes: N nodes, M entries of edge_index, B graphs."""
+"""A test of the permutation invariance of graph layers. Shapes: N nodes, M entries of edge_index, B graphs."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,7 +15,7 @@ _TOLERANCES = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-4, 1e-5)}  # rela
 
 class _Order(NamedTuple):
     what: str
-    nodes: Tensor  # (N,) which old node each new one is
+    nodes: Tensor  # (N,) the old number of each new node
     edges: Tensor  # (M,)
     graphs: Tensor  # (B,)
 
@@ -32,40 +32,41 @@ def assert_permutation_invariant(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Check that what a layer makes of graphs does not depend on the order in which they are written down.
+    """Check that the output of a graph layer does not depend on the order of nodes, edges and graphs.
 
-    In each trial, nodes are renumbered within their graphs, then the entries of ``edge_index`` reordered, then the
-    graphs of the batch, each with all that belongs to it: attributes of nodes and edges, and those with "index" in
-    their name. Graph outputs must stay as they are, node outputs must move with their nodes.
+    Each trial permutes the nodes within their graphs, then the entries of ``edge_index``, then the graphs of the batch,
+    with all attributes of nodes and edges, and attributes with "index" in their name. Graph outputs must stay
+    unchanged, node outputs must be permuted like the nodes.
 
-    A module is copied, in float64 and evaluation mode; a plain function is called as it is, with float64 as well if
-    ``x`` is. An attribute is passed for each parameter of its name; a module whose one required parameter has the name
-    of none gets the ``Data``.
+    A module is copied and tested in float64 and evaluation mode; a plain function is called unchanged, in float64 if
+    ``x`` is. Attributes are passed to the parameters of the same name; a module with a single required parameter of
+    another name is called with the ``Data`` object.
 
-    A graph whose nodes look alike, as a cycle with constant features, finds ties that depend on an order of nodes.
+    Graphs whose nodes are indistinguishable, such as a cycle with constant features, reveal ties that are broken by the
+    order of nodes.
 
     Args:
-        module: returns a tensor, (B, ...) or (N, ...) by ``level``.
-        data: a ``Data`` or ``Batch``, or x (N, F), with what follows.
+        module: layer or function that returns a tensor, (B, ...) or (N, ...) depending on ``level``.
+        data: a ``Data`` or ``Batch``, or x (N, F) together with the next arguments.
         edge_index: (2, M) int64.
         edge_attr: (M, D) or (M,).
         batch: (N,) int64, ascending.
-        level: what the rows of the output are.
-        trials: how often each kind of order is tried.
-        seed: of the orders.
-        rtol: allowed difference, relative to the largest value; 1e-7 in float64 and 1e-4 in float32.
-        atol: allowed besides; 1e-9 and 1e-5.
+        level: whether rows of the output are graphs or nodes.
+        trials: number of trials.
+        seed: seed of the permutations.
+        rtol: allowed difference relative to the largest value; by default 1e-7 in float64 and 1e-4 in float32.
+        atol: allowed absolute difference in addition; by default 1e-9 and 1e-5.
 
     Raises:
-        AssertionError: if the output depends on an order; tells which one and by how much.
-        ValueError: if it has the wrong number of rows or NaN, or differs from call to call.
+        AssertionError: if the output depends on an order; the message has the order and the difference.
+        ValueError: if the output has the wrong number of rows or NaN, or differs from call to call.
 
     >>> assert_permutation_invariant(lambda x: x.sum(0, keepdim=True), torch.eye(3), torch.tensor([[0, 1], [1, 2]]))
     """
     graph = _as_graph(data, edge_index, edge_attr, batch)
     name = getattr(module, "__name__", type(module).__name__)
     generator = torch.Generator("cpu").manual_seed(seed)
-    with torch.no_grad(), torch.random.fork_rng():  # PyG's layers draw numbers when they are copied
+    with torch.no_grad(), torch.random.fork_rng():  # copying PyG's layers draws random numbers
         if isinstance(module, nn.Module):
             module = deepcopy(module).double().eval()
             graph = graph.apply(lambda value: value.double() if value.is_floating_point() else value)
@@ -156,7 +157,7 @@ def _allowed(output: Tensor, rtol: float | None, atol: float | None) -> float:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; infinite between shapes, and where one is not finite and the other is not the same."""
+    """Return the largest difference; infinite if shapes differ, or where values are not finite and not equal."""
     if found.shape != expected.shape:
         return float("inf")
     difference = (found.double() - expected.double()).abs()

@@ -1,4 +1,4 @@
-"""Ordered tuples of nodes that are marked together: counted, numbered, drawn.
+"""Ordered tuples of nodes that are marked together: counting, numbering and drawing.
 
 Shapes: N nodes, B graphs, k marks, S draws, T tuples.
 """
@@ -10,14 +10,14 @@ from torch import Generator, Tensor
 
 TupleKind = Literal["nodes", "edges", "two_paths", "all"]
 MARKS: dict[TupleKind, int] = {"nodes": 1, "edges": 2, "two_paths": 3}
-_EXACT = 2.0**52  # whole numbers up to here are exact in float64, in which numbers of tuples are counted
+_EXACT = 2.0**52  # integers up to here are exact in float64, which counts tuples
 
 
 class Tuples(NamedTuple):
-    """All tuples of one kind of a batch, none of which is listed.
+    """Represent all tuples of one kind in a batch of graphs, without listing them.
 
-    Nodes are numbered so that those of a graph follow each other. A graph without a tuple has one that marks nothing,
-    whose entries are -1, as are those of a tuple of all nodes after the last node.
+    Nodes are sorted by graph. A graph without tuples gets one tuple without marks, with entries -1. In graphs with
+    fewer nodes than marks, tuples of kind ``"all"`` end in entries -1.
     """
 
     kind: TupleKind
@@ -25,16 +25,16 @@ class Tuples(NamedTuple):
     ptr: Tensor
     """(B + 1,): the first node of each graph."""
     rowptr: Tensor
-    """(N + 1,): the first of each node's neighbours, none for kinds that need none."""
+    """(N + 1,): where the neighbours of each node begin in ``col``; all 0 for kinds that do not need them."""
     col: Tensor
     """Neighbours, sorted by node."""
     rank: Tensor
-    """(N + 1,): how many 2-paths have their centre before each node."""
+    """(N + 1,): number of 2-paths with a centre before each node."""
     total: Tensor
-    """(B,) float64: tuples of each graph, at least 1."""
+    """(B,) float64: number of tuples of each graph, at least 1."""
 
     def at(self, graph: Tensor, number: Tensor) -> Tensor:
-        """Tuples (T, k) of the given graphs (T,) with the given numbers (T,), from 0 to total - 1."""
+        """Return the tuples (T, k) with the given numbers (T,), from 0 to total - 1, in the given graphs (T,)."""
         if self.kind == "all":
             size = self.ptr.diff()[graph]
             return self._arrange(graph, self._digits(size, number))
@@ -57,10 +57,11 @@ class Tuples(NamedTuple):
         return tuples
 
     def draw(self, samples: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Draw ``samples`` different tuples of each graph, or all where there are fewer, each set as likely as any.
+        """Draw ``samples`` tuples of each graph uniformly without replacement, or all tuples if there are fewer.
 
         Returns:
-            graph (T,), sorted, and tuples (T, k). A graph of more than 2**52 tuples has its own drawn with replacement.
+            The graph of each tuple (T,), sorted, and the tuples (T, k). For graphs with more than 2**52 tuples, they
+            are drawn with replacement.
 
         Source: Floyd's algorithm (Bentley and Floyd 1987, Communications of the ACM 30, 9), for all graphs at once.
         """
@@ -80,14 +81,14 @@ class Tuples(NamedTuple):
         return graph, tuples
 
     def _redraw(self, graph: Tensor, tuples: Tensor, generator: Generator | None) -> Tensor:
-        """Replace tuples of graphs that have too many to be numbered."""
+        """Draw tuples again, with replacement, for graphs with too many tuples to number."""
         uniform = _uniform((len(graph), self.marks), self.ptr, generator)
         left = self.ptr.diff()[graph][:, None] - torch.arange(self.marks, device=graph.device)
         digits = torch.minimum((uniform * left).long(), left - 1)
         return torch.where((self.total[graph] > _EXACT)[:, None], self._arrange(graph, digits), tuples)
 
     def _two_path(self, path: Tensor) -> Tensor:
-        """Walks u, c, v with u != v: both are neighbours of c, the second numbered without the first."""
+        """Return walks u, c, v by their numbers, with u != v both neighbours of c."""
         centre = _owner(self.rank, path)
         first, degree = self.rowptr[centre], self.rowptr[centre + 1] - self.rowptr[centre]
         left, right = (path - self.rank[centre]) // (degree - 1), (path - self.rank[centre]) % (degree - 1)
@@ -95,7 +96,7 @@ class Tuples(NamedTuple):
         return torch.stack([self.col[first + left], centre, self.col[first + right]], dim=1)
 
     def _digits(self, size: Tensor, number: Tensor) -> Tensor:
-        """Digit p of ``number`` says which of the ``size - p`` nodes left comes at place p; < 0 if none is left."""
+        """Split ``number`` into digits: digit p selects one of the ``size - p`` remaining nodes; -1 if none remains."""
         digits = []
         for place in range(self.marks):
             left = size - place
@@ -105,7 +106,7 @@ class Tuples(NamedTuple):
         return torch.stack(digits, dim=1)
 
     def _arrange(self, graph: Tensor, digits: Tensor) -> Tensor:
-        """Nodes (T, k) that ``digits`` (T, k) choose, each among those that are left, in the order of their numbers."""
+        """Return the nodes (T, k) that ``digits`` (T, k) select, each among the remaining nodes in ascending order."""
         chosen: list[Tensor] = []
         earlier = digits[:, :0]  # sorted
         for digit in digits.unbind(dim=1):
@@ -113,7 +114,7 @@ class Tuples(NamedTuple):
             for taken in earlier.unbind(dim=1):
                 node = node + (node >= taken)
             chosen.append(torch.where(digit < 0, -1, node))
-            # a place without a node comes after all nodes
+            # missing nodes sort last
             padded = torch.where(digit < 0, torch.iinfo(torch.int64).max, node)
             earlier = torch.cat([earlier, padded[:, None]], dim=1).sort(dim=1).values
         nodes = torch.stack(chosen, dim=1)
@@ -121,9 +122,10 @@ class Tuples(NamedTuple):
 
 
 def find_tuples(kind: TupleKind, marks: int, ptr: Tensor, source: Tensor, target: Tensor) -> Tuples:
-    """Prepare the tuples of graphs whose nodes start at ``ptr`` (B + 1,), with arcs ``source`` -> ``target`` (M,).
+    """Prepare the tuples of graphs whose nodes begin at ``ptr`` (B + 1,), with arcs ``source`` -> ``target`` (M,).
 
-    Directions, loops and duplicates do not matter: two nodes are neighbours if an arc joins them either way.
+    Directions, self-loops and duplicates are ignored: two nodes are neighbours if an arc joins them in either
+    direction.
     """
     num_nodes = int(ptr[-1])
     none = ptr.new_zeros(num_nodes + 1)
@@ -142,7 +144,7 @@ def find_tuples(kind: TupleKind, marks: int, ptr: Tensor, source: Tensor, target
 
 
 def _arrangements(size: Tensor, marks: int) -> Tensor:
-    """How many ordered choices of ``marks`` of ``size`` nodes there are, or of all nodes where they are fewer."""
+    """Count the ordered choices of ``marks`` out of ``size`` nodes, or of all nodes if they are fewer."""
     left = size.double()[:, None] - torch.arange(marks, device=size.device)
     return left.clamp(min=1).prod(dim=1)
 
@@ -156,6 +158,6 @@ def _owner(starts: Tensor, number: Tensor) -> Tensor:
 
 
 def _uniform(shape: tuple[int, int], like: Tensor, generator: Generator | None) -> Tensor:
-    """In [0, 1), float64 so that each of many tuples is as likely, wherever ``generator`` lives."""
+    """Draw uniform numbers in [0, 1), in float64 so that many tuples have equal probabilities, on any device."""
     device = like.device if generator is None else generator.device
     return torch.rand(shape, dtype=torch.float64, device=device, generator=generator).to(like.device)

@@ -1,4 +1,4 @@
-"""Mixture of experts. Shapes: N tokens, D features, H hidden features, E experts, K experts a token, S slots."""
+"""Mixture of experts. Shapes: N tokens, D features, H hidden features, E experts, K experts per token, S slots."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,19 +14,20 @@ from lightning_accel.ops.expert_mlp import Activation, Backend, expert_mlp
 
 
 class MixtureOutput(NamedTuple):
-    """What a mixture of experts made of its tokens, and what its gate did."""
+    """Hold the output of a mixture of experts and the report of its gate."""
 
     features: Tensor  # (..., D), shape and dtype of the input
     report: GateReport
 
 
 class Experts(nn.Module):
-    """``num_experts`` two-layer perceptrons, their weights stacked into one tensor a layer.
+    """Apply ``num_experts`` two-layer perceptrons, with weights stacked into one tensor per layer.
 
-    Every parameter so gets a gradient (zero for an idle expert), and DistributedDataParallel never meets an unused one.
+    Every parameter thus gets a gradient (zero for an idle expert), so DistributedDataParallel finds no unused
+    parameters.
     """
 
-    expert_parameters = "up_weight", "down_weight", "up_bias", "down_bias"  # what a strategy may deal to processes
+    expert_parameters = "up_weight", "down_weight", "up_bias", "down_bias"  # strategies may distribute these
 
     def __init__(
         self, dim: int, hidden_dim: int, num_experts: int, activation: Activation, gated: bool, bias: bool
@@ -44,7 +45,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every expert as ``nn.Linear`` draws its own."""
+        """Initialise every expert as ``nn.Linear`` does."""
         for weight, bias in ((self.up_weight, self.up_bias), (self.down_weight, self.down_bias)):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
@@ -52,7 +53,7 @@ class Experts(nn.Module):
                 nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor) -> Tensor:
-        """Weighted sum over the slots of each of ``tokens`` (N, D); slots (S,) sorted by expert, ``counts`` (E,)."""
+        """Sum the weighted outputs of each token's experts; tokens (N, D), slots (S,) sorted by expert, counts (E,)."""
         layers = self.up_weight, self.down_weight, self.up_bias, self.down_bias
         return expert_mlp(tokens, token_of_slot, weight_of_slot, counts, *layers, self.activation, self.backend)
 
@@ -62,26 +63,26 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A gate and ``num_experts`` two-layer perceptrons, of which each token visits ``k``, in place of one perceptron.
+    """Replace a two-layer perceptron by ``num_experts`` of them and a gate that sends each token to ``k`` experts.
 
-    The losses of the gate are in the report that comes with the features; add ``report.balance_loss`` (about 0.01 of
-    it) and ``report.z_loss`` (about 0.001) to the loss in training. They are plain outputs, so that they pass through
-    ``torch.compile``, activation checkpointing and sharding like any other. Where capacity is not bounded no token is
-    dropped.
+    The losses of the gate are in the returned report; add ``report.balance_loss`` (times about 0.01) and
+    ``report.z_loss`` (times about 0.001) to the loss in training. They are plain outputs, so they work with
+    ``torch.compile``, activation checkpointing and sharding. Without ``capacity_factor`` no token is dropped.
 
     Args:
         dim: D, width in and out.
-        hidden_dim: H of each expert. Many narrow experts with a larger ``k`` ("fine-grained") cost no more than few.
+        hidden_dim: H of each expert. Many narrow experts with a larger ``k`` ("fine-grained") cost no more than few
+            wide ones.
         num_experts: E.
         k: K.
         activation: ``gelu``, ``relu`` or ``silu``.
         gated: whether the first layer of an expert is gated; ``silu`` and gated is SwiGLU.
         bias: whether the layers of the experts have biases.
-        shared_dim: hidden width of one more perceptron, which every token visits; 0 for none.
-        capacity_factor: an expert takes at most this times N * K / E slots, rounded up, first choices first; what is
-            over is dropped, and counted in the report. By default there is no bound. What is dropped of a token depends
-            on later ones, too: not for models that generate a sequence.
-        gate: called with ``dim``, ``num_experts`` and ``k``; makes the gate.
+        shared_dim: hidden width of a shared perceptron that every token visits; 0 for none.
+        capacity_factor: limits each expert to this times N * K / E slots, rounded up, first choices first; slots above
+            the limit are dropped, and counted in the report. By default there is no limit. Which slots are dropped
+            depends on later tokens too, so it is not suitable for models that generate a sequence.
+        gate: callable that makes the gate from ``dim``, ``num_experts`` and ``k``.
 
     Raises:
         ValueError: if a size is below 1, ``k`` not in [1, ``num_experts``], or ``capacity_factor`` not positive.
@@ -119,14 +120,14 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(dim, shared_dim, activation, gated, bias) if shared_dim else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput:
-        """Map ``x`` (..., D), of the dtype of the experts, to the weighted sum of those that each token visits.
+        """Map ``x`` (..., D), in the dtype of the experts, to the weighted sum of the outputs of each token's experts.
 
-        Tokens where ``mask`` (...), bool, is False, such as padding, visit none: they get 0 (or what the shared expert
-        gives), and count in no loss and no statistic.
+        Tokens where ``mask`` (...), bool, is False, such as padding, visit no expert: their output is 0 (or that of the
+        shared expert), and they are excluded from losses and statistics.
 
         Raises:
-            TypeError: if ``x`` is not floating, or its dtype another than that of the experts without autocast.
-            ValueError: if its width, or the shape of ``mask``, is wrong.
+            TypeError: if ``x`` is not floating, or without autocast, if its dtype differs from that of the experts.
+            ValueError: if the width of ``x`` or the shape of ``mask`` is wrong.
         """
         require_width(self, x, "dim", self.dim, "tokens (..., {})")
         require_floating(self, x, "tokens", self.experts.parameters(recurse=False))
@@ -139,10 +140,10 @@ class MixtureOfExperts(nn.Module):
         experts, order = self._sort(expert_of_slot)
         counts = report.expert_counts
         if self.capacity_factor is not None:
-            asked = order.shape[0] if mask is None else counts.sum()  # known without waiting for the device, or on it
+            asked = order.shape[0] if mask is None else counts.sum()  # neither waits for the device
             capacity = torch.as_tensor(self.capacity_factor * asked / self.num_experts, device=x.device).ceil().long()
             order, counts, dropped = self._drop(experts, order, counts, capacity)
-            # not _replace, which torch.compile of 2.11 cannot return
+            # not _replace, whose result torch.compile of 2.11 cannot return
             balance_loss, z_loss, asked, dropped_before, confidence = report
             report = GateReport(balance_loss, z_loss, asked, dropped_before + dropped, confidence)
         features = self.experts(tokens, token_of_slot[order], weight_of_slot[order], counts)
@@ -151,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         return MixtureOutput(features.to(x.dtype).view_as(x), report)
 
     def _sort(self, expert_of_slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of the slots in order, those of one expert as they came, and where each slot stood."""
+        """Sort slots by expert, stably; return the sorted experts and the permutation."""
         if getattr(self.experts, "backend", None) != "dense":
             return expert_of_slot.sort(stable=True)
         slots = torch.arange(expert_of_slot.shape[0], device=expert_of_slot.device)
@@ -159,8 +160,8 @@ class MixtureOfExperts(nn.Module):
         return expert_of_slot[order], order
 
     def _drop(self, experts: Tensor, order: Tensor, counts: Tensor, capacity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the slots past ``capacity`` of each expert to the end of ``order``; also what is left, and how many."""
-        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # the last entry is that of slots left out before
+        """Move slots above the capacity to the end; return the order, remaining slots per expert, and dropped slots."""
+        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # the last entry is for slots without an expert
         place = torch.arange(order.shape[0], device=order.device) - start[experts]
         kept = torch.where(place < capacity, experts, self.num_experts)
         left = counts.clamp(max=capacity)
@@ -176,21 +177,21 @@ class MixtureOfExperts(nn.Module):
         capacity_factor: float | None = None,
         gate: GateFactory = TopKGate,
     ) -> "MixtureOfExperts":
-        """Turn a trained perceptron into a mixture whose experts are copies of it, so its outputs are equal at first.
+        """Create a mixture whose experts are copies of a trained perceptron, so that its initial outputs are equal.
 
-        Sparse upcycling: Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055.
+        This is sparse upcycling (Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055).
 
         Args:
             mlp: a :class:`~lightning_accel.nn.FeedForward`, an ``nn.Sequential`` of linear layer, activation, linear
-                layer, or a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as those of Llama.
+                layer, or a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as in Llama.
             num_experts: E.
             k: K.
-            capacity_factor: see the class; what is dropped differs from the perceptron's.
+            capacity_factor: see the class; outputs of dropped tokens differ from the perceptron's.
             gate: see the class.
 
         Raises:
-            TypeError: if ``mlp`` is none of these, or its activation none of ``gelu``, ``relu`` and ``silu``.
-            ValueError: if the weights that the gate gives to a token do not sum to 1, as with ``k=1``.
+            TypeError: if ``mlp`` is none of these, or its activation is not ``gelu``, ``relu`` or ``silu``.
+            ValueError: if the gate's weights of a token do not sum to 1, as with ``k=1``.
         """
         up, down, up_bias, down_bias, activation = read_dense(mlp)
         if (up_bias is None) != (down_bias is None):

@@ -1,4 +1,4 @@
-"""Expert weights from and to other layouts. Shapes: D features, H hidden features, E experts."""
+"""Conversion of expert weights from and to other layouts. Shapes: D features, H hidden features, E experts."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
 
 Naming: TypeAlias = Literal["mixtral", "olmoe", "stacked"]
 
-# name of the block, then of the gate, up and down projections of one expert, as checkpoints on disk hold them
+# names of the block, and of the gate, up and down projections of one expert, in checkpoint files
 _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "olmoe": ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -20,20 +20,20 @@ _NAMES = {
 
 
 def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Weights of one mixture, of SwiGLU experts, in the names of :class:`~lightning_accel.nn.MixtureOfExperts`.
+    """Convert the weights of one mixture of SwiGLU experts from the names of transformers.
 
-    ``MixtureOfExperts(dim, hidden_dim, num_experts, k, activation="silu", gated=True, bias=False)`` loads them; OLMoE
-    wants ``gate=functools.partial(TopKGate, normalize=False)`` too. It takes ``strict=False``, for the checkpoint has
-    none of the buffers of the gate.
+    Load the result into ``MixtureOfExperts(dim, hidden_dim, num_experts, k, activation="silu", gated=True,
+    bias=False)`` with ``strict=False``, as checkpoints lack the buffers of the gate. OLMoE also needs
+    ``gate=functools.partial(TopKGate, normalize=False)``.
 
     Args:
-        state: holds, perhaps among others, ``gate.weight`` and, for each expert e, ``experts.e.w1.weight``, ``w3``,
-            ``w2`` (as Mixtral's files) or ``experts.e.gate_proj.weight``, ``up_proj``, ``down_proj`` (as OLMoE's), or
-            ``experts.gate_up_proj`` and ``experts.down_proj`` (as transformers 5 has both in memory).
-        prefix: of those names, such as ``model.layers.0.block_sparse_moe.``
+        state: state dict with ``gate.weight`` and, for each expert e, ``experts.e.w1.weight``, ``w3``, ``w2`` (as in
+            files of Mixtral) or ``experts.e.gate_proj.weight``, ``up_proj``, ``down_proj`` (as in files of OLMoE), or
+            ``experts.gate_up_proj`` and ``experts.down_proj`` (as in modules of transformers 5). Others are ignored.
+        prefix: prefix of these names, such as ``model.layers.0.block_sparse_moe.``
 
     Raises:
-        ValueError: if a weight is missing; it names those needed.
+        ValueError: if a weight is missing; the message names it.
 
     Source: https://huggingface.co/docs/transformers/model_doc/mixtral and .../olmoe
     """
@@ -56,15 +56,15 @@ def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str
 
 
 def write_transformers(state: Mapping[str, Tensor], naming: Naming, prefix: str | None = None) -> dict[str, Tensor]:
-    """The weights of one mixture of SwiGLU experts, its ``state_dict()``, in transformers' names.
+    """Convert the weights of one mixture of SwiGLU experts to the names of transformers.
 
     Args:
-        state: of a mixture without biases and without a shared expert.
-        naming: ``mixtral`` or ``olmoe``, as in their files; ``stacked``, as transformers 5 has both in memory.
-        prefix: of the names; by default ``block_sparse_moe.``, ``mlp.`` or nothing.
+        state: state dict of a mixture without biases and without a shared expert.
+        naming: ``mixtral`` or ``olmoe``, as in their files; ``stacked``, as in modules of transformers 5.
+        prefix: prefix of the names; by default ``block_sparse_moe.``, ``mlp.`` or nothing.
 
     Raises:
-        ValueError: if the mixture has what that layout has no place for; it names it.
+        ValueError: if the mixture has weights that the layout does not support; the message names them.
     """
     up, down = state["experts.up_weight"], state["experts.down_weight"]
     known = {"gate.weight", "gate.expert_slots", "experts.up_weight", "experts.down_weight"}
@@ -80,15 +80,15 @@ def write_transformers(state: Mapping[str, Tensor], naming: Naming, prefix: str 
     written = {f"{prefix}gate.weight": state["gate.weight"]}
     for e, (both, last) in enumerate(zip(up, down, strict=True)):
         for name, tensor in zip(projections, (*both.chunk(2), last), strict=True):
-            written[f"{prefix}experts.{e}.{name}.weight"] = tensor.clone()  # of a slice, files would hold the whole
+            written[f"{prefix}experts.{e}.{name}.weight"] = tensor.clone()  # files store the whole storage of a slice
     return written
 
 
 def read_dense(mlp: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Activation]:
-    """First weight (H or 2 * H, D), second weight (D, H), their biases, and the activation of a perceptron.
+    """Return a perceptron's weights (H or 2 * H, D) and (D, H), their biases, and its activation.
 
     Raises:
-        TypeError: if it is of no kind that :meth:`lightning_accel.nn.MixtureOfExperts.from_dense` takes.
+        TypeError: if :meth:`lightning_accel.nn.MixtureOfExperts.from_dense` does not support the module.
     """
     if isinstance(mlp, FeedForward):
         return mlp.up.weight, mlp.down.weight, mlp.up.bias, mlp.down.bias, mlp.activation

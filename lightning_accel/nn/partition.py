@@ -1,6 +1,6 @@
 """Partition functions and likelihoods of restricted Boltzmann machines.
 
-Shapes: B rows, C chains, V visible units, H hidden units, G groups of visible units of which one is on, K units of one.
+Shapes: B batch size, C chains, V visible units, H hidden units, G groups of K visible units of which one is on.
 """
 
 import copy
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 Method: TypeAlias = Literal["exact", "ais", "reverse_ais"]
 
-_MOST_STATES = 2**25  # that are enumerated if asked for
-_FEW_STATES = 2**20  # that are enumerated unasked
-_CHUNK = 2**22  # numbers that are held at a time
+_MOST_STATES = 2**25  # largest number of states that method="exact" enumerates
+_FEW_STATES = 2**20  # up to this number of states log_prob takes method="exact" by default
+_CHUNK = 2**22  # numbers in memory at a time
 
 
 class LogZ(NamedTuple):
-    """Logarithm of a partition function in nats, the 3 sigma interval, and the effective sample size; () float64."""
+    """Hold a log partition function in nats, its 3 sigma interval and the effective sample size, () float64 each."""
 
     estimate: Tensor
     lower: Tensor
@@ -44,10 +44,10 @@ class LogZ(NamedTuple):
 
 @torch.no_grad()
 def exact_log_z(rbm: "RBM") -> LogZ:
-    """By enumeration of the smaller discrete side, in float64.
+    """Compute log Z by enumerating the states of the visible or hidden units, whichever are fewer, in float64.
 
     Raises:
-        ValueError: if neither side is discrete, or the smaller one has too many states.
+        ValueError: if neither visible nor hidden units are discrete, or both have too many states.
     """
     side, count = _smaller_side(rbm)
     if count is None or count > _MOST_STATES:
@@ -88,7 +88,7 @@ def _spell(count: int | None) -> str:
 def forward_log_z(
     rbm: "RBM", num_chains: int, num_temperatures: int, base_mean: Tensor | None, generator: Generator | None
 ) -> LogZ:
-    """Annealed importance sampling from independent units to the model; see :meth:`RBM.log_z`."""
+    """Estimate log Z by annealed importance sampling from independent units to the model; see :meth:`RBM.log_z`."""
     path = _Path(rbm, num_chains, num_temperatures, base_mean, generator)
     log_weight, _ = path.ascend()
     return _summarise(log_weight, path.log_base)
@@ -98,9 +98,10 @@ def forward_log_z(
 def reverse_log_z(
     rbm: "RBM", num_chains: int, num_temperatures: int, base_mean: Tensor | None, generator: Generator | None
 ) -> LogZ:
-    """Annealing from the model to independent units; see :meth:`RBM.log_z`.
+    """Estimate log Z by annealing from the model to independent units; see :meth:`RBM.log_z`.
 
-    The model's samples are those of annealing upwards, drawn again by their weights, after as many Gibbs steps.
+    Samples of the model are the end states of forward annealing, resampled by their weights, after the same number of
+    further Gibbs steps.
     """
     path = _Path(rbm, num_chains, num_temperatures, base_mean, generator)
     log_weight, visible = path.ascend()
@@ -110,10 +111,10 @@ def reverse_log_z(
 
 
 class _Path:
-    """Distributions between independent units, at 0, and the model, at 1.
+    """Anneal chains through distributions between independent units, at beta = 0, and the model, at beta = 1.
 
-    That at ``beta`` has weights and hidden biases times beta, as tempering has, and a visible bias between that of the
-    independent units and the model's.
+    The distribution at ``beta`` has weights and hidden biases times beta, as in tempering, and a visible bias
+    interpolated between that of the independent units and the model's.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class _Path:
         self.log_base = rbm.visible_units.log_partition(bias.double(), bias.double()) + at_rest.sum()
 
     def ascend(self) -> tuple[Tensor, Tensor]:
-        """Logarithms of the chains' weights (C,), without the first partition function's, and their states (C, V)."""
+        """Return the log importance weights (C,) of the chains, without the base's log Z, and their states (C, V)."""
         visible = self.rbm.visible_units.sample(self.start, self.generator)
         log_weight = visible.new_zeros(len(visible), dtype=torch.float64)
         with without_autocast(visible):
@@ -155,7 +156,7 @@ class _Path:
         return log_weight, visible
 
     def descend(self, visible: Tensor) -> Tensor:
-        """Logarithms of the weights (C,) of chains that begin at samples (C, V) of the model."""
+        """Return the log importance weights (C,) of chains that start at samples (C, V) of the model."""
         log_weight = visible.new_zeros(len(visible), dtype=torch.float64)
         last = len(self.betas) - 1
         with without_autocast(visible):
@@ -168,30 +169,30 @@ class _Path:
         return log_weight
 
     def _gain(self, visible: Tensor, activation: Tensor, low: int) -> Tensor:
-        """How much likelier the states are at the next beta than at that of ``low``, not normalised, (C,)."""
+        """Return the log ratio (C,) of the states' unnormalised probabilities at the next beta and at index ``low``."""
         units, log_partition = self.rbm.visible_units, self.rbm.hidden_units.log_partition
         hidden = log_partition(self.betas[low + 1] * activation) - log_partition(self.betas[low] * activation)
         own = units.energy(visible, self.biases[low]) - units.energy(visible, self.biases[low + 1])
         return hidden.sum(dim=-1, dtype=torch.float64) + own
 
     def _step(self, activation: Tensor, at: int) -> Tensor:
-        """A Gibbs step at one temperature, from the hidden units' activation (C, H) at 1."""
+        """Run a Gibbs step at beta number ``at``, given the hidden units' activation (C, H) at beta = 1."""
         beta, rbm = self.betas[at], self.rbm
         hidden = rbm.hidden_units.sample(beta * activation, self.generator)
         return rbm.visible_units.sample(torch.addmm(self.biases[at], hidden, rbm.weight, alpha=beta), self.generator)
 
 
-_ROWS_OF_MEAN = 1000  # means of 0 and 1 are taken for those of so many rows
+_ROWS_OF_MEAN = 1000  # number of samples that base_mean counts as, which limits the bias for means of 0 and 1
 
 
 @torch.no_grad()
 def require_finite(rbm: "RBM") -> None:
-    """Refuse an RBM that has no partition function.
+    """Require that the partition function of an RBM is finite.
 
-    Gaussian units are driven by rectified ones, and drive them: beyond a strength, without end.
+    Gaussian and rectified units excite each other; if the weights are too large, energies have no lower bound.
 
     Raises:
-        ValueError: if parameters are not finite, or that strength is reached.
+        ValueError: if parameters are not finite, or the weights are too large.
     """
     for name, parameter in rbm.named_parameters():
         if not parameter.isfinite().all():
@@ -215,10 +216,10 @@ def require_finite(rbm: "RBM") -> None:
 
 
 def _summarise(log_weight: Tensor, log_base: Tensor) -> LogZ:
-    """Log of the mean weight and 3 sigma around it.
+    """Compute the log of the mean weight and its 3 sigma interval.
 
-    The larger of two deviations: by the delta method, which where few weights count is at most 1, and that of the mean
-    of a log-normal distribution (Zhou and Gao 1997, Confidence Intervals for the Log-normal Mean, Cox's method).
+    Sigma is the larger of two deviations: by the delta method, which is at most 1 if few weights dominate, and for the
+    mean of a log-normal distribution (Zhou and Gao 1997, Confidence Intervals for the Log-normal Mean, Cox's method).
     """
     weight = (log_weight - log_weight.max()).exp()
     mean = weight.mean()
@@ -232,7 +233,7 @@ def _summarise(log_weight: Tensor, log_base: Tensor) -> LogZ:
 
 @torch.no_grad()
 def log_probability(rbm: "RBM", visible: Tensor, log_z: LogZ | None) -> Tensor:
-    """See :meth:`RBM.log_prob`."""
+    """Compute :meth:`RBM.log_prob`."""
     rbm.require_support(visible, all_rows=False)
     if log_z is None:
         count = _smaller_side(rbm)[1]
@@ -241,7 +242,7 @@ def log_probability(rbm: "RBM", visible: Tensor, log_z: LogZ | None) -> Tensor:
 
 
 class _Groups(NamedTuple):
-    """Visible units of which one is on, G groups of K; a Bernoulli unit is one of two, its other has no weights."""
+    """Hold G groups of K visible units of which one is on; Bernoulli units form pairs with a unit without weights."""
 
     state: Tensor  # (B, G, K)
     weight: Tensor  # (G, K, H)
@@ -250,7 +251,7 @@ class _Groups(NamedTuple):
 
 @torch.no_grad()
 def pseudo_likelihood(rbm: "RBM", visible: Tensor, exact: bool, generator: Generator | None) -> Tensor:
-    """See :meth:`RBM.pseudo_likelihood`."""
+    """Compute :meth:`RBM.pseudo_likelihood`."""
     rbm.require_support(visible, all_rows=False)
     with without_autocast(visible):
         visible = visible if visible.dtype == torch.float64 else visible.float()
@@ -291,7 +292,7 @@ def _groups_of(rbm: "RBM", part: VisibleUnits, place: slice, state: Tensor) -> _
 
 
 def _pseudo_rows(rbm: "RBM", parts: list[_Groups], activation: Tensor, rows: Tensor, chosen: Tensor | None) -> Tensor:
-    """Of ``rows`` (R,), the sum over all groups, or that of the group that is ``chosen`` (B,) of each row, (R,)."""
+    """Sum the log-probabilities over all groups, or take the ``chosen`` (B,) group, for each of ``rows`` (R,)."""
     total = activation.new_zeros(len(rows))
     rows = rows.to(activation.device)
     first = 0
@@ -309,7 +310,7 @@ def _pseudo_rows(rbm: "RBM", parts: list[_Groups], activation: Tensor, rows: Ten
 
 
 def _group_log_prob(rbm: "RBM", activation: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Log-probability of the state (R, G, K) of each group given all others, (R, G), of activations (R, H)."""
+    """Compute the log-probability (R, G) of each group's state (R, G, K) given all others; activation is (R, H)."""
     own = torch.einsum("rgk,gkh->rgh" if weight.ndim == 3 else "rgk,rgkh->rgh", state, weight)
     without = activation[:, None] - own
     log_partition = rbm.hidden_units.log_partition(without[:, :, None] + weight)  # (R, G, K, H)
@@ -317,7 +318,7 @@ def _group_log_prob(rbm: "RBM", activation: Tensor, state: Tensor, weight: Tenso
 
 
 def _parts(units: VisibleUnits) -> Iterator[tuple[VisibleUnits, slice]]:
-    """The units of each kind, and where they are."""
+    """Yield the units of each type and their slice of the visible units."""
     start = 0
     for part in units.members() if isinstance(units, JoinedVisible) else [units]:
         yield part, slice(start, start + part.num_visible)

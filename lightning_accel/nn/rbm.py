@@ -1,4 +1,4 @@
-"""Restricted Boltzmann machines. Shapes: B rows, V visible units, H hidden units."""
+"""Restricted Boltzmann machines. Shapes: B batch size, V visible units, H hidden units."""
 
 from typing import Literal, TypeAlias
 
@@ -34,28 +34,28 @@ Hidden: TypeAlias = Literal["bernoulli", "relu"]
 
 
 class RBM(nn.Module):
-    """A restricted Boltzmann machine: p(v, h) proportional to exp(-energy(v, h)).
+    """Model visible and hidden units by a restricted Boltzmann machine: p(v, h) proportional to exp(-energy(v, h)).
 
-    energy(v, h) = e(v) - h . (W x + c) + g(h). For Bernoulli and categorical visible units x = v and e(v) = -b . v; for
-    Gaussian ones x = v / variance and e(v) = |v - b|**2 / (2 variance). g is 0, or |h|**2 / 2 for ``relu``. Under
-    autocast free energies are computed in float32 all the same, products with W elsewhere in its dtype.
+    The energy is energy(v, h) = e(v) - h . (W x + c) + g(h). For Bernoulli and categorical visible units, x = v and
+    e(v) = -b . v; for Gaussian ones, x = v / variance and e(v) = |v - b|**2 / (2 variance). g is 0, or |h|**2 / 2 for
+    ``relu``. Free energies are computed in float32 also under autocast; other products with W use its dtype.
 
-    Training is :class:`lightning_accel.nn.ContrastiveDivergence`.
+    Train it with :class:`lightning_accel.nn.ContrastiveDivergence`.
 
     Args:
-        num_visible: V, labels not counted.
+        num_visible: V, not counting labels.
         num_hidden: H.
         visible: ``bernoulli`` (0, 1, or probabilities), ``gaussian`` (real, standardised) or ``categorical`` (groups of
             ``num_categories`` units, one-hot).
-        hidden: ``bernoulli``, or ``relu``: not negative, see :class:`lightning_accel.nn.rbm_units.RectifiedHidden`.
-        num_categories: units in each group of categorical ones.
-        num_labels: one-hot units that are appended to the visible ones: the row's class.
-        learn_variance: of Gaussian units; else variances are 1.
-        initial_std: standard deviation of the weights at the start. With sqrt(8 / (V + H)) Bernoulli units learn
-            densities better (``benchmarks/results`` has the figures), with small weights features.
+        hidden: ``bernoulli``, or ``relu`` (non-negative, see :class:`lightning_accel.nn.rbm_units.RectifiedHidden`).
+        num_categories: number of units in each group of categorical units.
+        num_labels: number of one-hot units appended to the visible ones for the sample's class.
+        learn_variance: whether to learn the variances of Gaussian units; else they are 1.
+        initial_std: standard deviation of the initial weights. For Bernoulli units sqrt(8 / (V + H)) learns better
+            densities (see ``benchmarks/results``), small weights learn better features.
 
     Raises:
-        ValueError: if a number is out of range, or an option does not fit the kind of the units.
+        ValueError: if a number is out of range, or an option does not apply to the type of units.
 
     Source: Hinton 2012, A Practical Guide to Training Restricted Boltzmann Machines
 
@@ -99,7 +99,7 @@ class RBM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random weights, biases of 0 (Hinton 2012, section 8)."""
+        """Draw random weights and set biases to 0 (Hinton 2012, section 8)."""
         nn.init.normal_(self.weight, std=self.initial_std)
         nn.init.zeros_(self.visible_bias)
         nn.init.zeros_(self.hidden_bias)
@@ -109,16 +109,16 @@ class RBM(nn.Module):
 
     @torch.no_grad()
     def start_at_(self, mean: Tensor, num_rows: int) -> None:
-        """Set the visible bias to that of independent units with the data's ``mean`` (V,) of ``num_rows`` rows."""
+        """Set the visible bias to that of independent units with the ``mean`` (V,) of ``num_rows`` data samples."""
         self.visible_bias.copy_(self.visible_units.bias_for(mean.to(self.visible_bias), num_rows))
 
     def require_support(self, visible: Tensor, *, all_rows: bool = True) -> None:
-        """Refuse rows that the visible units cannot hold; it waits for the device.
+        """Require that the visible units support the data; waits for the device.
 
         Args:
             visible: (B, V).
-            all_rows: whether these are all rows of the data. Of Gaussian units columns are refused that are constant,
-                which in a batch they may be by chance.
+            all_rows: whether ``visible`` is the whole data set. Constant columns are an error for Gaussian units then;
+                in a batch, columns may be constant by chance.
 
         Raises:
             ValueError: if ``visible`` is not (B, V), has no rows, holds NaN or infinities, values outside the units'
@@ -141,7 +141,7 @@ class RBM(nn.Module):
             raise ValueError(fault)
 
     def hidden_activation(self, visible: Tensor) -> Tensor:
-        """The hidden units' W x + c of ``visible`` (B, V), (B, H), at least float32."""
+        """Compute the hidden units' activation W x + c from ``visible`` (B, V): (B, H), float32 or wider."""
         self._require_visible(visible)
         return (
             at_least_float32(F.linear(self.visible_units.input(visible).to(self.weight.dtype), self.weight))
@@ -149,30 +149,30 @@ class RBM(nn.Module):
         )
 
     def visible_activation(self, hidden: Tensor) -> Tensor:
-        """The visible units' h W + b of ``hidden`` (B, H), (B, V), at least float32."""
+        """Compute the visible units' activation h W + b from ``hidden`` (B, H): (B, V), float32 or wider."""
         self._require_hidden(hidden)
         return at_least_float32(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
 
     def forward(self, visible: Tensor) -> Tensor:
-        """Mean of the hidden units given ``visible`` (B, V), (B, H)."""
+        """Compute the means (B, H) of the hidden units given ``visible`` (B, V)."""
         return self.hidden_units.mean(self.hidden_activation(visible))
 
     transform = forward
 
     def sample_hidden(self, visible: Tensor, generator: Generator | None = None) -> Tensor:
-        """Draw the hidden units given ``visible`` (B, V), (B, H)."""
+        """Draw the hidden units (B, H) given ``visible`` (B, V)."""
         return self.hidden_units.sample(self.hidden_activation(visible), generator)
 
     def sample_visible(self, hidden: Tensor, generator: Generator | None = None) -> Tensor:
-        """Draw the visible units given ``hidden`` (B, H), (B, V)."""
+        """Draw the visible units (B, V) given ``hidden`` (B, H)."""
         return self.visible_units.sample(self.visible_activation(hidden), generator)
 
     def reconstruct(self, visible: Tensor) -> Tensor:
-        """Mean of the visible units given the mean of the hidden ones given ``visible`` (B, V), (B, V)."""
+        """Compute the means (B, V) of the visible units given the hidden means that follow from ``visible`` (B, V)."""
         return self.visible_units.mean(self.visible_activation(self(visible)))
 
     def energy(self, visible: Tensor, hidden: Tensor) -> Tensor:
-        """Energy of ``visible`` (B, V) with ``hidden`` (B, H), (B,) in nats."""
+        """Compute the energy (B,) of ``visible`` (B, V) and ``hidden`` (B, H), in nats."""
         self._require_visible(visible)
         self._require_hidden(hidden)
         with without_autocast(visible):
@@ -181,7 +181,7 @@ class RBM(nn.Module):
             return self._energy_of(at_least_float32(visible)) - interaction + self.hidden_units.base(hidden)
 
     def free_energy(self, visible: Tensor) -> Tensor:
-        """Minus the log of the unnormalised probability of ``visible`` (B, V), (B,) in nats; lower is likelier."""
+        """Compute the negative log unnormalised probability (B,) of ``visible`` (B, V), in nats; lower is likelier."""
         self._require_visible(visible)
         with without_autocast(visible):
             visible = at_least_float32(visible)
@@ -189,7 +189,7 @@ class RBM(nn.Module):
             return self._energy_of(visible) - log_partition.sum(dim=-1)
 
     def hidden_free_energy(self, hidden: Tensor) -> Tensor:
-        """Minus the log of the unnormalised probability of ``hidden`` (B, H), (B,) in nats."""
+        """Compute the negative log unnormalised probability (B,) of ``hidden`` (B, H), in nats."""
         self._require_hidden(hidden)
         with without_autocast(hidden):
             hidden = at_least_float32(hidden)
@@ -205,31 +205,32 @@ class RBM(nn.Module):
         base_mean: Tensor | None = None,
         generator: Generator | None = None,
     ) -> LogZ:
-        """Logarithm of the sum over all states of exp(-energy), in nats, with an interval.
+        """Compute or estimate the log partition function, the log of the sum of exp(-energy) over all states, in nats.
 
-        ``exact`` enumerates the smaller side that is discrete, up to 2**25 states. ``ais`` anneals from independent
-        units to the model; its weights are right on average, so that the estimate errs downwards if it errs.
-        ``reverse_ais`` anneals samples of the model to independent units and errs upwards: where both agree, believe
-        them. What neither method's chains ever visit, neither knows of.
+        ``exact`` enumerates the visible or hidden states, whichever are discrete and fewer, up to 2**25 states. ``ais``
+        anneals from independent units to the model; its weights are unbiased, so the estimate of the logarithm is too
+        low on average. ``reverse_ais`` anneals samples of the model to independent units and is too high on average; if
+        both agree, the estimates are reliable. Neither accounts for modes that its chains never visit.
 
         Args:
             method: ``exact``, ``ais`` or ``reverse_ais``.
-            num_chains: of annealing. With few of them, or a small effective sample size, the interval is wide.
-            num_temperatures: from 0 to 1, evenly spaced; twice as many halve the variance of the weights' logarithms.
-            base_mean: (V,) mean of the data, which the independent units have; by default they have the visible bias,
-                which is far from the data's in most trained models: give it.
-            generator: on the device of the weights.
+            num_chains: number of annealed chains. With few of them, or a small effective sample size, the interval is
+                wide.
+            num_temperatures: number of evenly spaced temperatures from 0 to 1; twice as many halve the variance of the
+                log weights.
+            base_mean: (V,), mean of the independent units; pass the mean of the data. By default it follows from the
+                visible bias, which in most trained models is far from the data.
+            generator: random number generator on the device of the weights.
 
         Returns:
-            Estimate; the 3 sigma interval of this method's sampling error around it, which leaves out the direction in
-            which it errs: take ``lower`` of ``ais`` and ``upper`` of ``reverse_ais`` for a bracket; and how many
-            independent weights of equal size tell as much as the chains' do. ``exact`` has the estimate thrice and
-            infinitely many.
+            The estimate; the 3 sigma interval of its sampling error, which does not include the bias: ``lower`` of
+            ``ais`` and ``upper`` of ``reverse_ais`` bracket the true value; and the effective sample size of the
+            weights. For ``exact``, the interval has width 0 and the effective sample size is infinite.
 
         Raises:
-            ValueError: if a number or the method is out of range, if neither side can be enumerated, if parameters are
-                not finite, or if Gaussian visible and rectified hidden units have weights so large that the sum may be
-                infinite.
+            ValueError: if an argument is out of range, if neither visible nor hidden states can be enumerated, if
+                parameters are not finite, or if Gaussian visible and rectified hidden units have weights so large that
+                the sum may be infinite.
 
         Source: Neal 2001, Annealed Importance Sampling; Salakhutdinov and Murray 2008, On the Quantitative Analysis of
         Deep Belief Networks, section 4.1; Burda, Grosse and Salakhutdinov 2015, Accurate and Conservative Estimates of
@@ -244,12 +245,12 @@ class RBM(nn.Module):
         return estimate(self, num_chains, num_temperatures, base_mean, generator)
 
     def log_prob(self, visible: Tensor, log_z: LogZ | None = None) -> Tensor:
-        """Log of the probability (density) of ``visible`` (B, V), (B,) float64 in nats, without a gradient.
+        """Compute the log-probability (density) of ``visible`` (B, V), (B,) float64 in nats, without a gradient.
 
         Args:
             visible: (B, V) in the units' support.
-            log_z: what :meth:`log_z` told. By default it is computed anew, exactly where one side has at most 2**20
-                states, else by ``ais``; compute it once for several batches.
+            log_z: result of :meth:`log_z`; pass it to compute it once for several batches. By default it is computed
+                exactly if the visible or hidden units have at most 2**20 states, else by ``ais``.
 
         Raises:
             ValueError: as :meth:`log_z`.
@@ -257,18 +258,19 @@ class RBM(nn.Module):
         return log_probability(self, visible, log_z)
 
     def pseudo_likelihood(self, visible: Tensor, exact: bool = True, generator: Generator | None = None) -> Tensor:
-        """Sum over units of the log-probability of each given all others, (B,) in nats; groups if categorical.
+        """Compute the pseudo-log-likelihood (B,) in nats: the log-probabilities of units given the others, summed.
 
-        Of grey levels it is minus the cross-entropy of each unit's own level with its probability given the others'
-        levels. Models rank by it otherwise than by likelihood: do not choose one by it.
+        Categorical units count per group. For grey levels it is the negative cross-entropy between each unit's level
+        and its probability given the other levels. Do not select models by it: it ranks them differently from the
+        likelihood.
 
         Args:
             visible: (B, V) in the units' support.
-            exact: all units, in O(B V H); else one of each row, drawn at random, times how many there are.
-            generator: of that draw.
+            exact: use all units, in O(B V H); else one random unit per sample, times the number of units.
+            generator: random number generator of that draw.
 
         Raises:
-            ValueError: if units are Gaussian, which have no such probability in closed form.
+            ValueError: if units are Gaussian, which have no closed form.
 
         Source: Besag 1975, Statistical Analysis of Non-Lattice Data
         """
@@ -278,17 +280,17 @@ class RBM(nn.Module):
     def sample(
         self, num_samples: int, steps: int, *, clamp: Tensor | None = None, generator: Generator | None = None
     ) -> Tensor:
-        """Draw from the model by Gibbs steps that start at independent units with the visible bias.
+        """Draw samples of the model by Gibbs steps that start at independent units with the visible bias.
 
         Args:
-            num_samples: n, rows.
-            steps: Gibbs steps of each row.
-            clamp: (n, V) or (V,), NaN where free: values to hold, such as half of a picture, or the class of labels.
-                Groups of categorical units are held or free as a whole.
-            generator: on the device of the weights.
+            num_samples: n.
+            steps: number of Gibbs steps.
+            clamp: (n, V) or (V,), values to hold, such as half of an image or the class of labels; NaN where units are
+                free. Groups of categorical units are clamped or free as a whole.
+            generator: random number generator on the device of the weights.
 
         Returns:
-            (n, V) states, drawn; ``reconstruct`` tells what they look like on average.
+            (n, V) sampled states; :meth:`reconstruct` of them gives smoother means.
 
         Raises:
             ValueError: if a size is out of range, or ``clamp`` has the wrong shape or values outside the support.
@@ -303,10 +305,10 @@ class RBM(nn.Module):
         return visible if held is None else torch.where(held.isnan(), visible, held)
 
     def held(self, clamp: Tensor, num_samples: int) -> Tensor:
-        """``clamp``, (n, V) or (V,) with NaN where units are free, for each of ``num_samples``, (n, V).
+        """Check ``clamp``, (n, V) or (V,) with NaN where units are free, and expand it to (n, V) for ``num_samples``.
 
         Raises:
-            ValueError: if its shape is another, or it holds what the units cannot.
+            ValueError: if the shape is wrong, or the units do not support a value.
         """
         if clamp.shape not in ((self.num_visible,), (num_samples, self.num_visible)):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""What the units of a restricted Boltzmann machine hold. Shapes: B rows, U units of one side.
+"""Types of visible and hidden units of restricted Boltzmann machines. Shapes: B batch size, V visible, H hidden units.
 
-Given the other side, the units of a side are independent. Each kind tells, of the activation a = bias + input from the
-other side: the mean, a draw, and the logarithm of the sum (integral) over all states of exp(a . s - base(s)), where
-base is 0, or s**2 / 2 for units with real states.
+Visible units are independent given the hidden units, and vice versa. Each type defines, for an activation a = bias +
+input from the other units: the mean, a draw, and the logarithm of the sum (integral) over all states of
+exp(a . s - base(s)), where base is 0, or s**2 / 2 for units with real states.
 """
 
 import math
@@ -24,70 +24,67 @@ from lightning_accel.ops.gibbs import (
 
 
 class HiddenUnits(Protocol):
-    """Hidden units of one kind."""
+    """Define a type of hidden units."""
 
     def mean(self, activation: Tensor) -> Tensor:
-        """(B, H) of (B, H)."""
+        """Compute the means of the units given ``activation``, both (B, H)."""
 
     def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        """(B, H) of (B, H)."""
+        """Draw states of the units given ``activation``, both (B, H)."""
 
     def log_partition(self, activation: Tensor) -> Tensor:
-        """(B, H) of (B, H), for each unit."""
+        """Compute the log partition function of each unit given ``activation``, both (B, H)."""
 
     def base(self, state: Tensor) -> Tensor:
-        """(B,) of (B, H), over all units."""
+        """Compute the base energy (B,) of ``state`` (B, H), summed over units."""
 
 
 class VisibleUnits(nn.Module):
-    """Visible units of one kind; subclasses say which.
-
-    ``num_visible`` units, whose states are (B, V).
-    """
+    """Define a type of ``num_visible`` visible units with states (B, V); a base class."""
 
     def __init__(self, num_visible: int) -> None:
         super().__init__()
         self.num_visible = num_visible
 
     def input(self, state: Tensor) -> Tensor:
-        """What the weights are multiplied with, (B, V)."""
+        """Compute the values (B, V) that the weights multiply."""
         return state
 
     def mean(self, activation: Tensor) -> Tensor:
-        """(B, V) of (B, V)."""
+        """Compute the means of the units given ``activation``, both (B, V)."""
         raise NotImplementedError
 
     def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        """(B, V) of (B, V)."""
+        """Draw states of the units given ``activation``, both (B, V)."""
         raise NotImplementedError
 
     def energy(self, state: Tensor, bias: Tensor) -> Tensor:
-        """Energy of the states alone, (B,), of (B, V) and (V,)."""
+        """Compute the energy (B,) of states (B, V) with ``bias`` (V,), without hidden units."""
         return -(state @ bias.to(state.dtype))
 
     def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
-        """Log of the sum over states of exp(input . (activation - bias) - energy), (B,), of (B, V) and (V,)."""
+        """Compute the log of the sum over states of exp(input . (activation - bias) - energy), (B,)."""
         raise NotImplementedError
 
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
-        """The bias (V,) under which units without weights have ``mean`` (V,), of ``num_rows`` rows."""
+        """Compute the bias (V,) of units without weights that have the ``mean`` (V,) of ``num_rows`` data samples."""
         raise NotImplementedError
 
     def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
-        """What is wrong with ``state`` (B, V), if anything; ``all_rows`` if these are all rows of the data."""
+        """Return a message if ``state`` (B, V) is invalid, else None; ``all_rows`` if it is the whole data set."""
         raise NotImplementedError
 
     def count_states(self) -> int | None:
-        """How many states the units have together; None of real ones."""
+        """Return the number of joint states of the units; None for real states."""
         raise NotImplementedError
 
     def enumerate_states(self, numbers: Tensor) -> Tensor:
-        """The states with ``numbers`` (B,) below :meth:`count_states`, (B, V) float64."""
+        """Return the states (B, V), float64, with ``numbers`` (B,) below :meth:`count_states`."""
         raise NotImplementedError
 
 
 class BernoulliVisible(VisibleUnits):
-    """0 or 1; data may be probabilities, such as grey levels."""
+    """Define visible units that are 0 or 1; data may be probabilities, such as grey levels."""
 
     def mean(self, activation: Tensor) -> Tensor:
         return activation.sigmoid()
@@ -99,7 +96,7 @@ class BernoulliVisible(VisibleUnits):
         return F.softplus(activation).sum(dim=-1)
 
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
-        least = 0.5 / (num_rows + 1)  # what never was seen has a small probability, not none
+        least = 0.5 / (num_rows + 1)  # values that never occurred get a small probability above 0
         return mean.clamp(least, 1 - least).logit()
 
     def count_states(self) -> int | None:
@@ -119,11 +116,11 @@ class BernoulliVisible(VisibleUnits):
 
 
 class CategoricalVisible(VisibleUnits):
-    """Groups of units of which one is 1, the others 0; data may be probabilities.
+    """Define groups of visible units, of which one is 1 and the others 0; data may be probabilities.
 
     Args:
-        num_visible: groups x classes.
-        num_classes: units in a group.
+        num_visible: number of groups times ``num_classes``.
+        num_classes: number of units per group.
     """
 
     def __init__(self, num_visible: int, num_classes: int) -> None:
@@ -165,10 +162,10 @@ class CategoricalVisible(VisibleUnits):
 
 
 class GaussianVisible(VisibleUnits):
-    """Real values, normal around the activation.
+    """Define visible units with real values, normally distributed around the activation.
 
     Args:
-        num_visible: units.
+        num_visible: number of units.
         learn_variance: whether variances are learned; else they are 1, and the data should be standardised.
 
     Source: Cho, Ilin and Raiko 2011, Improved Learning of Gaussian-Bernoulli Restricted Boltzmann Machines, eq. 4
@@ -201,7 +198,7 @@ class GaussianVisible(VisibleUnits):
         return None
 
     def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
-        if not all_rows or len(state) < 2:  # a value that is rare is constant in many a batch
+        if not all_rows or len(state) < 2:  # columns with rare values are constant in many batches
             return None
         constant = (state == state[0]).all(dim=0)
         if not constant.any():
@@ -214,7 +211,7 @@ class GaussianVisible(VisibleUnits):
 
 
 class JoinedVisible(VisibleUnits):
-    """Units of several kinds, side by side, such as pixels and the label of the picture."""
+    """Concatenate visible units of several types, such as pixels and the label of an image."""
 
     def __init__(self, parts: Sequence[VisibleUnits]) -> None:
         super().__init__(sum(part.num_visible for part in parts))
@@ -222,10 +219,10 @@ class JoinedVisible(VisibleUnits):
         self._sizes = [part.num_visible for part in parts]
 
     def members(self) -> list[VisibleUnits]:
-        """The units of each kind, in order."""
+        """Return the units of each type, in order."""
         return [part for (part,) in self._each()]
 
-    def _each(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # a unit, then a part of each
+    def _each(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # units, then their part of each state
         return list(zip(self.parts, *(state.split(self._sizes, dim=-1) for state in states), strict=True))
 
     def input(self, state: Tensor) -> Tensor:
@@ -264,7 +261,7 @@ class JoinedVisible(VisibleUnits):
 
 
 class BernoulliHidden:
-    """0 or 1."""
+    """Define hidden units that are 0 or 1."""
 
     def mean(self, activation: Tensor) -> Tensor:
         return activation.sigmoid()
@@ -280,10 +277,10 @@ class BernoulliHidden:
 
 
 class RectifiedHidden:
-    """Not negative: normal around the activation with variance 1, cut at 0.
+    """Define non-negative hidden units: normal around the activation with variance 1, truncated at 0.
 
-    Its mean is a smooth ReLU. Unlike the noisy ReLU of Nair and Hinton 2010, which stands for no energy, the free
-    energy is exact, and with it likelihoods and tempering.
+    The mean is a smooth ReLU. Unlike the noisy ReLU of Nair and Hinton 2010, which has no energy function, the units
+    have an exact free energy, and therefore exact likelihoods and tempering.
 
     Source: Su, Liao, Chen and Carin 2016, Nonlinear Statistical Learning with Truncated Gaussian Graphical Models
     """
@@ -302,6 +299,6 @@ class RectifiedHidden:
 
 
 def enumerate_bits(numbers: Tensor, num_bits: int) -> Tensor:
-    """The binary digits of ``numbers`` (B,), (B, num_bits) float64, the lowest first."""
+    """Return the binary digits of ``numbers`` (B,), lowest first: (B, num_bits) float64."""
     places = torch.arange(num_bits, device=numbers.device)
     return (numbers[:, None].bitwise_right_shift(places) & 1).double()

@@ -1,6 +1,6 @@
-"""Recurrent networks for rows of unequal lengths.
+"""Recurrent networks for sequences of unequal lengths.
 
-Shapes: B rows, T steps, I inputs, H hidden, L layers, D directions.
+Shapes: B samples, T steps, I inputs, H hidden, L layers, D directions.
 """
 
 from collections.abc import Sequence
@@ -23,42 +23,43 @@ Sequences: TypeAlias = Tensor | Sequence[Tensor] | PackedSequence
 
 
 class RecurrentOutput(NamedTuple):
-    """What a :class:`DynamicRNN` returns."""
+    """Hold the output of :class:`DynamicRNN`."""
 
-    output: Sequences  # the last layer's, in the form of the input: (B, T, D * H), zeros after a row's end
+    output: Sequences  # last layer's output in the form of the input: (B, T, D * H), zero after the end of a sequence
     pooled: Tensor | None  # (B, D * H); None for pooling="none"
-    state: State  # (L * D, B, H) after each row's last valid step; a pair, h and c, of an LSTM
+    state: State  # (L * D, B, H) after each sequence's last valid step; for an LSTM a pair, h and c
 
 
 class DynamicRNN(nn.Module):
-    """A recurrent network to which a batch of unequally long rows is as good as each row alone.
+    """Run a recurrent network over a batch of sequences of unequal lengths, with the results of each sequence alone.
 
-    What comes after a row's end changes neither what is put out nor a gradient, and may be NaN. A row of length 0 is a
-    row: its states stay, and what is pooled of it is its state for ``last``, else 0.
+    Padding after the end of a sequence affects neither outputs nor gradients, and may be NaN. For a sequence of length
+    0 the states stay unchanged, and the pooled output is its state for ``last``, else 0.
 
-    ``execution`` is how the steps are run; all give the same numbers. ``auto`` takes what ``benchmarks/bench_rnn.py``
-    found fastest for the device, the cell and the lengths: ``padded`` runs all rows as long as the longest, without
-    waiting for a GPU; ``staircase`` sorts rows by length and runs those that go on; ``packed`` is torch's kernel for a
-    PackedSequence; ``lanes`` lays rows end to end, for the scan cells.
+    ``execution`` selects how the steps are run; the results are equal. ``padded`` runs all sequences to the longest
+    length, without waiting for a GPU; ``staircase`` sorts sequences by length and runs each step only for those that
+    have not ended; ``packed`` is torch's kernel for a PackedSequence; ``lanes`` concatenates sequences along time, for
+    scan cells. ``auto`` takes the fastest for the device, the cell and the lengths, as measured by
+    ``benchmarks/bench_rnn.py``.
 
     Args:
         input_size: I.
         hidden_size: H.
         num_layers: L.
-        cell: ``rnn`` (tanh), ``gru`` or ``lstm``, those of torch; ``mingru`` or ``minlstm``, whose gates know the input
-            alone, so that all steps are computed at once.
-        bidirectional: whether a second layer beside each reads from the last valid step to the first.
-        pooling: how the steps of a row become one vector: its ``last`` valid step (in each direction), ``mean``,
+        cell: ``rnn`` (tanh), ``gru`` or ``lstm`` as in torch; or the scan cells ``mingru`` and ``minlstm``, whose gates
+            depend only on the input, so that all steps are computed in parallel.
+        bidirectional: whether each layer also reads from the last valid step to the first.
+        pooling: how the steps of a sequence become one vector: its ``last`` valid step (in each direction), ``mean``,
             ``max``, ``attention`` with a learned query, or ``none``.
-        dropout: share of what goes from layer to layer that is dropped in training.
-        weight_drop: share of the weights from state to gates that is dropped, the same at all steps of a batch.
-        zoneout: share of the states that stay as they were at a step, drawn anew at each.
-        layer_norm: whether to normalise what gates get from the input and from the state, and an LSTM's c.
+        dropout: dropout probability between layers.
+        weight_drop: dropout probability of the weights from state to gates, the same for all steps of a batch.
+        zoneout: probability that a state keeps its value at a step.
+        layer_norm: whether to normalise the gates' inputs from the input and from the state, and the c of an LSTM.
         execution: ``auto``, ``padded``, ``staircase``, ``packed`` or ``lanes``.
 
     Raises:
-        ValueError: if a size is below 1, a share not in [0, 1), a name not among those above, or the execution or
-            an option is one that the cell cannot have.
+        ValueError: if a size is below 1, a probability not in [0, 1), a name unknown, or the execution or an option
+            does not work with the cell.
 
     Source: Feng et al. 2024, Were RNNs All We Needed? (minGRU, minLSTM); Merity et al. 2018, Regularizing and
     Optimizing LSTM Language Models (weight drop); Krueger et al. 2017, Zoneout, eq. 4 and 5; Ba et al. 2016, Layer
@@ -69,7 +70,7 @@ class DynamicRNN(nn.Module):
     torch.Size([2, 5])
     """
 
-    indivisible = True  # what its layers hand on has the shape of a batch's lengths, so no pipeline may cut it
+    indivisible = True  # a pipeline must not split it: shapes between its layers depend on the lengths of a batch
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class DynamicRNN(nn.Module):
         self.dropout = dropout
         self.execution: Execution = execution
         directions = 2 if bidirectional else 1
-        self.layers = nn.ModuleList(  # in the order of a state's: both directions of the first, of the second
+        self.layers = nn.ModuleList(  # in the order of the states: the directions of the first layer, of the second ...
             RecurrentLayer(
                 hidden_size * directions if number else input_size, hidden_size, cell, weight_drop, zoneout, layer_norm
             )
@@ -115,17 +116,17 @@ class DynamicRNN(nn.Module):
 
     @property
     def output_size(self) -> int:
-        """Width of a step's output and of what is pooled: D * H."""
+        """Return the width D * H of the outputs and of the pooled vector."""
         return self.hidden_size * (1 + self.bidirectional)
 
     @classmethod
     def from_torch(
         cls, module: nn.RNNBase, *, pooling: Pooling = "last", execution: Execution = "auto"
     ) -> "DynamicRNN":
-        """Copy ``module``, an ``nn.RNN`` (tanh), ``nn.GRU`` or ``nn.LSTM``, with its weights.
+        """Create a network with copies of the weights of ``module``, an ``nn.RNN`` (tanh), ``nn.GRU`` or ``nn.LSTM``.
 
         Raises:
-            ValueError: if it has a projection, no biases, or another non-linearity.
+            ValueError: if ``module`` has a projection, no biases, or another non-linearity.
         """
         cell = _CELL_OF_TORCH.get(module.mode)
         if cell is None or module.proj_size or not module.bias:
@@ -148,15 +149,15 @@ class DynamicRNN(nn.Module):
     def forward(
         self, x: Sequences, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
     ) -> RecurrentOutput:
-        """Run over rows ``x``.
+        """Run over the sequences ``x``.
 
         Args:
             x: (B, T, I) floating, or a list of B tensors (T_i, I), or a PackedSequence.
-            lengths: (B,) integers in [0, T], on any device; by default all T. Lists and PackedSequences know theirs.
-            state: to begin with, as in what is returned; by default zeros.
+            lengths: (B,) integers in [0, T], on any device; by default all T. Not for lists and PackedSequences.
+            state: initial state, as in the output; zeros by default.
 
         Raises:
-            TypeError: if ``x`` is none of these, or ``lengths`` are not integers.
+            TypeError: if ``x`` has another type, or ``lengths`` are not integers.
             ValueError: if shapes disagree, a length is not in [0, T], or lengths are given twice.
         """
         rows, lengths, form = _pad(x, lengths, self.input_size)
@@ -182,9 +183,9 @@ class DynamicRNN(nn.Module):
         return RecurrentOutput(_unpad(output, lengths, form), pooled, new)
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Advance all rows by one step ``x`` (B, I), for streams: returns the output (B, H) and the state.
+        """Run one step ``x`` (B, I), for streams; return the output (B, H) and the new state.
 
-        ``weight_drop`` is left out, as its draw would be another at each step.
+        ``weight_drop`` is not applied, since it would drop other weights at each step.
 
         Raises:
             ValueError: if the network is bidirectional, or shapes disagree.
@@ -204,7 +205,7 @@ class DynamicRNN(nn.Module):
         return x, (joined[0], joined[1]) if len(joined) == 2 else joined[0]
 
     def choose_execution(self, lengths: Tensor | None, device: torch.device) -> Execution:
-        """How rows of ``lengths``, None where all are full, are run: as ``execution`` says, or chosen for ``auto``."""
+        """Return how to run samples of ``lengths`` (None if all steps are valid), by measured speed for ``auto``."""
         if self.execution != "auto":
             return self.execution
         if lengths is None or torch.compiler.is_compiling():
@@ -221,8 +222,8 @@ class DynamicRNN(nn.Module):
         return "packed" if self._has_kernel and not torch.is_grad_enabled() else "staircase"
 
     def _stretches_pay(self, lengths: Tensor) -> bool:
-        """Whether leaving out rows that have ended saves more than a call of oneDNN's LSTM for each length costs."""
-        saved = int(lengths.max()) * len(lengths) - int(lengths.sum())  # steps of rows
+        """Return whether skipping ended sequences saves more time than one call of oneDNN's LSTM per length costs."""
+        saved = int(lengths.max()) * len(lengths) - int(lengths.sum())  # padding steps
         multiplications = 4 * self.hidden_size * (self.input_size + self.hidden_size)
         return saved * multiplications > _LSTM_CALL * len(lengths.unique())
 
@@ -261,7 +262,7 @@ class DynamicRNN(nn.Module):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether each layer is one operation: in programs, but for those that torch.onnx traces and could not read."""
+        """Return whether each layer runs as one operation: in exported programs, except for torch.onnx's tracing."""
         exporting = torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
         return exporting and self._has_kernel and not self.training
 
@@ -299,7 +300,7 @@ class DynamicRNN(nn.Module):
         return [tuple(part[i] for part in parts) for i in range(number)]
 
 
-_LSTM_CALL = 8_000_000  # multiplications that take as long as calling it, backward pass for backward pass
+_LSTM_CALL = 8_000_000  # multiplications that take as long as the overhead of a call, forward and backward
 _CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
 _EXECUTIONS = ("auto", "padded", "staircase", "packed", "lanes")
 
@@ -321,7 +322,7 @@ def _require_options(
 def _pad(
     x: Sequences, lengths: Tensor | Sequence[int] | None, input_size: int
 ) -> "tuple[Tensor, Tensor | None, str | PackedSequence]":
-    """Rows (B, T, I), their lengths or None where all are full, and the form in which they came."""
+    """Return padded sequences (B, T, I), their lengths (None if all steps are valid), and the form of the input."""
     form: str | PackedSequence = "tensor"
     if isinstance(x, Tensor):
         rows = x
@@ -352,7 +353,7 @@ def _checked(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
     if lengths.shape != x.shape[:1]:
         raise ValueError(f"lengths must be ({x.shape[0]},), one for each row of x; got {tuple(lengths.shape)}")
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and len(lengths):
-        least, most = lengths.aminmax()  # on a GPU this would wait for it
+        least, most = lengths.aminmax()  # on a GPU this would wait for the device
         if least < 0 or most > x.shape[1]:
             raise ValueError(f"lengths must be in [0, {x.shape[1]}], the steps of x; got {int(least)} to {int(most)}")
     return lengths.long()

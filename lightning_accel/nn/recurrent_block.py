@@ -1,4 +1,4 @@
-"""One of several recurrent layers. Shapes: B rows, T steps, I inputs, H hidden, D directions."""
+"""A block of a deep recurrent network. Shapes: B samples, T steps, I inputs, H hidden, D directions."""
 
 from typing import Any, NamedTuple
 
@@ -8,21 +8,21 @@ from lightning_accel.nn.recurrent import DynamicRNN
 
 
 class RecurrentBlockOutput(NamedTuple):
-    """What the next block takes, and the state to go on from."""
+    """Hold the features for the next block, and the new state."""
 
-    features: Tensor  # (B, T, D * H), or (B, D * H) of a block that pools
-    state: Any  # as DynamicRNN's
+    features: Tensor  # (B, T, D * H), or (B, D * H) if the block pools
+    state: Any  # as of DynamicRNN
 
 
 class RecurrentBlock(nn.Module):
-    """Dropout of the input, a recurrent layer, and, if asked for, a norm before and a sum with the input after it.
+    """Apply dropout and a recurrent layer, optionally with layer normalisation before and a residual connection.
 
     Args:
-        rnn: one layer; its pooling, unless "none", is what the block gives.
+        rnn: one layer; if its pooling is not "none", the block returns the pooled vector.
         input_size: I.
-        dropout: share of the input that is dropped in training.
-        residual: norm the input of ``rnn``, and add the input to its output where that is not pooled; I must be
-            D * H then.
+        dropout: dropout probability of the input.
+        residual: normalise the input of ``rnn``, and add the input to its output unless that is pooled; needs I equal
+            to D * H.
     """
 
     def __init__(self, rnn: DynamicRNN, input_size: int, dropout: float = 0.0, residual: bool = False) -> None:
@@ -32,14 +32,14 @@ class RecurrentBlock(nn.Module):
         self.rnn = rnn
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: Any = None) -> RecurrentBlockOutput:
-        """Run over ``x`` (B, T, I) of ``lengths`` (B,), going on from ``state``."""
+        """Run over ``x`` (B, T, I) with ``lengths`` (B,), starting from ``state``."""
         output = self.rnn(self._enter(x), lengths, state)
         if output.pooled is not None:
             return RecurrentBlockOutput(output.pooled, output.state)
         return RecurrentBlockOutput(self._leave(x, output.output), output.state)
 
     def step(self, x: Tensor, state: Any = None) -> RecurrentBlockOutput:
-        """Take one step ``x`` (B, I) of each row; features are (B, H)."""
+        """Run one step ``x`` (B, I); features are (B, H)."""
         output, state = self.rnn.step(self._enter(x), state)
         pooled = self.rnn.pooling != "none"
         return RecurrentBlockOutput(output if pooled else self._leave(x, output), state)

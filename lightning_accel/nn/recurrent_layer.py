@@ -1,4 +1,7 @@
-"""One recurrent layer in one direction. Shapes: S steps, B rows, I inputs, H hidden, G gates, N tokens of all rows."""
+"""One recurrent layer in one direction.
+
+Shapes: S steps, B samples, I inputs, H hidden, G gates, N valid steps of all samples.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,16 +16,16 @@ from lightning_accel.ops.gated_scan import scan_terms
 from lightning_accel.ops.recurrent import run_kernel, run_padded
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
-States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and c of an LSTM
+States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and for an LSTM c
 
-_LONGEST_MEMORY = 100  # steps for which gates keep a state at first, at most
+_LONGEST_MEMORY = 100  # largest number of steps for which initial gates keep a state
 
 
 class Cell(NamedTuple):
-    """What tells one cell from another.
+    """Define a cell: number of gates and states, and its step.
 
-    ``advance`` maps what the gates get from the input and from the state, (B, G * H) each, and the states to the next
-    states. A scan cell, whose gates do not know the state, has none; nor has torch a kernel for all its steps.
+    ``advance`` maps the gates' inputs from the input and from the state, (B, G * H) each, and the states to the next
+    states. It is None for a scan cell, whose gates do not depend on the state and for which torch has no kernel.
     """
 
     gates: int
@@ -53,12 +56,12 @@ CELLS = {
     "mingru": Cell(2, 1),
     "minlstm": Cell(3, 1),
 }
-# Which of a cell's first gates keep the state where their bias is large, and which where it is small.
+# Signs of the biases with which a cell's first gates keep the state.
 _KEEPING: dict[str, tuple[int, ...]] = {"rnn": (), "gru": (), "lstm": (-1, 1), "mingru": (-1,), "minlstm": (1, -1)}
 
 
 class Layout(Protocol):
-    """How the steps of all rows lie in memory, and how a layer is run over them."""
+    """Define the memory layout of the steps of a batch, and how a layer runs over them."""
 
     def run(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: States | None
@@ -66,11 +69,11 @@ class Layout(Protocol):
 
 
 class RecurrentLayer(nn.Module):
-    """A layer in one direction; :class:`lightning_accel.nn.DynamicRNN` says what the options mean.
+    """Run one recurrent layer in one direction, with the options of :class:`lightning_accel.nn.DynamicRNN`.
 
-    ``weight_ih`` (G * H, I), ``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,) are laid out as those of
-    ``torch.nn.RNN``, ``GRU`` and ``LSTM``. Scan cells have no ``hh``; the gates of ``mingru`` are update and candidate,
-    those of ``minlstm`` keep, entry and candidate.
+    ``weight_ih`` (G * H, I), ``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,) have the layout of
+    ``torch.nn.RNN``, ``GRU`` and ``LSTM``. Scan cells have no ``hh`` parameters; the gates of ``mingru`` are update
+    gate and candidate, those of ``minlstm`` forget gate, input gate and candidate.
     """
 
     weight_hh: Tensor | None
@@ -97,12 +100,12 @@ class RecurrentLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as torch does, uniform within 1 / sqrt(H), but so that states last where gates allow it.
+        """Initialise weights uniformly within 1 / sqrt(H) as torch does, but biases so that gates keep states longer.
 
-        Gates that keep a state, other than a GRU's, begin by keeping it for 1 to 100 steps: Tallec and Ollivier 2018,
-        Can Recurrent Neural Networks Warp Time?, https://arxiv.org/abs/1804.11188, eq. 16. With torch's draw, which
-        forgets half at each step, an LSTM fails the adding problem, and scan cells learn selective copying later. An
-        LSTM's recurrent weights are orthogonal, those of its input as Glorot and Bengio 2010 draw them, gate by gate.
+        Except for a GRU, gates initially keep states for 1 to 100 steps: Tallec and Ollivier 2018, Can Recurrent Neural
+        Networks Warp Time?, https://arxiv.org/abs/1804.11188, eq. 16. With torch's initialisation, which forgets half
+        of the state at each step, an LSTM fails the adding problem, and scan cells learn selective copying later.
+        Recurrent weights of an LSTM are orthogonal, its input weights those of Glorot and Bengio 2010, gate by gate.
         """
         bound = 1 / math.sqrt(self.hidden_size)
         for parameter in self.parameters(recurse=False):
@@ -121,8 +124,8 @@ class RecurrentLayer(nn.Module):
             gate.copy_(sign * memory)
 
     def forward(self, data: Tensor, states: States | None, layout: Layout) -> tuple[Tensor, States]:
-        """Run over ``data``, in ``layout``, from ``states`` or zeros; returns what each step puts out, and states."""
-        # once for all steps: DropConnect on the weights, not on the states (Merity et al. 2018)
+        """Run over ``data`` in ``layout``, starting from ``states`` or zeros; return the outputs and last states."""
+        # the same for all steps: DropConnect on the weights, not on the states (Merity et al. 2018)
         weight_hh = None if self.weight_hh is None else F.dropout(self.weight_hh, self.weight_drop, self.training)
         return layout.run(self, weight_hh, data, states)
 
@@ -133,14 +136,14 @@ class RecurrentLayer(nn.Module):
     def steps(
         self, x: Tensor, states: States | None, weight_hh: Tensor | None, lengths: Tensor | None = None
     ) -> tuple[Tensor, States]:
-        """Run ``x`` (S, B, I) from states to states; those of a row stay as they are after its length, (B,), if given.
+        """Run ``x`` (S, B, I); states stay unchanged after the ``lengths`` (B,), if given.
 
-        What is put out after a row's length means nothing.
+        Outputs after the length of a sample are undefined.
         """
         states = self.zero_states(x, x.shape[1]) if states is None else states
         if self.is_scan:
             return self._scan(x, states, lengths)
-        # the LSTM's kernel of the CPU, oneDNN's, has no gradient in a compiled graph
+        # on CPU, the LSTM kernel of oneDNN has no gradient in compiled graphs
         unkernelled = self.cell == "lstm" and x.device.type == "cpu" and torch.compiler.is_compiling()
         if self.has_kernel and not unkernelled:
             x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
@@ -150,23 +153,23 @@ class RecurrentLayer(nn.Module):
     def packed(
         self, x: Tensor, batch_sizes: Tensor, states: States | None, weight_hh: Tensor | None
     ) -> tuple[Tensor, States]:
-        """Run tokens (N, I) that lie as in a PackedSequence with ``batch_sizes``, int64 on the CPU."""
+        """Run steps (N, I) in the layout of a PackedSequence with ``batch_sizes``, int64 on the CPU."""
         states = self.zero_states(x, int(batch_sizes[0])) if states is None else states
         x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
         return self._in_own_dtype(run_kernel(self.cell, x, states, weights, batch_sizes, self.training))
 
     def whole(self, x: Tensor, states: States | None, lengths: Tensor | None, backwards: bool) -> tuple[Tensor, States]:
-        """Run ``x`` (S, B, I) as one operation, that of :func:`lightning_accel.ops.recurrent_layer`."""
+        """Run ``x`` (S, B, I) as one operation, by :func:`lightning_accel.ops.recurrent_layer`."""
         x, weights = x.to(self.weight_ih.dtype), self._weights(self.weight_hh)
         return recurrent_layer(self.cell, x, states, weights, lengths, backwards)
 
     def lanes(
         self, x: Tensor, states: States | None, begins: Tensor, ends: Tensor, starts: Tensor
     ) -> tuple[Tensor, States]:
-        """Run tokens (N, I) of whole rows that lie end to end, each from its own state.
+        """Run the steps (N, I) of concatenated samples, each from its own state.
 
-        ``begins`` and ``ends`` (B,) int64 are where rows have their first and last token, ``starts`` (N,) bool is True
-        at the first ones.
+        ``begins`` and ``ends`` (B,) int64 are the positions of each sample's first and last step; ``starts`` (N,) bool
+        is True at first steps.
         """
         if states is None and not self.zoneout:
             out = gated_scan(self.cell, self._scan_gates(x)[None], starts=starts[None])
@@ -179,7 +182,7 @@ class RecurrentLayer(nn.Module):
         return out, (out[ends],)
 
     def step(self, x: Tensor, states: States) -> States:
-        """Advance by one step ``x`` (B, I)."""
+        """Run one step ``x`` (B, I)."""
         if self.is_scan:
             gate, value = self._scan_terms(x)
             return ((gate * states[0] + value).to(self.weight_ih.dtype),)
@@ -202,7 +205,7 @@ class RecurrentLayer(nn.Module):
         return gates.to(torch.promote_types(gates.dtype, torch.float32))  # a gate may be close to 1
 
     def _scan_terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and value of a scan cell's h = gate * h + value."""
+        """Compute ``gate`` and ``value`` of the recurrence h = gate * h + value of a scan cell."""
         gate, value = scan_terms(self.cell, self._scan_gates(x))
         if self.zoneout and self.training:
             kept = torch.rand_like(gate) < self.zoneout
@@ -256,10 +259,10 @@ class RecurrentLayer(nn.Module):
         return [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
 
     def _in_own_dtype(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
-        dtype = self.weight_ih.dtype  # autocast makes kernels return another
+        dtype = self.weight_ih.dtype  # under autocast, kernels return another
         return found[0].to(dtype), tuple(state.to(dtype) for state in found[1])
 
 
 def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
-    """Whether a row has ended before a step of ``x``: (S, B, 1) bool."""
+    """Return where steps of ``x`` are past the end of their sample: (S, B, 1) bool."""
     return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]

@@ -1,4 +1,4 @@
-"""Layers that see triples of nodes. Shapes: N nodes, B graphs, M entries of edge_index, F features, R channels."""
+"""Graph layers over triples of nodes. Shapes: N nodes, B graphs, M entries of edge_index, F features, R channels."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -31,52 +31,52 @@ TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
 
 
 class RelationalOrder3Pooling(nn.Module):
-    """Read a graph out by a sum over *all* subsets of three of its nodes, by what edges they have among them.
+    """Pool a graph by sums over *all* subsets of three nodes, one sum for each type of subset by its edges.
 
-    A subset of an induced type contributes a product of linear maps of its nodes' features, R channels of it:
+    A subset contributes a product of linear maps of its nodes' features, with R channels, depending on its type:
 
     - ``"triangle"`` (3 edges): ``a_i a_j a_k``
     - ``"wedge"`` (2): ``c_v b_u b_w``, where v is the centre and u and w are not adjacent
     - ``"edge"`` (1): ``p_i p_j q_k``, where k is adjacent to neither i nor j
     - ``"empty"`` (0): ``r_i r_j r_k``
 
-    The sums are exact, none is sampled, and cost O((N + M + triangles) R) for all the C(N, 3) subsets. The sums of the
-    types, in the order of ``types``, go through a linear map without a bias, so a graph without such subsets gets a
-    row of zeros, one without nodes included. What it computes depends on the graph alone, not on an order of nodes.
+    The sums are exact, without sampling, and cost O((N + M + triangles) R) for all C(N, 3) subsets. The sums of the
+    types, in the order of ``types``, pass through a linear layer without a bias, so the output is zero for a graph
+    without such subsets, including an empty graph. The output does not depend on the order of nodes.
 
-    It tells apart graphs that differ in these counts, as two triangles and a hexagon, which no message passing (1-WL)
-    can; it does not tell apart strongly regular graphs of equal parameters, such as the rook's graph and Shrikhande's.
+    The layer distinguishes graphs that differ in these counts, such as two triangles and a hexagon, which message
+    passing (1-WL) cannot; it does not distinguish strongly regular graphs with equal parameters, such as the rook's
+    graph and Shrikhande's graph.
 
-    An edge counts once, without a direction: a directed ``edge_index`` is made symmetric, repetitions and self-loops
-    are dropped. With ``edge_dim`` or ``num_relations``, each term is multiplied by ``w_e`` of each edge among its three
-    nodes, where ``w_e`` (R,) = 1 + a linear map of the edge's features, or 1 + a vector of its type, with its own map
-    for each type of subset, and averaged over the entries of ``edge_index`` that stand for the edge.
+    Edges are undirected: a directed ``edge_index`` is made symmetric, duplicates and self-loops are dropped. With
+    ``edge_dim`` or ``num_relations``, each term is multiplied by the weight ``w_e`` of each edge among its three nodes,
+    where ``w_e`` (R,) = 1 + a linear map of the edge's features, or 1 + a vector of its type. Each type of subset has
+    its own map, and weights are averaged over the entries of ``edge_index`` for the same edge.
 
-    Products and sums are float32 at least, with autocast off, so that mixed precision costs no accuracy.
+    Products and sums are float32 or wider, with autocast disabled, so mixed precision does not reduce accuracy.
 
-    ``kernel="mlp"`` puts any MLP in place of the product, for the connected types alone: the sum over paths of two
-    edges, open wedges and those in triangles (each triangle through its three centres), of an MLP that is the same for
-    both orders of the leaves and is told the third edge. It costs O(paths), in bounded memory: ``max_paths`` at a
-    time. With ``samples=S``, S paths are drawn from each graph anew in every call, in evaluation as well; the output
-    is then an unbiased estimate of what all paths would give, and :meth:`estimate` tells its standard error. Without,
-    more than 2**28 paths are refused.
+    ``kernel="mlp"`` replaces the product by an MLP, for the connected types only: it sums, over all paths of two edges
+    (open wedges, and each triangle through its three centres), an MLP that is symmetric in the leaves and has the third
+    edge as input. The cost is O(paths), in bounded memory, ``max_paths`` at a time. With ``samples=S``, S random paths
+    of each graph are drawn in every call, also in evaluation; the output is then an unbiased estimate of the sum over
+    all paths, and :meth:`estimate` returns its standard error. Without ``samples``, more than 2**28 paths are an error.
 
-    torch.compile breaks the graph where triples are looked for: with ``fullgraph=True`` call ``find_triples`` outside
-    and give ``triples=``.
+    torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call ``find_triples`` outside and
+    pass ``triples=``.
 
     Args:
-        in_channels: F; -1 takes it from the first input.
-        out_channels: columns of the output.
+        in_channels: F; -1 to infer it from the first input.
+        out_channels: number of output features.
         rank: R.
-        types: of subsets, each at most once.
-        reduce: ``"sum"``, or ``"mean"``: each type's sum over the number of subsets of that type in the graph.
-        edge_dim: columns of a floating ``edge_attr``.
-        num_relations: number of edge types, where ``edge_attr`` is int64.
-        kernel: ``"product"`` or ``"mlp"``; what follows is for the latter.
+        types: types of subsets, without duplicates.
+        reduce: ``"sum"``, or ``"mean"`` to divide each sum by the number of subsets of its type in the graph.
+        edge_dim: number of features of a floating ``edge_attr``.
+        num_relations: number of edge types of an int64 ``edge_attr``.
+        kernel: ``"product"`` or ``"mlp"``; the remaining arguments are for the latter.
         hidden_channels: width of the MLP.
-        mlp: its layers after the first, (P, hidden_channels) to (P, rank), beginning with an activation; ReLU, Linear,
-            ReLU, Linear where it is None.
-        max_paths: how many paths are in memory at a time.
+        mlp: its layers after the first, (P, hidden_channels) to (P, rank), beginning with an activation; by default
+            ReLU, Linear, ReLU, Linear.
+        max_paths: number of paths in memory at a time.
         samples: S >= 2, or None for all paths.
 
     >>> x, edge_index = torch.ones(4, 1), torch.tensor([[0, 1, 2, 3], [1, 2, 0, 0]])
@@ -131,17 +131,17 @@ class RelationalOrder3Pooling(nn.Module):
         size: int | None = None,
         triples: Triples | None = None,
     ) -> Tensor:
-        """Read out ``x`` (N, F) to (B, out_channels).
+        """Pool ``x`` (N, F) to (B, out_channels).
 
         Args:
             x: (N, F).
             edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating or (M,) int64, as ``edge_dim`` or ``num_relations`` asks for it.
-            batch: (N,) int64, the graph of each node; one graph where it is None.
-            size: B; the last graph of ``batch`` plus one where it is None.
-            triples: of the same graph, where they have been found before.
+            edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
+            batch: (N,) int64, the graph of each node; None for a single graph.
+            size: B; by default the last graph of ``batch`` plus one.
+            triples: edges and triangles of the same graph, if they have been computed before.
         """
-        triples = _found(self, x, edge_index, triples)  # here, so that torch.compile breaks the graph here alone
+        triples = _found(self, x, edge_index, triples)  # here, so that torch.compile breaks the graph only here
         if self.samples is not None:
             return self.estimate(x, edge_index, edge_attr, batch, size, triples).mean
         return self._out(self.sums(x, edge_index, edge_attr, batch, size, triples))
@@ -155,13 +155,13 @@ class RelationalOrder3Pooling(nn.Module):
         size: int | None = None,
         triples: Triples | None = None,
     ) -> Tensor:
-        """What ``out`` reads: the sum, or mean, of each type in turn over all its subsets, (B, R * types)."""
+        """Compute the sum or mean over the subsets of each type, the input (B, R * types) of the layer ``out``."""
         triples = _found(self, x, edge_index, triples)
         self._check(x, edge_attr, batch, size, triples)
         graphs = Graphs(batch, size)
         totals = self.terms.sums(x, edge_attr, edge_index, triples, graphs)
         counts = self._counts(triples, graphs)
-        # what would cancel but for rounding, where a graph has no subset of a type, is left out
+        # exact zeros, where a graph has no subset of a type: rounding errors may not cancel
         reduced = [torch.where(counts[name] > 0, totals[name] / self._divisor(counts[name]), 0) for name in self.types]
         return torch.cat(reduced, dim=1)
 
@@ -175,9 +175,9 @@ class RelationalOrder3Pooling(nn.Module):
         triples: Triples | None = None,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """The output (B, out_channels) from ``samples`` paths of each graph and its standard error (no gradient).
+        """Estimate the output (B, out_channels) from ``samples`` paths per graph, with a standard error (no gradient).
 
-        Without ``samples`` the output is exact and its error 0, as it is for a graph without paths.
+        Without ``samples`` the output is exact and its error 0, as for a graph without paths.
 
         Args:
             x: (N, F).
@@ -185,8 +185,8 @@ class RelationalOrder3Pooling(nn.Module):
             edge_attr: (M, edge_dim) floating or (M,) int64.
             batch: (N,) int64, ascending.
             size: B.
-            triples: of the same graph, where they have been found before.
-            generator: where paths are drawn from, on the device of ``x``; torch's own where it is None.
+            triples: edges and triangles of the same graph, if they have been computed before.
+            generator: random number generator on the device of ``x``; torch's global one by default.
         """
         if self.samples is None:
             exact = self(x, edge_index, edge_attr, batch, size, triples)
@@ -199,7 +199,7 @@ class RelationalOrder3Pooling(nn.Module):
         counts = self._counts(triples, graphs)
         num_paths = graphs.sum(path_counts(triples)).squeeze(1)
         some = num_paths.nonzero().squeeze(1)
-        # a path stands for all of its graph; of the types, it contributes to the one it is of
+        # a path represents all paths of its graph, and contributes to its own type
         scale = {name: (num_paths[some] / self._divisor(counts[name][some, 0])).view(-1, 1, 1) for name in self.types}
         of_type = {"triangle": closed.unsqueeze(2), "wedge": ~closed.unsqueeze(2)}
         terms = torch.cat([values * of_type[name] * scale[name].to(values.dtype) for name in self.types], dim=2)
@@ -246,43 +246,43 @@ RO3Pooling = RelationalOrder3Pooling
 
 
 class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
-    """Tell each node which triples it is part of: a message-passing layer that also counts triangles and open wedges.
+    """Pass messages along edges, triangles and open wedges, so that nodes know the triples that contain them.
 
-    With linear maps b and c of the features to R channels, node i sees
+    With linear maps b and c of the features to R channels, the inputs of node i are
 
-    - its own features plus their sum over its neighbours, as in GIN
+    - its own features plus the sum over its neighbours, as in GIN
     - ``b_i``
     - triangle: the sum of ``b_j b_k`` over the triangles {i, j, k}
-    - wedge centre: that of ``b_j b_k`` over pairs of neighbours which are not adjacent
-    - wedge leaf: that of ``c_j b_k`` over paths i - j - k whose ends are not adjacent
+    - wedge centre: the sum of ``b_j b_k`` over pairs of neighbours that are not adjacent
+    - wedge leaf: the sum of ``c_j b_k`` over paths i - j - k whose ends are not adjacent
 
-    through Linear, ReLU, Linear. It tells apart all that message passing (1-WL) can: to GIN's sum ``b_i``, which is one
-    to one on the finitely many features of a graph for all maps b but a null set, adds which part of it is the node's
-    own, as GIN's eps does. And it tells, for example, two triangles from a hexagon, which 1-WL
-    cannot. It is at most 3-WL (folklore 2-WL): it never separates strongly regular graphs of equal parameters, nor
-    circulant graphs without triangles from each other.
+    which pass through Linear, ReLU, Linear. The layer is at least as expressive as message passing (1-WL): ``b_i``,
+    which for almost all maps b is injective on the finitely many features of a graph, identifies the node's own part of
+    GIN's sum, as GIN's eps does. It also distinguishes, for example, two triangles from a hexagon, which 1-WL cannot.
+    It is bounded by 3-WL (folklore 2-WL): it never distinguishes strongly regular graphs with equal parameters, nor
+    circulant graphs without triangles.
 
-    Values grow with the square of the degree, and of the features: in a deep stack put a normalisation after each
-    layer. ``reduce="mean"`` divides each of the sums by its number of terms; the counts of triples are lost with it.
+    Values grow with the square of the degree and of the features: in a deep network, normalise after each layer.
+    ``reduce="mean"`` divides each sum by its number of terms, which loses the counts of triples.
 
     The graph is undirected, as in :class:`RelationalOrder3Pooling`. With ``edge_dim`` or ``num_relations``, a term is
-    multiplied by ``w_e`` (R,) = 1 + a map of the edge's features or type for each edge among its nodes, and the node
-    sees the weighted sum of ``w_ij b_j`` over its neighbours besides.
+    multiplied by ``w_e`` (R,) = 1 + a map of the edge's features or type for each edge among its nodes, and the sum of
+    ``w_ij b_j`` over the neighbours is a further input.
 
-    torch.compile breaks the graph where triples are looked for: with ``fullgraph=True`` call ``find_triples`` outside
-    and give ``triples=``.
+    torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call ``find_triples`` outside and
+    pass ``triples=``.
 
-    ``torch_geometric.nn.to_hetero`` makes one layer for each relation within a node type; a relation between two node
-    types is refused, as a wedge would span several relations: use ``data.to_homogeneous()`` and ``num_relations``.
+    ``torch_geometric.nn.to_hetero`` creates one layer per relation within a node type; a relation between two node
+    types is an error, as a wedge would span several relations: use ``data.to_homogeneous()`` and ``num_relations``.
 
     Args:
-        in_channels: F; -1 takes it from the first input.
-        out_channels: columns of the output, and of the hidden layer.
-        rank: R; at degree 8 and 1e4 nodes 16 costs 1.3 times a GINConv of 64 channels, 2.1 times one where triangles
-            abound; 32, 2.1 and 3.2 times.
+        in_channels: F; -1 to infer it from the first input.
+        out_channels: number of features of the output, and of the hidden layer.
+        rank: R. At degree 8 and 1e4 nodes, rank 16 takes 1.3 times as long as a GINConv with 64 channels, and 2.1 times
+            with many triangles; rank 32 takes 2.1 and 3.2 times as long.
         reduce: ``"sum"`` or ``"mean"``.
-        edge_dim: columns of a floating ``edge_attr``.
-        num_relations: number of edge types, where ``edge_attr`` is int64.
+        edge_dim: number of features of a floating ``edge_attr``.
+        num_relations: number of edge types of an int64 ``edge_attr``.
     """
 
     def __init__(
@@ -325,8 +325,8 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         Args:
             x: (N, F).
             edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating or (M,) int64, as ``edge_dim`` or ``num_relations`` asks for it.
-            triples: of the same graph, where they have been found before.
+            edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
+            triples: edges and triangles of the same graph, if they have been computed before.
         """
         triples = _found(self, x, edge_index, triples)
         require_width(self, x, "in_channels", self.maps.in_channels, "x (N, {})")
@@ -337,7 +337,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         return self.out(hidden.relu())
 
     def _seen(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
-        """What ``joined`` reads: own and neighbours' features, b, and the sums, (N, F + 4 R), with weights F + 5 R."""
+        """Compute the input (N, F + 4 R) of ``joined``: features, b, and the sums; F + 5 R with edge weights."""
         maps = at_least_float32(self.maps(x))
         x, b = at_least_float32(x), maps[:, : self.rank]
         weight = None if self.edge_weights is None else self.edge_weights(edge_attr, edge_index, triples)
@@ -359,7 +359,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         return torch.cat([x + neighbours, b, *sums], dim=1)
 
     def _mask_of_explainer(self, edge_index: Tensor, triples: Triples) -> Tensor | None:
-        """How much each undirected edge counts, (E, 1), where one of PyG's explainers has put a mask on the edges."""
+        """Return weights (E, 1) of undirected edges from the edge mask of PyG's explainers; None without a mask."""
         mask = self._edge_mask if self.explain else None
         if mask is None:
             return None

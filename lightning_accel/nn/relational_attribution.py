@@ -1,4 +1,7 @@
-"""Which triples an output comes from. Shapes: K triples, B graphs, N nodes, T triangles, P paths, R channels."""
+"""Attribution of outputs to triples of nodes.
+
+Shapes: K triples, B graphs, N nodes, T triangles, P paths, R channels.
+"""
 
 from typing import Any, NamedTuple
 
@@ -18,38 +21,39 @@ _TERMS_AT_A_TIME = 2**16
 
 
 class TripleScores(NamedTuple):
-    """What each triangle and each open wedge adds to an output."""
+    """Hold the contribution of each triangle and each open wedge to an output."""
 
     triples: Tensor  # (K, 3) int64: nodes of a triangle, ascending; leaf, centre and other leaf of a wedge
-    kind: Tensor  # (K,) int64, 3 for a triangle and 2 for a wedge: its number of edges
+    kind: Tensor  # (K,) int64, the number of edges: 3 for a triangle and 2 for a wedge
     score: Tensor  # (K,)
 
 
 class _Call(NamedTuple):
     arguments: dict[str, Any]
-    pooled: Tensor  # (B, out_channels), a leaf of the graph that leads to the output
+    pooled: Tensor  # (B, out_channels), a leaf of the autograd graph of the output
 
 
 def attribute_triples(
     model: nn.Module, data: Data, target: int | None = None, pooling: RelationalOrder3Pooling | None = None
 ) -> TripleScores:
-    """Share an output out among the triangles and open wedges that an order-3 pooling in ``model`` sums.
+    """Attribute an output to the triangles and open wedges that an order-3 pooling in ``model`` sums.
 
-    The pooling is linear in its triples, so the score of one is ``<d output / d pooled, term of the triple>``. Of a
-    pooling alone, or under a linear head, scores are exact: they add up to the output less the head's bias. Under
-    another head they add up to ``<gradient, pooled>``, the linearisation at this graph. The features that the pooling
-    reads are taken as given: what triples did to them in layers before is not counted. Types of subsets with fewer
-    than two edges get no scores.
+    The pooling is linear in its triples, so the score of a triple is ``<d output / d pooled, term of the triple>``. For
+    a pooling alone, or with a linear head, scores are exact: they add up to the output minus the head's bias. With
+    another head they add up to ``<gradient, pooled>``, the linearisation at this graph. The input features of the
+    pooling are constants: the effect of triples on them in earlier layers is not included. Subsets with fewer than two
+    edges get no scores.
 
     Args:
-        model: an ``RO3Pooling``, or a module with one. Called as it is, in its mode, with the attributes of ``data``
-            that its parameters are named after, or with ``data``, where its one required parameter is another.
-        data: one graph or a batch; a triple's score is of the output of its own graph.
-        target: which column of the output; needless where there is one.
-        pooling: which one, where the model has several.
+        model: an ``RO3Pooling``, or a module with one. It is called in its current mode, with the attributes of
+            ``data`` that have the names of its parameters, or with ``data`` if its single required parameter has
+            another name.
+        data: one graph or a batch; the score of a triple refers to the output of its own graph.
+        target: column of the output; not needed if there is only one.
+        pooling: the pooling layer, if the model has several.
 
     Raises:
-        ValueError: if there is not one pooling with ``kernel="product"`` that is called once, or no one column.
+        ValueError: if not exactly one pooling with ``kernel="product"`` is called once, or the column is ambiguous.
     """
     pooling = _find_pooling(model) if pooling is None else pooling
     if not isinstance(pooling.terms, ProductKernel):

@@ -1,6 +1,7 @@
-"""Relational pooling: a GNN on graphs with marked nodes, averaged over what is marked.
+"""Relational pooling: a GNN on graphs with marked nodes, averaged over the marked tuples.
 
-Shapes: N nodes, F features, M arcs, B graphs, k marks, T copies, R nodes of all copies, H numbers of the base, D out.
+Shapes: N nodes, F features, M arcs, B graphs, k marks, T copies, R nodes of all copies, H features of the base GNN,
+D output features.
 """
 
 import inspect
@@ -25,40 +26,42 @@ _MOST_COPIES = 2**23
 
 
 class RelationalPooling(nn.Module):
-    """Mean over ordered tuples of nodes of what ``base_gnn`` and ``head`` make of the graph with that tuple marked.
+    """Average the output of a GNN on a graph with marked nodes over ordered tuples of marked nodes.
 
-    f(G) = mean over t of head([sum_v h_v, h_t1 .. h_tk]), with h = base_gnn([x, one-hot marks of t], edge_index)
+    The output is f(G) = mean over tuples t of head([sum_v h_v, h_t1 .. h_tk]), with
+    h = base_gnn([x, one-hot marks of t], edge_index).
 
-    With ``tuples="edges"`` it tells graphs apart that message passing, and order-3 subsets, cannot (Rook 4x4 and
+    With ``tuples="edges"`` it distinguishes graphs that message passing and order-3 subsets cannot (Rook 4x4 and
     Shrikhande); with ``"nodes"`` and enough layers, circulant graphs; with ``marks="full"`` all graphs, if the base is
-    strong enough. The head stands before the mean, since a mean of what is linear in h says less.
+    expressive enough. The head is applied before the mean, as a mean of linear functions of h is less expressive.
 
-    In training, each graph is seen with ``train_samples`` tuples drawn uniformly, by default one (pi-SGD): a convex
-    loss is then on average at least that of the mean. In evaluation all tuples are averaged, or ``samples`` of each
-    graph, drawn without replacement, all of them where there are no more; of more than 2**52, with replacement. Random
-    numbers are those of ``generator``, or else of torch's global one; each graph has its own.
+    In training, ``train_samples`` random tuples are drawn per graph, by default one (pi-SGD): a convex loss is then on
+    average an upper bound of the loss of the mean. In evaluation all tuples are averaged, or ``samples`` of each graph,
+    drawn without replacement (with replacement from more than 2**52), or all tuples if there are fewer. Random numbers
+    come from ``generator``, or torch's global one, independently for each graph.
 
-    Tuples are those of the undirected simple graph: an arc either way joins two nodes, loops and duplicates are no
-    tuples (the base sees all arcs as they are given). A graph without a tuple is seen once, unmarked, its marked
-    embeddings 0; of fewer nodes than marks, with ``"all"``, all its nodes are marked, in every order.
+    Tuples refer to the undirected simple graph: an arc in either direction joins two nodes, self-loops and duplicates
+    are ignored (the base GNN gets all arcs unchanged). A graph without tuples is processed once without marks, and its
+    marked embeddings are 0. With ``"all"`` and fewer nodes than marks, all nodes are marked, in every order.
 
     Args:
         base_gnn: called as ``base_gnn(x, edge_index)``, and with ``edge_attr`` and ``batch`` by name if its ``forward``
-            has them; takes F + k features, gives (R, H). ``batch`` numbers copies. Should not mix the graphs of a
+            has them; maps F + k features to (R, H). ``batch`` numbers the copies. It should not mix the graphs of a
             batch, as batch normalisation does in training.
-        marks: k; by default that of ``tuples``, or 1. ``"full"``: every node bears a mark, its place in an order.
-        tuples: ``"nodes"`` (k = 1), ``"edges"`` (k = 2, both directions), ``"two_paths"`` (k = 3, end, centre, end) or
-            ``"all"``, k different nodes whether connected or not; by default the connected ones of k nodes.
-        max_nodes: width of the marks for ``marks="full"``; larger graphs are refused.
-        level: ``"graph"`` gives (B, D), ``"node"`` the mean of head(h_v) over tuples, (N, D).
-        head: takes (T, (1 + k) H) for graphs, (R, H) for nodes; by default nothing is changed.
-        samples: how many tuples stand for all in evaluation, at least 2; by default all.
-        train_samples: likewise in training; None: all.
-        chunk_size: nodes plus arcs of the copies that are in memory at a time, at least one copy; with gradients,
-            chunks are computed again in the backward pass.
+        marks: k; by default that of ``tuples``, or 1. With ``"full"`` every node is marked with its position in an
+            order.
+        tuples: ``"nodes"`` (k = 1), ``"edges"`` (k = 2, both directions), ``"two_paths"`` (k = 3: end, centre, end) or
+            ``"all"``, k different nodes, connected or not; by default connected tuples of k nodes.
+        max_nodes: number of marks for ``marks="full"``; larger graphs are an error.
+        level: ``"graph"`` for (B, D), or ``"node"`` for the mean of head(h_v) over tuples, (N, D).
+        head: maps (T, (1 + k) H) for graphs, (R, H) for nodes; the identity by default.
+        samples: number of tuples in evaluation, at least 2; all by default.
+        train_samples: number of tuples in training; None for all.
+        chunk_size: number of nodes plus arcs of copies in memory at a time, at least one copy; with gradients, chunks
+            are computed again in the backward pass.
 
-    Sources: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1,
-    and its k-ary pooling and pi-SGD, there of all permutations, here also of connected tuples alone.
+    Source: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1,
+    k-ary pooling and pi-SGD; the paper uses all permutations, this class also connected tuples.
 
     >>> from torch_geometric.nn import GIN
     >>> pooling = RelationalPooling(GIN(1 + 2, 8, num_layers=3), tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
@@ -107,7 +110,7 @@ class RelationalPooling(nn.Module):
         size: int | None = None,
         generator: Generator | None = None,
     ) -> Tensor:
-        """The mean of ``estimate``."""
+        """Compute the mean of :meth:`estimate`, with the number of tuples of training or evaluation."""
         samples = self.train_samples if self.training else self.samples
         whole = self.training and samples is not None
         return self._estimate(x, edge_index, edge_attr, batch, size, samples, generator, in_one_pass=whole).mean
@@ -122,23 +125,23 @@ class RelationalPooling(nn.Module):
         samples: int | None = None,
         generator: Generator | None = None,
     ) -> Estimate:
-        """The mean over all tuples or over samples, and its standard error; dropout is left as ``train()`` set it.
+        """Compute the mean over all tuples or over samples, and its standard error, in the current training mode.
 
         Args:
             x: (N, F), floating.
             edge_index: (2, M).
-            edge_attr: (M, ...), where the base takes it.
-            batch: (N,) the graph of each node, in any order; by default there is one graph.
-            size: B, where graphs without nodes may come last.
-            samples: by default those of evaluation.
-            generator: of random numbers, on any device.
+            edge_attr: (M, ...), if the base GNN accepts it.
+            batch: (N,), the graph of each node, in any order; by default there is one graph.
+            size: B; needed if the last graphs have no nodes.
+            samples: number of tuples; by default that of evaluation.
+            generator: random number generator, on any device.
 
         Returns:
-            float32, or float64 as ``x``: (B, D), or (N, D) for nodes, each. Only the mean has a gradient. With
-            finitely many tuples the error shrinks by sqrt(1 - samples / tuples).
+            Mean and error, (B, D) each, or (N, D) for nodes; float32, or float64 like ``x``. Only the mean has a
+            gradient. The error includes the factor sqrt(1 - samples / tuples) for finitely many tuples.
 
         Raises:
-            ValueError: if inputs do not fit, or there are more than 2**23 tuples and ``samples`` is None.
+            ValueError: if inputs are invalid, or there are more than 2**23 tuples and ``samples`` is None.
         """
         samples = self.samples if samples is None else samples
         if samples is not None and samples < 2:
@@ -170,7 +173,7 @@ class RelationalPooling(nn.Module):
     def _run(
         self, x: Tensor, edge_attr: Tensor | None, layout: GraphLayout, graph: Tensor, tuples: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What of ``tuples`` (T, k) is to be averaged, and for which graph or node."""
+        """Compute the values to average for ``tuples`` (T, k), and the graph or node of each."""
         copies = copy_graphs(layout, graph, tuples)
         optional = {}
         if "edge_attr" in self._takes and edge_attr is not None:
@@ -188,7 +191,7 @@ class RelationalPooling(nn.Module):
         return copies.node if self.level == "node" else graph, at_least_float32(value)
 
     def _embed(self, x: Tensor, edge_index: Tensor, optional: dict[str, Tensor]) -> Any:
-        """Call the base; what torch says of its first layer's width or dtype does not tell of the marks."""
+        """Call the base GNN; explain errors of width or dtype, since torch's messages do not mention the marks."""
         try:
             return self.base_gnn(x, edge_index, **optional)
         except RuntimeError as error:
@@ -231,7 +234,7 @@ class RelationalPooling(nn.Module):
 
 
 class _Plan(NamedTuple):
-    """Which copies to make: of numbered tuples, or of drawn ones."""
+    """Hold the tuples of all copies, as numbers or as drawn tuples."""
 
     graph: Tensor
     """(T,), sorted."""
@@ -258,7 +261,7 @@ def _plan(space: Tuples, samples: int | None, generator: Generator | None) -> _P
 
 
 def _bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
-    """First and last copy of each chunk; there is one chunk at least, for the width of what the base gives."""
+    """Yield first and last copy of each chunk; there is at least one chunk, for the output width of the base GNN."""
     copies = len(plan.graph)
     if chunk_size is None or copies == 0:
         yield 0, copies
@@ -273,7 +276,7 @@ def _bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterato
 
 
 def _read_out(h: Tensor, copies: Copies) -> Tensor:
-    """Sum over nodes, then the embedding of each marked node, (T, (1 + k) H)."""
+    """Concatenate the sum over nodes and the embedding of each marked node, to (T, (1 + k) H)."""
     num_copies, marks = copies.marked.shape
     total = h.new_zeros(num_copies, h.shape[1]).index_add(0, copies.copy, h)
     at = (copies.marked >= 0).nonzero(as_tuple=True)
@@ -284,7 +287,7 @@ def _read_out(h: Tensor, copies: Copies) -> Tensor:
 def _resolve(
     marks: int | Literal["full"] | None, tuples: TupleKind | None, max_nodes: int | None
 ) -> tuple[int, TupleKind]:
-    """The number of marks and what they are on."""
+    """Return the number of marks and the kind of tuples."""
     if marks == "full":
         if tuples not in (None, "all") or max_nodes is None or max_nodes < 1:
             raise ValueError(f"marks='full' needs max_nodes, and tuples='all', got {max_nodes} and {tuples!r}")
@@ -308,10 +311,10 @@ def _resolve(
 
 
 def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
-    """Which of ``edge_attr`` and ``batch`` the base takes, by their names in its ``forward``.
+    """Return which of ``edge_attr`` and ``batch`` are parameters of the base GNN's ``forward``.
 
     Raises:
-        TypeError: if it needs something else.
+        TypeError: if ``forward`` requires other arguments.
     """
     inner = getattr(base_gnn, "_orig_mod", base_gnn)  # torch.compile hides the signature
     if (names := getattr(getattr(inner, "signature", None), "param_dict", None)) is not None:

@@ -1,4 +1,4 @@
-"""A hint where weights do not fit because channels of the run were removed."""
+"""A hint in the error message if weights do not fit because channels were removed in training."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _HINT = (
 
 
 def hint_at_removed_channels(module: nn.Module) -> None:
-    """Have ``module.load_state_dict`` name the way to load a checkpoint whose channels were removed."""
+    """Make errors of ``module.load_state_dict`` explain how to load a checkpoint with removed channels."""
     module.register_load_state_dict_pre_hook(_hint)
 
 

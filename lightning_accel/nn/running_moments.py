@@ -1,4 +1,4 @@
-"""Means of parts that do not fit into memory together. Shapes: O owners, T rows, D numbers."""
+"""Running means of values that do not fit into memory together. Shapes: O groups, T values, D features."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lightning_accel.nn.estimate import Estimate
 
 
 class RunningMoments:
-    """Mean and spread of the rows of each owner, which come in parts (Chan et al. 1983), in float64."""
+    """Accumulate mean and variance of values per group, chunk by chunk (Chan et al. 1983), in float64."""
 
     def __init__(self, owners: int, device: torch.device) -> None:
         self.count = torch.zeros(owners, 1, dtype=torch.float64, device=device)
@@ -33,7 +33,7 @@ class RunningMoments:
         self.count = self.count + count
 
     def estimate(self, tuples: Tensor) -> Estimate:
-        """For owners with so many ``tuples``, of which as many were seen as rows were added."""
+        """Return mean and standard error per group, given the size ``tuples`` of the population of each group."""
         assert self.sum is not None
         mean = self.sum / self.count.clamp(min=1)
         if self.squares is None:

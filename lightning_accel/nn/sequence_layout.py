@@ -1,6 +1,6 @@
-"""How the steps of unequally long rows lie in memory while layers are run over them.
+"""Memory layouts of sequences of unequal lengths for recurrent layers.
 
-Shapes: B rows, T steps of the padded batch, N valid steps of all rows, I inputs, H hidden.
+Shapes: B samples, T steps of the padded batch, N valid steps of all samples, I inputs, H hidden.
 """
 
 from typing import TYPE_CHECKING
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 class _Turning:
-    """Layouts in which a layer reads rows backwards by reading what was turned round."""
+    """Run layers backwards by reversing their input and output; a base class."""
 
     def reverse(self, data: Tensor) -> Tensor:
-        """Turn each row's valid steps round."""
+        """Reverse the valid steps of each sample."""
         raise NotImplementedError
 
     def direct(
         self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
     ) -> "tuple[Tensor, States]":
-        """Call ``layer``, forwards or backwards."""
+        """Run ``layer`` forwards or backwards."""
         out, end = layer(self.reverse(data) if backwards else data, states, self)
         return self.reverse(out) if backwards else out, end
 
 
 class PaddedLayout(_Turning):
-    """Steps first, (T, B, I), all rows as long as the longest. ``lengths`` (B,) on their device; None: all are full."""
+    """Lay out steps first, (T, B, I), padded to the longest sample; ``lengths`` is (B,), or None if all are valid."""
 
     def __init__(self, lengths: Tensor | None) -> None:
         self.lengths = lengths
 
     def enter(self, x: Tensor) -> Tensor:
         if self.lengths is not None:
-            x = x.where(_valid(x, self.lengths), 0)  # NaN in the padding would make weights' gradients NaN
+            x = x.where(_valid(x, self.lengths), 0)  # NaN in the padding would make gradients of weights NaN
         return x.transpose(0, 1)
 
     def leave(self, data: Tensor) -> Tensor:
@@ -54,14 +54,14 @@ class PaddedLayout(_Turning):
 
 
 class WholeLayout(PaddedLayout):
-    """As padded, with a layer as one operation, for programs: one for each step would fix their number."""
+    """Run each layer as one operation on padded steps, so that exported programs do not fix the number of steps."""
 
     def __init__(self, lengths: Tensor | None, backwards: bool = False) -> None:
         super().__init__(lengths)
         self.backwards = backwards
 
     def leave(self, data: Tensor) -> Tensor:
-        return data.transpose(0, 1)  # zeros after a row's end already
+        return data.transpose(0, 1)  # already zero after the end of a sample
 
     def direct(
         self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
@@ -76,10 +76,7 @@ class WholeLayout(PaddedLayout):
 
 
 class _ValidSteps(_Turning):
-    """The valid steps alone: ``index`` (N,) is where each stands among all, (B * T,), ``turned`` where its mirror does.
-
-    A mirror is as far from a row's end as the step is from its beginning.
-    """
+    """Lay out only valid steps, at ``index`` (N,) of (B * T,) steps; ``turned`` (N,) reverses each sample."""
 
     def __init__(self, rows: int, steps: int, index: Tensor, turned: Tensor) -> None:
         self.rows, self.steps, self.index, self.turned = rows, steps, index, turned
@@ -96,16 +93,16 @@ class _ValidSteps(_Turning):
 
 
 class SortedLayout(_ValidSteps):
-    """The valid steps alone, as in a PackedSequence: all rows' first steps, then all second ones, longest row first.
+    """Lay out valid steps as a PackedSequence: first steps of all samples, then second steps, longest sample first.
 
-    A layer is run on stretches of steps between which no row ends, with the rows that go on (a staircase), or by
-    torch's kernel for packed sequences.
+    A layer runs on spans of steps in which no sample ends, with the remaining samples (a staircase), or by torch's
+    kernel for packed sequences.
 
     Args:
         lengths: (B,) int64 on the CPU.
         steps: T.
-        device: of the steps.
-        packed: whether torch's kernel for packed sequences runs.
+        device: device of the steps.
+        packed: whether to run torch's kernel for packed sequences.
     """
 
     def __init__(self, lengths: Tensor, steps: int, device: torch.device, packed: bool) -> None:
@@ -133,7 +130,7 @@ class SortedLayout(_ValidSteps):
         else:
             states = tuple(state.index_select(0, self.order) for state in states)
         if not self.stretches:
-            # what has no gradient at all on one process of several would make DDP wait for it
+            # parameters without a gradient in one of several processes would make DDP wait
             nothing = torch.stack([parameter.sum() * 0 for parameter in layer.parameters()]).sum()
             return data.new_zeros(0, layer.hidden_size) + nothing, tuple(state + nothing for state in states)
         run = self._run_packed if self.packed else self._run_stretches
@@ -143,7 +140,7 @@ class SortedLayout(_ValidSteps):
     def _run_packed(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
     ) -> "tuple[Tensor, States]":
-        full = self.stretches[0][0]  # rows that have a step at all
+        full = self.stretches[0][0]  # samples with at least one step
         out, new = layer.packed(data, self.batch_sizes, tuple(state[:full] for state in states), weight_hh)
         return out, tuple(torch.cat([after, before[full:]]) for after, before in zip(new, states, strict=True))
 
@@ -160,17 +157,17 @@ class SortedLayout(_ValidSteps):
             parts.append(out.flatten(0, 1))
             at += rows * steps
         ended.append(states)
-        new = tuple(torch.cat(one[::-1]) for one in zip(*ended, strict=True))  # the shortest rows ended first
+        new = tuple(torch.cat(one[::-1]) for one in zip(*ended, strict=True))  # the shortest samples ended first
         return (torch.cat(parts) if len(parts) > 1 else parts[0]), new
 
 
 class LanesLayout(_ValidSteps):
-    """The valid steps alone, whole rows end to end, (N, I); for scan cells, which start anew where a row does.
+    """Lay out valid steps of concatenated samples, (N, I), for scan cells, which reset the state at each start.
 
     Args:
         lengths: (B,) int64 on the CPU.
         steps: T.
-        device: of the steps.
+        device: device of the steps.
     """
 
     def __init__(self, lengths: Tensor, steps: int, device: torch.device) -> None:

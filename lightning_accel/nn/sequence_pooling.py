@@ -1,4 +1,4 @@
-"""One vector of the valid steps of each row. Shapes: B rows, T steps, H features."""
+"""Pooling of the valid steps of sequences to one vector. Shapes: B samples, T steps, H features."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ POOLINGS = ("last", "mean", "max", "attention", "none")
 
 
 def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
-    """Reduce ``x`` (B, T, H), zero after ``lengths`` (B,), by ``mean`` or ``max``; 0 for a row of length 0."""
+    """Pool ``x`` (B, T, H), zero after ``lengths`` (B,), by ``mean`` or ``max``; 0 for a sample of length 0."""
     if how == "none":
         return None
     if how == "mean":
@@ -23,7 +23,7 @@ def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
 
 
 class AttentionPooling(nn.Module):
-    """The steps' mean, weighted by a softmax of their products with a learned query (Yang et al. 2016, eq. 5 to 7).
+    """Pool steps by attention with a learned query (Yang et al. 2016, eq. 5 to 7).
 
     >>> AttentionPooling(4)(torch.ones(2, 3, 4), torch.tensor([3, 0])).sum(1).detach()
     tensor([4., 0.])
@@ -35,13 +35,13 @@ class AttentionPooling(nn.Module):
         self.query = nn.Parameter(torch.randn(dim) / dim**0.5)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Reduce ``x`` (B, T, H), finite also after ``lengths`` (B,), to (B, H); 0 for a row of length 0."""
+        """Pool ``x`` (B, T, H), finite also after ``lengths`` (B,), to (B, H); 0 for a sample of length 0."""
         scores = (self.key(x).tanh() @ self.query).to(torch.promote_types(x.dtype, torch.float32))  # (B, T)
         if lengths is None:
             weights = scores.softmax(1)
         else:
             over = _is_over(x, lengths.to(x.device))
-            # finite, and 0 afterwards: a row of length 0 would become NaN
+            # finite, then set to 0: with -inf a sample of length 0 would become NaN
             weights = scores.masked_fill(over, -1e30).softmax(1).masked_fill(over, 0)
         return torch.einsum("bt,bth->bh", weights.to(x.dtype), x)
 

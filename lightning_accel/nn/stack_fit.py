@@ -1,4 +1,4 @@
-"""Which RBMs may stand on each other."""
+"""Checks of which RBMs can be stacked."""
 
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import (
@@ -14,13 +14,13 @@ from lightning_accel.nn.rbm_units import (
 
 
 def own_units(rbm: RBM) -> VisibleUnits:
-    """The visible units beside those of the label."""
+    """Return the visible units without those of the label."""
     units = rbm.visible_units
     return units.parts[0] if isinstance(units, JoinedVisible) else units  # type: ignore[return-value]
 
 
 def kind_of(units: VisibleUnits | HiddenUnits) -> str:
-    """How a constructor is told of ``units``."""
+    """Return the constructor argument that creates ``units``."""
     kinds: dict[type, str] = {
         BernoulliVisible: "visible='bernoulli'",
         GaussianVisible: "visible='gaussian'",
@@ -32,7 +32,7 @@ def kind_of(units: VisibleUnits | HiddenUnits) -> str:
 
 
 def require_fit(layer: int, below: RBM, above: RBM) -> None:
-    """Refuse neighbours, RBM ``layer`` and the one above it, that do not fit."""
+    """Require that RBM ``layer`` and the one above it fit together."""
     here = f"RBM {layer + 1} of the stack"
     if below.num_labels:
         raise ValueError(f"only the top RBM may have labels; RBM {layer} has num_labels={below.num_labels}")

@@ -1,4 +1,4 @@
-"""Likelihoods of deep belief networks. Shapes: B rows, V visible units; layer l holds H_l units."""
+"""Likelihoods of deep belief networks. Shapes: B batch size, V visible units, H_l units in layer l."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_accel.ops.float32 import at_least_float32, without_autocast
 if TYPE_CHECKING:
     from lightning_accel.nn.dbn import RBMStack
 
-_MOST_UNITS = 20  # of a layer whose states are listed
-_MOST_PAIRS = 28  # units of two neighbours, whose states all meet: 2**28 take some seconds
+_MOST_UNITS = 20  # largest number of units in a layer whose states are enumerated
+_MOST_PAIRS = 28  # units of two neighbouring layers, for all pairs of states: 2**28 take some seconds
 _CHUNK = 2**22  # numbers in memory at a time
 
 
 class LogZLike(Protocol):
-    """Logarithm of an RBM's partition function, with an interval."""
+    """Describe the log partition function of an RBM, with an interval."""
 
     @property
     def estimate(self) -> Tensor: ...
@@ -32,19 +32,19 @@ class LogZLike(Protocol):
 
 
 class LogProbBound(NamedTuple):
-    """Lower bound of log-probabilities, (B,) each, float64, in nats."""
+    """Hold a lower bound of log-probabilities, (B,) each, float64, in nats."""
 
     estimate: Tensor
     lower: Tensor
-    """The bound if log Z is as large as its interval allows."""
+    """The bound for the largest log Z in its interval."""
     upper: Tensor
-    """The bound if log Z is as small as its interval allows."""
+    """The bound for the smallest log Z in its interval."""
     standard_error: Tensor
-    """Of ``estimate``, from the draws of the layers between; 0 for one layer, NaN for a single draw."""
+    """Standard error of ``estimate`` from the draws of intermediate layers; 0 for one layer, NaN for a single draw."""
 
 
 def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:
-    """Conditional log p(visible | hidden) in nats, (B,), of (B, V) and (B, H)."""
+    """Compute log p(visible | hidden), (B,) in nats, for (B, V) and (B, H)."""
     with without_autocast(visible):
         units, bias = rbm.visible_units, rbm.visible_bias
         visible = at_least_float32(visible)
@@ -54,7 +54,7 @@ def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:
 
 
 def log_prob_of_hidden(units: HiddenUnits, hidden: Tensor, activation: Tensor) -> Tensor:
-    """Factorial log q(hidden) in nats, (B,), of units with ``activation`` (B, H)."""
+    """Compute log q(hidden), (B,) in nats, of independent units with ``activation`` (B, H)."""
     hidden, activation = at_least_float32(hidden), at_least_float32(activation)
     return (hidden * activation - units.log_partition(activation)).sum(dim=-1) - units.base(hidden)
 
@@ -68,7 +68,7 @@ def log_prob_bound(
     num_samples: int,
     generator: Generator | None,
 ) -> LogProbBound:
-    """See :meth:`RBMStack.log_prob_bound`."""
+    """Compute :meth:`RBMStack.log_prob_bound`."""
     if len(stack.layers) == 1:
         num_samples = 1
     drawn = torch.stack([_log_weight(stack, visible, labels, generator) for _ in range(num_samples)])  # (S, B)
@@ -80,7 +80,7 @@ def log_prob_bound(
 
 
 def _log_weight(stack: RBMStack, visible: Tensor, labels: Tensor | None, generator: Generator | None) -> Tensor:
-    """The difference log p*(visible, drawn states) - log q(drawn states), (B,) float64, for one draw upward."""
+    """Draw states upward; return log p*(visible, states) - log q(states), (B,) float64."""
     states, total = visible, visible.new_zeros(len(visible), dtype=torch.float64)
     for layer in range(len(stack.layers) - 1):
         rbm = stack.layers[layer]
@@ -93,21 +93,21 @@ def _log_weight(stack: RBMStack, visible: Tensor, labels: Tensor | None, generat
 
 
 def _top_score(stack: RBMStack, states: Tensor, labels: Tensor | None) -> Tensor:
-    """Logarithm of the top RBM's unnormalised probability of ``states`` and ``labels``, (B,)."""
+    """Compute the top RBM's log unnormalised probability (B,) of ``states`` and ``labels``."""
     if labels is not None:
         return -stack.top.free_energy(stack.join_labels(states, labels))
     return stack.label_scores(states).logsumexp(dim=1) if stack.num_labels else -stack.top.free_energy(states)
 
 
 def log_prob(stack: RBMStack, visible: Tensor) -> Tensor:
-    """See :meth:`RBMStack.log_prob`."""
+    """Compute :meth:`RBMStack.log_prob`."""
     _require_few_states(stack)
     top = stack.top
     if len(stack.layers) == 1:
         states = _all_states(top.num_hidden, top.weight)
         return _top_score(stack, visible, None) - (-top.hidden_free_energy(states)).logsumexp(dim=0)
     upper = _all_states(top.num_visible - top.num_labels, top.weight)
-    weight = _top_score(stack, upper, None).log_softmax(dim=0)  # of each state of the top's visible units
+    weight = _top_score(stack, upper, None).log_softmax(dim=0)  # for each state of the top's visible units
     for layer in reversed(range(1, len(stack.layers) - 1)):
         rbm = stack.layers[layer]
         lower = _all_states(rbm.num_visible, rbm.weight)
@@ -116,7 +116,7 @@ def log_prob(stack: RBMStack, visible: Tensor) -> Tensor:
 
 
 def _mixture(rbm: RBM, lower: Tensor, upper: Tensor, weight: Tensor) -> Tensor:
-    """Mixture log sum_j exp(weight_j) p(lower_i | upper_j), (B,), of (B, V), (J, H) and (J,)."""
+    """Compute the mixture log sum_j exp(weight_j) p(lower_i | upper_j), (B,), from (B, V), (J, H) and (J,)."""
     units, bias = rbm.visible_units, rbm.visible_bias
     inputs, own = units.input(lower), units.energy(lower, bias)
     parts = []
@@ -129,7 +129,7 @@ def _mixture(rbm: RBM, lower: Tensor, upper: Tensor, weight: Tensor) -> Tensor:
 
 
 def _all_states(num_units: int, like: Tensor) -> Tensor:
-    """(2**U, U) of 0 and 1."""
+    """Return all states (2**U, U) of U binary units."""
     numbers = torch.arange(2**num_units, device=like.device)
     return (numbers[:, None] >> torch.arange(num_units, device=like.device) & 1).to(like.dtype)
 

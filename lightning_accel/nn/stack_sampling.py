@@ -1,4 +1,4 @@
-"""Samples of deep belief networks. Shapes: B rows, V visible units, C labels; layer l holds H_l units."""
+"""Sampling from deep belief networks. Shapes: B batch size, V visible units, C labels, H_l units in layer l."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sample_stack(
     labels: Tensor | None,
     generator: Generator | None,
 ) -> Tensor:
-    """See :meth:`RBMStack.sample`."""
+    """Compute :meth:`RBMStack.sample`."""
     top, size = stack.top, stack.top.num_visible - stack.num_labels
     states = _independent(stack, -1, num_samples, generator)  # (B, H_{L-1} + C)
     known = None if labels is None else stack.one_hot(labels, states)
@@ -39,7 +39,7 @@ def sample_stack(
 
 
 def _independent(stack: RBMStack, layer: int, num_samples: int, generator: Generator | None) -> Tensor:
-    """Visible states of RBM ``layer``, as if it had no weights."""
+    """Draw visible states of RBM ``layer`` as if it had no weights."""
     rbm = stack.layers[layer]
     return rbm.visible_units.sample(rbm.visible_bias.expand(num_samples, -1), generator)
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer's layers. Shapes: B rows, T tokens, D features, M heads, F features a head."""
+"""Layers of a decoder-only transformer. Shapes: B samples, T tokens, D features, M heads, F features per head."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from lightning_accel.nn.moe import MixtureOfExperts
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that one attention layer has seen, (B, M, up to ``max_length``, F)."""
+    """Store the keys and values (B, M, up to ``max_length``, F) of previous tokens for one attention layer."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -20,7 +20,7 @@ class KeyValueCache:
         self._stored: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens, (B, M, T, F) each, and return all so far."""
+        """Append keys and values of new tokens, (B, M, T, F) each; return those of all tokens."""
         if self._stored is None:
             batch, heads, _, features = keys.shape
             self._stored = keys.new_empty(2, batch, heads, self.max_length, features)
@@ -34,11 +34,11 @@ class KeyValueCache:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention to the tokens before and the token itself, with rotary positions.
+    """Attend from each token to itself and the previous tokens, with rotary position embeddings.
 
-    ``query_key_value.weight`` holds the rows of the first head's queries, keys and values, then those of the second, so
-    that a contiguous part of it is whole heads. Split so over devices, with the columns of ``out``, each computes its
-    own (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3).
+    ``query_key_value.weight`` holds the rows of the first head's queries, keys and values, then those of the second,
+    and so on, so that contiguous rows are whole heads. If its rows and the columns of ``out`` are sharded over devices,
+    each device computes its own heads (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3).
 
     Rotary positions: Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, feature i paired with i + F / 2.
 
@@ -62,8 +62,8 @@ class CausalSelfAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Map ``x`` (B, T, D) to the same shape; with a ``cache``, ``x`` goes on from the tokens that it holds."""
-        width = getattr(self.query_key_value, "in_features", -1)  # it may be replaced
+        """Map ``x`` (B, T, D) to the same shape; with a ``cache``, ``x`` continues the tokens that it holds."""
+        width = getattr(self.query_key_value, "in_features", -1)  # a user may replace it
         require_width(self, x, "dim", width, "x (B, T, {})", ndim=3)
         require_floating(self, x, "x", self.query_key_value.parameters(recurse=False))
         heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, T, M, 3, F); M of this device
@@ -80,9 +80,9 @@ class CausalSelfAttention(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Turn pairs of the features of ``x`` (B, M, T, F) by angles that grow with ``positions`` (T,)."""
+    """Rotate pairs of features of ``x`` (B, M, T, F) by angles proportional to ``positions`` (T,)."""
     half = x.shape[-1] // 2
-    # float32 whatever the dtype of x: bf16 cannot tell position 257 from 256
+    # float32 whatever the dtype of x: bf16 cannot distinguish positions 256 and 257
     frequency = base ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = positions.unsqueeze(1) * frequency  # (T, F / 2)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -91,20 +91,20 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
 
 
 class BlockOutput(NamedTuple):
-    """Features, and what the gate did if the block has a mixture of experts."""
+    """Hold the features, and the report of the gate if the block has a mixture of experts."""
 
     features: Tensor  # (B, T, D)
     report: GateReport | None
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward layer, each normalised before (RMSNorm) and added to what came in.
+    """Apply attention and a feed-forward layer, each with RMSNorm before it and a residual connection.
 
     Args:
         dim: D.
         num_heads: M.
-        feed_forward: maps (B, T, D) to the same shape; or a :class:`~lightning_accel.nn.MixtureOfExperts`.
-        dropout: share of what each of the two adds that is dropped in training.
+        feed_forward: module that maps (B, T, D) to the same shape; or a :class:`~lightning_accel.nn.MixtureOfExperts`.
+        dropout: dropout probability of the output of each of the two layers.
     """
 
     def __init__(self, dim: int, num_heads: int, feed_forward: nn.Module, dropout: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> BlockOutput:
         """Map ``x`` (B, T, D) to the same shape; for ``cache`` see :class:`CausalSelfAttention`."""
-        width = getattr(self.attention_norm, "normalized_shape", (-1,))[-1]  # it may be replaced
+        width = getattr(self.attention_norm, "normalized_shape", (-1,))[-1]  # a user may replace it
         require_width(self, x, "dim", width, "x (B, T, {})", ndim=3)
         require_floating(self, x, "x")
         x = x + self.dropout(self.attention(self.attention_norm(x), cache))

@@ -1,4 +1,4 @@
-"""Recurrent networks over trees. Shapes: N nodes of all trees, R roots, I features in, H hidden; n nodes of a level."""
+"""Recurrent networks over trees. Shapes: N nodes of all trees, R roots, I features in, H hidden, n nodes of a level."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,25 +10,26 @@ from lightning_accel.nn.features import require_floating, require_width
 
 
 class TreeLevels(NamedTuple):
-    """The order in which :class:`TreeRNN` visits the nodes of a forest: those farthest from their root first."""
+    """Hold the levels of a forest in the order in which :class:`TreeRNN` visits them, farthest from the roots first."""
 
     order: Tensor  # (N,) int64, the nodes by level, deepest first
-    sizes: list[int]  # nodes of each level
-    parents: tuple[Tensor, ...]  # for each level but the roots', (n,) int64: each node's parent within the next level
+    sizes: list[int]  # number of nodes of each level
+    parents: tuple[Tensor, ...]  # per level except the roots, (n,) int64: position of each parent within the next level
     roots: Tensor  # (R,) int64, ascending
 
 
 def plan_levels(parent: Tensor) -> TreeLevels:
     """Group the nodes of a forest by their distance from the root.
 
-    All children of a level are then the level below, whole, and there are as many levels as if grouped by height.
+    The children of all nodes of a level are then exactly the next deeper level, and there are no more levels than with
+    grouping by height.
 
     Args:
         parent: (N,) int64, each node's parent, -1 for roots; nodes in any order.
 
     Raises:
         TypeError: if ``parent`` is not int64.
-        ValueError: if ``parent`` is not a vector, names a node that does not exist, or has a cycle.
+        ValueError: if ``parent`` is not a vector, refers to a missing node, or has a cycle.
 
     >>> plan_levels(torch.tensor([-1, 0, 0, 2])).sizes
     [1, 2, 1]
@@ -38,7 +39,7 @@ def plan_levels(parent: Tensor) -> TreeLevels:
     sizes = depth.bincount().flip(0).tolist()
     position = torch.empty_like(order)
     position[order] = torch.arange(len(order), device=order.device)
-    first = order.new_tensor([0, *sizes]).cumsum(0)  # of each level, in ``order``
+    first = order.new_tensor([0, *sizes]).cumsum(0)  # position of each level in ``order``
     inner = order[: len(order) - (sizes[-1] if sizes else 0)]
     level = len(sizes) - 1 - depth[inner]
     parents = position[parent[inner]] - first[level + 1]
@@ -46,7 +47,7 @@ def plan_levels(parent: Tensor) -> TreeLevels:
 
 
 def _depths(parent: Tensor) -> Tensor:
-    """Distance of each node from its root: in k rounds, each of which doubles the jump, those up to 2**k."""
+    """Compute the distance of each node from its root by pointer doubling; k rounds cover distances up to 2**k."""
     if parent.dtype != torch.int64:
         raise TypeError(f"parent must be int64; got {parent.dtype}. Call parent.long()")
     if parent.ndim != 1:
@@ -63,7 +64,7 @@ def _depths(parent: Tensor) -> Tensor:
             "Count from 0 and shift each tree by the nodes before it, as join_parents does"
         )
     above = torch.where(parent < 0, num_nodes, parent)
-    above = torch.cat((above, above.new_tensor([num_nodes])))  # the last stands for nothing, which is above the roots
+    above = torch.cat((above, above.new_tensor([num_nodes])))  # the last entry is a sentinel above the roots
     depth = (above < num_nodes).long()
     for _ in range(num_nodes.bit_length()):
         depth, above = depth + depth[above], above[above]
@@ -77,7 +78,7 @@ def _depths(parent: Tensor) -> Tensor:
 
 
 def join_parents(parents: Iterable[Tensor]) -> Tensor:
-    """One parent vector for several forests whose nodes are laid end to end.
+    """Concatenate the parent vectors of several forests, shifting the numbers of the nodes.
 
     >>> join_parents([torch.tensor([-1, 0]), torch.tensor([1, -1])])
     tensor([-1,  0,  3, -1])
@@ -90,15 +91,15 @@ def join_parents(parents: Iterable[Tensor]) -> Tensor:
 
 
 class Forest(NamedTuple):
-    """Trees as a parent vector, and what their leaves held."""
+    """Hold trees as a parent vector, with the items of their leaves."""
 
     parent: Tensor  # (N,) int64, -1 for roots; parents come before their children
     leaves: Tensor  # int64, the nodes that hold an item, from left to right
-    items: list[Any]  # of those leaves
+    items: list[Any]  # item of each leaf
 
 
 def forest_from_nested(trees: Sequence[Any]) -> Forest:
-    """Read trees that are written as nested lists or tuples: a list is a node with children, all else a leaf's item.
+    """Convert nested lists or tuples to trees: a list is a node with children, everything else the item of a leaf.
 
     >>> forest = forest_from_nested([["a", "b"], ["c", ["d", "e"]]])  # two trees
     >>> forest.parent
@@ -122,13 +123,13 @@ def forest_from_nested(trees: Sequence[Any]) -> Forest:
 
 
 class TreeRNN(nn.Module):
-    """A recurrent network from the leaves of trees to their roots: a node's state from its input and its children's.
+    """Run a recurrent network from the leaves of trees to their roots, computing a node's state from its children's.
 
-    All nodes of a level are one call, whatever the trees' shapes. Children have no order and may be any number. On a
-    chain it is ``nn.LSTM`` or ``nn.GRU``, without the bias of hidden states.
+    All nodes of a level are computed in one call, whatever the shapes of the trees. Nodes have any number of children,
+    whose order is ignored. On a chain it is equal to ``nn.LSTM`` or ``nn.GRU`` without the bias of hidden states.
 
-    ``lstm`` is the child-sum Tree-LSTM of Tai et al. 2015, https://arxiv.org/abs/1503.00075, eq. 2-8. ``gru`` gates in
-    the same way, with a reset gate for each child k: ``r_k = sigmoid(W_r x + U_r h_k)``,
+    ``lstm`` is the child-sum Tree-LSTM of Tai et al. 2015, https://arxiv.org/abs/1503.00075, eq. 2-8. ``gru`` is
+    analogous, with a reset gate for each child k: ``r_k = sigmoid(W_r x + U_r h_k)``,
     ``z = sigmoid(W_z x + sum_k U_z h_k)``, ``n = tanh(W_n x + sum_k r_k * U_n h_k)``,
     ``h = (1 - z) * n + z * sum_k h_k``.
 
@@ -147,20 +148,21 @@ class TreeRNN(nn.Module):
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.cell = cell
-        num_gates = 4 if cell == "lstm" else 3  # the one that each child has for itself is the last
+        num_gates = 4 if cell == "lstm" else 3  # the last gate is computed per child
         self.of_input = nn.Linear(input_size, num_gates * hidden_size)
         self.of_child = nn.Linear(hidden_size, num_gates * hidden_size, bias=False)
 
     def forward(self, x: Tensor, parent: Tensor | TreeLevels) -> tuple[Tensor, Tensor]:
-        """States of all nodes, (N, H), and of the roots, (R, H), in the order of the nodes.
+        """Compute the states of all nodes (N, H), and of the roots (R, H), in the order of the nodes.
 
         Args:
             x: (N, I), e.g. 0 for inner nodes.
-            parent: (N,) int64, -1 for roots; or what :func:`plan_levels` made of it, where it is used more than once.
+            parent: (N,) int64, -1 for roots; or the result of :func:`plan_levels`, to compute it once for several
+                calls.
 
         Raises:
-            TypeError: if ``parent`` is not int64, ``x`` not floating, or its dtype another than that of the weights.
-            ValueError: if there is not one row of ``x`` a node, or ``parent`` is no forest.
+            TypeError: if ``parent`` is not int64, ``x`` is not floating, or its dtype differs from that of the weights.
+            ValueError: if ``x`` does not have one row per node, or ``parent`` is not a forest.
         """
         require_width(self, x, "input_size", self.input_size, "x (N, {})", ndim=2)
         levels = plan_levels(parent) if isinstance(parent, Tensor) else parent

@@ -1,4 +1,7 @@
-"""An MLP of every connected triple. Shapes: N nodes, B graphs, P paths, E edges, H hidden, R channels, S samples."""
+"""An MLP over connected triples of nodes.
+
+Shapes: N nodes, B graphs, P paths, E edges, H hidden, R channels, S samples.
+"""
 
 from typing import NamedTuple
 
@@ -13,30 +16,30 @@ from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.ops.triples import Triples
 from lightning_accel.ops.two_paths import TwoPathIndex, TwoPaths, index_two_paths, sample_two_paths
 
-_MOST_PATHS = 2**28  # a step of training takes some minutes then
+_MOST_PATHS = 2**28  # a training step takes some minutes
 
 
 class Tables(NamedTuple):
-    """What the first layer makes of nodes and edges, before paths join it: as centre, leaf and other leaf."""
+    """Hold the first layer's outputs for nodes and edges in each role, before they are combined along paths."""
 
-    nodes: Tensor  # (N, 3 H)
+    nodes: Tensor  # (N, 3 H): as centre, leaf and other leaf
     edges: Tensor | None  # (E, 3 H): between centre and leaf, centre and other, and the two leaves
 
 
 class TripleMLP(nn.Module):
-    """An MLP of each path of two edges, the same for both orders of its leaves.
+    """Apply an MLP to each path of two edges, symmetrically in its two leaves.
 
-    It reads the features of centre and leaves, of the two edges, of the third one where there is one, and whether
-    there is: ``(f(centre, leaf, other) + f(centre, other, leaf)) / 2``. The first layer of f is linear, so it is
-    applied to nodes and edges rather than to paths; ``mlp`` is the rest of f.
+    The inputs are the features of centre and leaves, of the two edges, whether there is a third edge, and its features:
+    ``(f(centre, leaf, other) + f(centre, other, leaf)) / 2``. The first layer of f is linear, so it is applied to nodes
+    and edges rather than to paths; ``mlp`` is the rest of f.
 
     Args:
-        in_channels: F; -1 takes it from the first input.
+        in_channels: F; -1 to infer it from the first input.
         channels: R.
         hidden_channels: H.
-        mlp: maps (P, H) to (P, R), its first operation an activation; ReLU, Linear, ReLU, Linear where it is None.
-        max_paths: paths at a time. In training, a chunk is found and computed again in the backward pass.
-        edge_dim: columns of a floating ``edge_attr``.
+        mlp: maps (P, H) to (P, R), beginning with an activation; by default ReLU, Linear, ReLU, Linear.
+        max_paths: number of paths at a time. In training, chunks are computed again in the backward pass.
+        edge_dim: number of features of a floating ``edge_attr``.
         num_relations: number of edge types.
     """
 
@@ -70,7 +73,7 @@ class TripleMLP(nn.Module):
     def sums(
         self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples, graphs: Graphs
     ) -> dict[str, Tensor]:
-        """Sums over the paths in triangles, three in each, and over open wedges: (B, R) each, float32 at least."""
+        """Sum over the paths in triangles, three in each, and over open wedges: (B, R) each, float32 or wider."""
         tables = self._tables(x, edge_attr, edge_index, triples)
         own, wide = at_least_float32(tables.nodes).dtype, _wide_dtype(tables.nodes)
         total = tables.nodes.new_zeros(2 * graphs.size, self.channels, dtype=wide)
@@ -99,7 +102,7 @@ class TripleMLP(nn.Module):
         num_samples: int,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Values (G, S, R) and closed (G, S) of paths drawn uniformly from each of the G graphs that have paths."""
+        """Draw S paths uniformly from each of G graphs that have paths; return values (G, S, R), closed (G, S)."""
         if graphs.batch is not None and bool((graphs.batch.diff() < 0).any()):
             raise ValueError("samples need a batch whose nodes are in the order of its graphs; sort its nodes by batch")
         paths = sample_two_paths(triples, num_samples, generator, graphs.batch)
@@ -138,7 +141,7 @@ class TripleMLP(nn.Module):
 
 
 def _wide_dtype(value: Tensor) -> torch.dtype:
-    """Sums over millions of paths would lose digits in float32."""
+    """Return the dtype for sums over millions of paths, which would lose precision in float32."""
     return torch.float32 if value.device.type == "mps" else torch.float64
 
 

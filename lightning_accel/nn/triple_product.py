@@ -10,7 +10,7 @@ from lightning_accel.nn.triple_sums import Graphs, sum_edges, sum_empty, sum_tri
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.triples import Triples
 
-MAPS = {"triangle": 1, "wedge": 2, "edge": 2, "empty": 1}  # node maps that a term of each type multiplies
+MAPS = {"triangle": 1, "wedge": 2, "edge": 2, "empty": 1}  # number of different node maps in a term of each type
 
 _SUMS: dict[str, Callable[..., Tensor]] = {
     "triangle": sum_triangles,
@@ -21,7 +21,7 @@ _SUMS: dict[str, Callable[..., Tensor]] = {
 
 
 class ProductKernel(nn.Module):
-    """Sums over all subsets of three nodes of products of linear maps of their features, R channels of each type."""
+    """Sum products of linear maps of the features over all subsets of three nodes, with R channels for each type."""
 
     def __init__(
         self, in_channels: int, rank: int, types: Sequence[str], edge_dim: int | None, num_relations: int | None
@@ -40,19 +40,19 @@ class ProductKernel(nn.Module):
     def sums(
         self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples, graphs: Graphs
     ) -> dict[str, Tensor]:
-        """The sum of each type, (B, R), float32 at least."""
+        """Compute the sum (B, R) of each type, float32 or wider."""
         with without_autocast(x):
             maps, weights = self.node_maps(x), self.weights(edge_attr, edge_index, triples)
             return {name: _SUMS[name](*maps[name], weights[name], triples, graphs) for name in self.types}
 
     def node_maps(self, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """The maps (N, R) of each type: a; b and c; p and q; r."""
+        """Compute the node maps (N, R) of each type: a; b and c; p and q; r."""
         maps = at_least_float32(self.maps(x.to(self.maps.weight.dtype)))
         by_type = maps.split([self.rank * MAPS[name] for name in self.types], dim=1)
         return {name: part.split(self.rank, dim=1) for name, part in zip(self.types, by_type, strict=True)}
 
     def weights(self, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> dict[str, Tensor | None]:
-        """The weights of edges (E, R) in the terms of each type, None where all are 1."""
+        """Compute the weights of edges (E, R) in the terms of each type, None if all are 1."""
         if self.edge_weights is None:
             return dict.fromkeys(self.types)
         weights = self.edge_weights(edge_attr, edge_index, triples)

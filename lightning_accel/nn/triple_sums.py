@@ -1,9 +1,9 @@
 """Sums of products over triples of nodes. Shapes: N nodes, B graphs, M entries, E edges, T triangles, R channels.
 
-A ``weight`` (E, R) of edges multiplies a term for each edge among its nodes; None is a weight of 1. Open wedges are
-all paths of two edges less those in triangles. That difference is exact in float32 only if both sides read the very
-same map: hence sums over neighbours of the maps are taken, though those of the features, mapped, would be equal too.
-Where most paths are closed, little is left of the difference, so that both sides are float64 there.
+The ``weight`` (E, R) of each edge among the nodes of a term multiplies it; None means weights of 1. Sums over open
+wedges are sums over all paths of two edges minus those in triangles. This difference is accurate in float32 only if
+both sides use exactly the same mapped features: hence maps are applied before the sums over neighbours. Where most
+paths are in triangles, the difference is small compared with both sides, which are float64 there.
 """
 
 from typing import Literal, NamedTuple, TypeAlias
@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accel.ops.triples import Triples, neighbour_sum, triangle_sum
 
-# Which of the weights of a triangle count at its corner r, whose other corners are s and t: all three, those of rs and
-# rt, that of st, or those of the path from r over x's node to y's.
+# Which weights of a triangle multiply the term at its corner r, with other corners s and t: all three, those of rs and
+# rt, that of st, or those of the path from r through the node of x to the node of y.
 Edges: TypeAlias = Literal["all", "spokes", "opposite", "path"]
 
 _FEW_NEIGHBOURS, _MANY_NEIGHBOURS = 6, 2**14
-_TRIANGLES_AT_A_TIME = 2**16  # some 12 * R numbers of each are alive
+_TRIANGLES_AT_A_TIME = 2**16  # about 12 * R numbers per triangle are in memory
 
 
 class Graphs:
-    """Sums over the nodes of each graph of a batch; one graph where ``batch`` (N,) is None, B graphs where it says."""
+    """Sum over the nodes of each graph of a batch; ``batch`` (N,) is the graph of each node, None for one graph."""
 
     def __init__(self, batch: Tensor | None, size: int | None) -> None:
         if size is None:
@@ -31,7 +31,7 @@ class Graphs:
         self.batch, self.size = batch, size
 
     def of(self, node: Tensor) -> Tensor:
-        """The graph of each ``node``."""
+        """Return the graph of each ``node``."""
         return torch.zeros_like(node) if self.batch is None else self.batch[node]
 
     def sum(self, value: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Graphs:
 
 
 class SubsetCounts(NamedTuple):
-    """How many subsets of three nodes have 3, 2, 1 and 0 edges, (B, 1) int64 each."""
+    """Hold the numbers of subsets of three nodes with 3, 2, 1 and 0 edges, (B, 1) int64 each."""
 
     triangle: Tensor
     wedge: Tensor
@@ -52,7 +52,7 @@ class SubsetCounts(NamedTuple):
 
 
 def path_counts(triples: Triples) -> Tensor:
-    """Number of paths of two edges whose centre is each node, (N, 1) int64."""
+    """Count the paths of two edges with each node as centre, (N, 1) int64."""
     degree = triples.rowptr.diff().unsqueeze(1)
     return degree * (degree - 1) // 2
 
@@ -69,14 +69,14 @@ def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
 
 
 def needs_float64(triples: Triples) -> bool:
-    """Whether float32 may lose what is left of all paths less those in triangles.
+    """Return whether differences of sums over all paths and over paths in triangles need float64.
 
-    At some node half of the pairs of neighbours are joined, or so many neighbours are summed that roundings add up.
-    Only CPUs are asked: a GPU would be waited for, and a compiled program must not depend on the data, so both take
-    float64.
+    They do if at some node half of the pairs of neighbours are joined, or if rounding errors of many neighbours add up.
+    This is checked only on CPU; a GPU would have to wait for the result, and a compiled program must not depend on the
+    data, so both always use float64.
     """
     if triples.rowptr.device.type == "mps":
-        return False  # which has none
+        return False  # MPS does not support float64
     if not triples.rowptr.is_cpu or torch.compiler.is_compiling():
         return True
     degree = triples.rowptr.diff()
@@ -85,14 +85,14 @@ def needs_float64(triples: Triples) -> bool:
 
 
 def in_float64(value: Tensor, triples: Triples) -> Tensor:
-    """``value`` in float64 if :func:`needs_float64`."""
+    """Cast ``value`` to float64 if :func:`needs_float64`."""
     return value.double() if needs_float64(triples) else value
 
 
 def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
     """Sum ``a_i a_j a_k`` over the triangles of each graph: (B, R)."""
     others = weighted_triangle_sum(a, None, weight, triples, "all")
-    return graphs.sum(a * others) / 3  # each triangle is met at its three corners
+    return graphs.sum(a * others) / 3  # each triangle is counted at its three corners
 
 
 def sum_wedges(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
@@ -106,8 +106,8 @@ def sum_wedges(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples, gr
 def sum_edges(p: Tensor, q: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
     """Sum ``p_i p_j q_k`` over edges ij and nodes k adjacent to neither: (B, R).
 
-    An edge takes all nodes, less the neighbours of either end (each end is one of the other), and those of both were
-    subtracted twice. In float64, as of many nodes little may be left.
+    For each edge the sum over all nodes minus the neighbours of either end (which include the ends) plus the common
+    neighbours, which were subtracted twice. It uses float64, as the terms may nearly cancel.
     """
     dtype = p.dtype
     p, q = (x if x.device.type == "mps" else x.double() for x in (p, q))
@@ -118,10 +118,10 @@ def sum_edges(p: Tensor, q: Tensor, weight: Tensor | None, triples: Triples, gra
 
 
 def sum_empty(r: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
-    """Sum ``r_i r_j r_k`` over three nodes without an edge: (B, R); there is none to be weighted.
+    """Sum ``r_i r_j r_k`` over three nodes without an edge: (B, R); ``weight`` is ignored.
 
-    All subsets, an elementary symmetric polynomial in terms of power sums, less those with edges; in float64, as
-    little may be left.
+    It is the sum over all subsets, an elementary symmetric polynomial computed from power sums, minus those with edges;
+    in float64, as the terms may nearly cancel.
     """
     dtype = r.dtype
     r = r if r.device.type == "mps" else r.double()
@@ -135,7 +135,7 @@ def sum_empty(r: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs
 
 
 class RootedSums(NamedTuple):
-    """Sums over the triples of each node, (N, R) each."""
+    """Hold sums over the triples of each node, (N, R) each."""
 
     triangle: Tensor  # b_j b_k over the triangles {i, j, k} of i
     centre: Tensor  # b_j b_k over the open wedges j - i - k
@@ -143,11 +143,11 @@ class RootedSums(NamedTuple):
 
 
 def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> RootedSums:
-    """From ``maps`` (N, 2 R), b and c side by side, in their dtype."""
+    """Compute the sums over each node's triples from ``maps`` (N, 2 R), b and c concatenated, in their dtype."""
     dtype = maps.dtype
     maps = in_float64(maps, triples)
     b, c = maps.chunk(2, dim=1)
-    if weight is None:  # few calls with many columns, as small graphs pay for calls
+    if weight is None:  # few calls with many columns, as the overhead of calls dominates for small graphs
         around, around_c, squares = neighbour_sum(torch.cat([maps, b * b], dim=1), triples).chunk(3, dim=1)
         twice, path = triangle_sum(maps, torch.cat([b, b], dim=1), triples).chunk(2, dim=1)
         triangle = closed = twice / 2
@@ -160,12 +160,12 @@ def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> Rooted
         closed = weighted_triangle_sum(b, None, weight, triples, "spokes")
         path = weighted_triangle_sum(c, b, weight, triples, "path")
     centre = (around * around - squares) / 2 - closed
-    walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # less those that come back to i
+    walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # minus walks that return to i
     return RootedSums(triangle.to(dtype), centre.to(dtype), (walks - path).to(dtype))
 
 
 def count_rooted(triples: Triples) -> RootedSums:
-    """Number of terms in each of :func:`rooted_sums`, (N, 1) int64."""
+    """Count the terms in each of :func:`rooted_sums`, (N, 1) int64."""
     degree = triples.rowptr.diff().unsqueeze(1)
     triangle = triples.num_triangles.unsqueeze(1)
     walks = neighbour_sum(degree.double(), triples).long() - degree
@@ -173,11 +173,11 @@ def count_rooted(triples: Triples) -> RootedSums:
 
 
 def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:
-    """Give each undirected edge the mean of ``value`` (M, R) over its entries in ``edge_index`` but loops: (E, R)."""
+    """Average ``value`` (M, R) over the entries of ``edge_index`` for each undirected edge: (E, R), without loops."""
     num_nodes, num_edges = triples.num_nodes, triples.edge.shape[1]
     low, high = edge_index.amin(dim=0), edge_index.amax(dim=0)
     found = torch.searchsorted(edge_keys(triples), low * num_nodes + high)
-    edge = torch.where(low == high, num_edges, found)  # loops fall into a row that is cut off
+    edge = torch.where(low == high, num_edges, found)  # loops are written to an extra row
     total = value.new_zeros(num_edges + 1, value.shape[1]).index_add(0, edge, value)
     copies = value.new_zeros(num_edges + 1).index_add(0, edge, torch.ones_like(value[:, 0]))
     return (total / copies.clamp(min=1).unsqueeze(1))[:num_edges]
@@ -192,18 +192,17 @@ def weighted_neighbour_sum(x: Tensor, weight: Tensor | None, triples: Triples) -
 
 
 def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, triples: Triples, edges: Edges) -> Tensor:
-    """At each node r, sum ``x_s x_t``, or ``x_s y_t + x_t y_s`` given ``y``, times weights, over its triangles.
+    """Sum ``x_s x_t``, or ``x_s y_t + x_t y_s``, times edge weights, over the triangles {r, s, t} of each node r.
 
-    With weights the triangles {r, s, t} are run through in chunks that are computed again in the backward pass, so
-    that their products are never held all at once; compiled, in one chunk, as the number of chunks cannot depend on
-    the data there.
+    With weights the triangles {r, s, t} are processed in chunks that are computed again in the backward pass, to bound
+    memory; compiled, in a single chunk, as the number of chunks must not depend on the data.
 
     Args:
         x: (N, R).
         y: (N, R).
         weight: (E, R).
-        triples: of the graph.
-        edges: which of the three weights are multiplied.
+        triples: edges and triangles of the graph.
+        edges: which of the three weights multiply a term.
 
     Returns:
         (N, R).
@@ -222,7 +221,7 @@ def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, tr
 
 
 def edge_keys(triples: Triples) -> Tensor:
-    """A number for each edge, (E,) ascending: that of u < v is ``u * N + v``."""
+    """Return a unique key for each edge, (E,) ascending: ``u * N + v`` for u < v."""
     return triples.edge[0] * triples.num_nodes + triples.edge[1]
 
 

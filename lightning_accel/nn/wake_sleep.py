@@ -1,4 +1,7 @@
-"""Fine-tuning of a deep belief network by sampling up and down. Shapes: B rows, V visible units, H hidden units."""
+"""Wake-sleep fine-tuning of deep belief networks.
+
+Shapes: B batch size, C chains, V visible units, H_l units in layer l.
+"""
 
 import torch
 from torch import Tensor
@@ -11,37 +14,38 @@ from lightning_accel.nn.stack_likelihood import log_prob_of_hidden, log_prob_of_
 
 
 class UpDown:
-    """The up-down algorithm, contrastive wake-sleep, as a loss for all layers of an untied stack at once.
+    """Train all layers of an untied stack together by the up-down algorithm, also called contrastive wake-sleep.
 
-    Calling it with an :class:`~lightning_accel.nn.RBMStack` and rows of data draws samples and returns the sum of
+    Calling the object with an :class:`~lightning_accel.nn.RBMStack` and a batch of data draws samples and returns a
+    loss, the sum of
 
-    - wake: from the data up by recognition, minus the log-probability of each layer given the one above, by which the
-      generative weights below the top learn;
+    - wake phase: negative log-probability of each layer given the one above, for states sampled from the data upward by
+      recognition; it trains the generative weights below the top;
     - the gap of :class:`~lightning_accel.nn.ContrastiveDivergence` at the top RBM;
-    - sleep: from the top RBM's own samples down, minus the log-probability of each layer given the one below, by which
-      the recognition weights learn.
+    - sleep phase: negative log-probability of each layer given the one below, for states sampled from the top RBM
+      downward; it trains the recognition weights.
 
-    Samples count as constants, so its gradient is the algorithm's, and whatever applies to losses applies to it. It
-    does not tell how good the model is: ``log_prob_bound`` does. Hidden biases below the top have no part in it, as the
-    recognition has its own. Learning rates should be small, about a tenth of those of the layers' training.
+    Samples are constants, so the gradient of the loss is that of the algorithm. The value does not measure the quality
+    of the model, ``log_prob_bound`` does. Hidden biases below the top get no gradient, as the recognition model has its
+    own. Use small learning rates, about a tenth of those of the layer-wise training.
 
     Args:
-        contrastive: training of the top RBM, and where the sleep pass begins: with ``cd`` at the data after ``steps``
-            Gibbs steps, as in the paper; else at the chains. Its generator draws all samples. By default ``cd`` with 3
-            steps, not centred.
+        contrastive: trains the top RBM, and determines where the sleep phase starts: with ``cd`` at the data after
+            ``steps`` Gibbs steps, as in the paper; else at the chains. Its generator draws all samples. By default
+            ``cd`` with 3 steps, without centering.
 
-    Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets, appendix B. There the top's
-    samples of learning and sleep are the same; here sleep takes one more draw.
+    Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets, appendix B. In the paper the
+    samples of the top RBM are used for both its gradient and the sleep phase; here the sleep phase draws new ones.
     """
 
     def __init__(self, contrastive: ContrastiveDivergence | None = None) -> None:
         self.contrastive = contrastive or ContrastiveDivergence("cd", steps=3, centering=0)
 
     def __call__(self, stack: RBMStack, visible: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Draw samples; return a scalar, (), with the gradient of all layers, of rows (B, V) and their labels (B,).
+        """Draw samples; return a scalar loss with the gradient of all layers, for data (B, V) and labels (B,).
 
         Raises:
-            ValueError: if the stack is not untied, shapes do not fit, or labels are missing or superfluous.
+            ValueError: if the stack is not untied, shapes do not fit, or labels are missing or unexpected.
         """
         if stack.recognition is None:
             raise ValueError("up-down needs recognition weights of their own: call untie_() of the stack first")
@@ -59,7 +63,7 @@ class UpDown:
 
     @torch.no_grad()
     def _drawn_upward(self, stack: RBMStack, visible: Tensor) -> list[Tensor]:
-        """States (B, H_l) from the visible ones to those of the top RBM's visible units."""
+        """Sample states (B, H_l) by recognition, from the visible units up to the top RBM's visible units."""
         generator = self.contrastive.generator(visible.device)
         states = [visible]
         for layer, rbm in enumerate(stack.layers[:-1]):
@@ -68,13 +72,13 @@ class UpDown:
 
     @torch.no_grad()
     def _drawn_downward(self, stack: RBMStack, data: Tensor) -> list[Tensor]:
-        """The same of the top RBM's samples, (B, H_l) or (C, H_l) for C chains."""
+        """Sample states (B, H_l), or (C, H_l) for C chains, from the top RBM's samples downward."""
         top, generator = stack.top, self.contrastive.generator(data.device)
         start = Phase(data, top.hidden_activation(data), top(data))
         samples = self.contrastive.draw(top, start).visible
         states = [samples[:, : top.num_visible - top.num_labels]]
         for rbm in reversed(stack.layers[:-1]):
             if isinstance(rbm.hidden_units, RectifiedHidden):
-                states[0] = states[0].clamp(min=0)  # what recognition can give; Gaussian units above go below 0
+                states[0] = states[0].clamp(min=0)  # like recognition; Gaussian units may be negative
             states.insert(0, rbm.sample_visible(states[0], generator))
         return states

@@ -47,7 +47,7 @@ def bag_sum(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
 
     ``embedding_bag`` prefetches rows: on CPU it is 3 to 5 times as fast as products with sparse CSR tensors, and 15 to
     20 times as fast as ``index_select`` and ``index_add_``. It needs no vendor library, and on CUDA neither atomics nor
-    a host synchronization.
+    a host synchronisation.
     """
     if not len(col) or not x.shape[1] or x.device.type not in ("cpu", "cuda"):
         return csr_sum_reference(rowptr, col, x)

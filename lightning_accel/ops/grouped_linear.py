@@ -37,7 +37,7 @@ def grouped_linear(
         if backend == "loop":
             return _loop(x, weight, counts, bias)
         ends = counts.cumsum(0)
-        # the kernel does not initialize rows past the last end, neither in its output nor in the gradient of x
+        # the kernel does not initialise rows past the last end, neither in its output nor in the gradient of x
         grouped = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(1)
         x = torch.where(grouped, x, 0)
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
