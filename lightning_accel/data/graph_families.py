@@ -1,4 +1,4 @@
-"""Graphs that are hard to tell apart, in closed form; an edge stands in ``edge_index`` both ways."""
+"""Constructions of graphs that are hard to distinguish; ``edge_index`` holds each edge in both directions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, permutations, product
@@ -9,7 +9,7 @@ from torch_geometric.data import Data
 
 
 def graph_of(edges: Iterable[tuple[int, int]], num_nodes: int) -> Data:
-    """An undirected graph of edges that are given one way, without features.
+    """Make an undirected graph without features from edges that are listed in one direction.
 
     >>> graph_of([(0, 1), (1, 2)], 3).edge_index.tolist()
     [[0, 1, 1, 2], [1, 0, 2, 1]]
@@ -20,10 +20,10 @@ def graph_of(edges: Iterable[tuple[int, int]], num_nodes: int) -> Data:
 
 
 def relabelled(graph: Data, order: Tensor) -> Data:
-    """The same graph with node ``i`` renamed ``order[i]``, edges sorted, without other attributes.
+    """Return the graph with node ``i`` renamed to ``order[i]``, edges sorted, without other attributes.
 
     Args:
-        graph: of n nodes.
+        graph: a graph of n nodes.
         order: (n,) a permutation.
     """
     edge_index = order[graph.edge_index]
@@ -32,12 +32,13 @@ def relabelled(graph: Data, order: Tensor) -> Data:
 
 
 def circular_skip_link(num_nodes: int, skip: int) -> Data:
-    """A cycle of ``num_nodes`` nodes, each joined to those ``skip`` steps away too; 4-regular.
+    """Make a cycle of ``num_nodes`` nodes, each also joined to the nodes ``skip`` steps away; 4-regular.
 
     Source: Murphy et al. 2019, https://arxiv.org/abs/1903.02541, definition 4.1.
 
     Raises:
-        ValueError: unless 1 < skip < num_nodes - 1, which leaves no edge twice; 2 skip = num_nodes gives degree 3.
+        ValueError: unless 1 < skip < num_nodes - 1, as others repeat edges of the cycle; 2 skip = num_nodes gives
+            degree 3.
     """
     if not 1 < skip < num_nodes - 1:
         raise ValueError(f"skip must be from 2 to num_nodes - 2; got skip={skip} of num_nodes={num_nodes}")
@@ -45,32 +46,33 @@ def circular_skip_link(num_nodes: int, skip: int) -> Data:
 
 
 def _joined(nodes: Sequence[object], adjacent: Callable[..., bool]) -> Data:
-    """The graph of ``nodes``, with an edge where ``adjacent(first, second)``."""
+    """Make a graph of ``nodes`` with an edge where ``adjacent(first, second)``."""
     pairs = combinations(range(len(nodes)), 2)
     return graph_of(((i, j) for i, j in pairs if adjacent(nodes[i], nodes[j])), len(nodes))
 
 
 def rook_graph(size: int = 4) -> Data:
-    """Squares of a board, joined within rows and columns; strongly regular, (16, 6, 2, 2) for ``size`` 4."""
+    """Make the graph of a board's squares, joined within rows and columns; strongly regular, (16, 6, 2, 2) for 4."""
     squares = list(product(range(size), repeat=2))
     return _joined(squares, lambda a, b: a[0] == b[0] or a[1] == b[1])
 
 
 def shrikhande_graph() -> Data:
-    """The other strongly regular graph of parameters (16, 6, 2, 2), which 2-FWL does not tell from Rook's 4 x 4."""
+    """Make the other strongly regular graph with parameters (16, 6, 2, 2), indistinguishable by 2-FWL from Rook's."""
     steps = {(0, 1), (0, 3), (1, 0), (3, 0), (1, 1), (3, 3)}
     return _joined(list(product(range(4), repeat=2)), lambda a, b: ((a[0] - b[0]) % 4, (a[1] - b[1]) % 4) in steps)
 
 
 def triangular_graph(size: int = 8) -> Data:
-    """Pairs of ``size`` things, joined where they share one; strongly regular, (28, 12, 6, 4) for ``size`` 8."""
+    """Make the graph of pairs of ``size`` things, joined if they share one; strongly regular, (28, 12, 6, 4) for 8."""
     return _joined([{*pair} for pair in combinations(range(size), 2)], lambda a, b: len(a & b) == 1)
 
 
 def chang_graph(number: int) -> Data:
-    """One of the three strongly regular graphs with the parameters of the triangular graph of 8.
+    """Make one of the three other strongly regular graphs with the parameters of ``triangular_graph(8)``.
 
-    It is switched with respect to a set of pairs: a perfect matching, an 8-cycle, a triangle and a 5-cycle.
+    They are switchings of it with respect to a set of pairs: a perfect matching, an 8-cycle, or a triangle and a
+    5-cycle.
 
     Source: Brouwer & Van Maldeghem 2022, Strongly Regular Graphs, sec. 10.11.
 
@@ -89,27 +91,27 @@ def chang_graph(number: int) -> Data:
 
 
 def latin_square_graph(square: Sequence[Sequence[int]]) -> Data:
-    """Cells of a Latin square, joined where they share a row, a column or a symbol; strongly regular.
+    """Make the graph of a Latin square's cells, joined if they share a row, a column or a symbol; strongly regular.
 
-    Of order n its parameters are (n^2, 3n - 3, n, 6).
+    Its parameters are (n^2, 3n - 3, n, 6) for order n.
     """
     cells = [(row, column, symbol) for row, line in enumerate(square) for column, symbol in enumerate(line)]
     return _joined(cells, lambda a, b: sum(x == y for x, y in zip(a, b, strict=True)) == 1)
 
 
 def cyclic_square(order: int) -> list[list[int]]:
-    """The table of addition modulo ``order``."""
+    """Return the addition table modulo ``order``, a Latin square."""
     return [[(i + j) % order for j in range(order)] for i in range(order)]
 
 
 def symmetric_square() -> list[list[int]]:
-    """The table of composition of the six permutations of three things, which is no cyclic one."""
+    """Return the multiplication table of the symmetric group of three elements, a Latin square that is not cyclic."""
     elements = list(permutations(range(3)))
     return [[elements.index((a[b[0]], a[b[1]], a[b[2]])) for b in elements] for a in elements]
 
 
 def strongly_regular_graphs() -> dict[str, Data]:
-    """Three families of like parameters: nothing within one is told apart by 2-FWL, let alone by message passing."""
+    """Return eight graphs by name, of three families that neither 2-FWL nor message passing distinguishes inside."""
     return {
         "rook": rook_graph(4),
         "shrikhande": shrikhande_graph(),
@@ -123,17 +125,17 @@ def strongly_regular_graphs() -> dict[str, Data]:
 
 
 def cfi_pair(base: Data) -> tuple[Data, Data]:
-    """The Cai-Fuerer-Immerman pair over a connected graph: the straight one and the twisted one.
+    """Make the Cai-Fuerer-Immerman pair over a connected graph: the straight and the twisted graph.
 
-    A node (v, S) for each node v of ``base`` and each even set S of its edges, for the first node of the twisted graph
-    each odd set; (u, S) and (v, T) are joined where u v is an edge that both sets hold or neither does. A base of
-    minimum degree 2 and treewidth above k gives a pair that k-WL does not tell apart (folklore: k-FWL).
+    There is a node (v, S) for each node v of ``base`` and each even set S of its edges, except that the first node of
+    the twisted graph has the odd sets; (u, S) and (v, T) are joined if u v is an edge in both sets or in neither. A
+    base of minimum degree 2 and treewidth above k gives a pair that k-FWL (the folklore variant) does not distinguish.
 
     Source: Cai, Fuerer & Immerman 1992, https://doi.org/10.1007/BF01305232, in the form without outer nodes of Fuerer
     2001.
 
     Raises:
-        ValueError: if the base has a loop, or a node of degree above 10, which would become 2^10 or more.
+        ValueError: if the base has a loop, or a node of degree above 10, which would become 2^10 or more nodes.
     """
     edges = [(i, j) for i, j in base.edge_index.t().tolist() if i < j]
     incident = [[edge for edge in edges if node in edge] for node in range(base.num_nodes or 0)]
@@ -155,11 +157,11 @@ def _cfi(incident: list[list[tuple[int, int]]], twisted: bool) -> Data:
         edge = a[0], b[0]
         return edge in incident[a[0]] and (edge in a[1]) == (edge in b[1])
 
-    return _joined(nodes, adjacent)  # nodes stand in the order of the base, so an edge is (smaller, larger)
+    return _joined(nodes, adjacent)  # nodes are in the order of the base, so an edge is (smaller, larger)
 
 
 def cfi_bases() -> dict[str, Data]:
-    """Small base graphs: K4, the prism, K3,3, the cube and the Petersen graph, all 3-regular, and K5."""
+    """Return base graphs by name: K4, the prism, K3,3, the cube and the Petersen graph, all 3-regular, and K5."""
     subsets = [{*pair} for pair in combinations(range(5), 2)]
     return {
         "K4": _joined(range(4), lambda a, b: True),
@@ -172,10 +174,10 @@ def cfi_bases() -> dict[str, Data]:
 
 
 def random_regular_graph(num_nodes: int, degree: int, generator: torch.Generator) -> Data:
-    """A random graph whose nodes all have ``degree``, nearly uniform.
+    """Draw a graph whose nodes all have ``degree``, nearly uniformly.
 
     Source: Steger & Wormald 1999, https://doi.org/10.1017/S0963548399003867: stubs are paired at random, and those
-    that would make a loop or an edge twice are drawn again.
+    that would make a loop or repeat an edge are drawn again.
 
     Raises:
         ValueError: unless 0 <= degree < num_nodes and their product is even.
@@ -203,7 +205,7 @@ def _paired(num_nodes: int, degree: int, generator: torch.Generator) -> set[tupl
                 edges.add(edge)
         if len(left) == len(stubs) and not any(
             pair not in edges for pair in combinations(sorted({*left}), 2)
-        ):  # nothing that is left may be joined
+        ):  # no remaining pair may be joined
             return None
         stubs = left
     return edges

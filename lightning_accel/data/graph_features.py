@@ -1,4 +1,4 @@
-"""Features of nodes and edges, as layers take them. Shapes: n nodes of a graph, F features, M edges, D of each."""
+"""Features of nodes and edges as layers take them. Shapes: n nodes and M edges of a graph, F and D features of them."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ _MOST_TYPES = 10_000
 
 @dataclass(frozen=True)
 class Features:
-    """What graphs have on their nodes and edges.
+    """Describe the features of the nodes and edges of a set of graphs.
 
     Args:
-        node_types: where ``x`` holds whole numbers, how many values each of its columns has.
-        edge_types: where ``edge_attr`` does, likewise.
-        num_features: F, after types have become features.
+        node_types: number of values of each column of ``x``, if it holds whole numbers.
+        edge_types: number of values of each column of ``edge_attr``, if it holds whole numbers.
+        num_features: F, after one-hot encoding.
         edge_dim: D, None unless edges have features.
-        num_relations: None unless edges have one type each.
-        has_x: whether nodes have features at all; else they get one, 1.
+        num_relations: number of edge types, None unless each edge has one type.
+        has_x: whether nodes have features; else they get a single constant 1.
     """
 
     num_features: int
@@ -35,15 +35,15 @@ class Features:
 
 
 def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -> Features:
-    """Return the features that these graphs have, of which all must have the same.
+    """Return the features of some graphs, which must all have the same.
 
     Args:
-        graphs: with at least ``edge_index``.
-        where: they come from, for messages.
-        lines: of that file in which they stand, if each has one.
+        graphs: graphs with at least ``edge_index``.
+        where: origin of the graphs, for messages.
+        lines: line number of each graph in its file, if it has a line of its own.
 
     Raises:
-        ValueError: if they differ, or hold what is no feature; the message names the graph and its line.
+        ValueError: if graphs differ, or hold values that cannot be features; the message names the graph and its line.
     """
     names = [_name(number, lines) for number in range(len(graphs))]
     for name, graph in zip(names, graphs, strict=True):
@@ -70,12 +70,12 @@ def _require_edges(graph: Data, what: str) -> None:
 
 
 def _kind(graphs: Sequence[Data], names: Sequence[str], key: str, where: str) -> tuple[list[int] | None, int] | None:
-    """Values of each column, None for floating ones, and features that they make; None if there is nothing."""
+    """Return the number of values of each column, None for floating ones, and of features; None without any."""
     first: Any = next((graph.to_dict().get(key) for graph in graphs if _has_rows(graph, key)), None)
     most: Tensor | None = None
     for name, graph in zip(names, graphs, strict=True):
         if not _has_rows(graph, key):
-            continue  # of no edges, no features tell anything
+            continue  # without nodes or edges, nothing is known of their features
         found = graph.to_dict().get(key)
         rows = graph.num_nodes if key == "x" else graph.num_edges
         if (found is None) != (first is None):
@@ -123,10 +123,10 @@ def _is_typed(values: Tensor) -> bool:
 
 
 def apply_features(graph: Data, features: Features, where: str) -> Data:
-    """The graph with ``x`` (n, F) float32 and ``edge_attr`` (M, D) float32, (M,) int64 types, or none.
+    """Return a copy with ``x`` (n, F) float32, and ``edge_attr`` (M, D) float32, or (M,) int64 types, or none.
 
     Raises:
-        ValueError: if it holds other features, or types that ``features`` does not know.
+        ValueError: if the graph has other features, or types that ``features`` does not include.
     """
     graph = copy.copy(graph)
     _fill_empty(graph, features)
@@ -144,7 +144,7 @@ def apply_features(graph: Data, features: Features, where: str) -> Data:
 
 
 def _fill_empty(graph: Data, features: Features) -> None:
-    """Give a graph without nodes or edges no rows of what the others have, whatever stands there."""
+    """Give a graph without nodes or edges empty features of the width that the other graphs have."""
     for key, types, width, has in (
         ("x", features.node_types, features.num_features, features.has_x),
         ("edge_attr", features.edge_types, features.edge_dim, features.edge_dim or features.num_relations),
@@ -181,7 +181,7 @@ def _known(graph: Data, key: str, types: list[int], where: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and deviation of columns, 0 and 1 for those that stay as they are."""
+    """Standardize columns by their means and standard deviations, which are 0 and 1 for columns to be kept."""
 
     mean: Tensor
     std: Tensor
@@ -191,7 +191,7 @@ class Scale:
 
 
 def fit_scale(values: Tensor) -> Scale:
-    """Of the columns of ``values``; one that is constant, or of zeros and ones alone, stays as it is."""
+    """Fit a Scale to the columns of ``values``; constant columns, and those of only zeros and ones, are kept."""
     values = values.double()
     flags = ((values == 0) | (values == 1)).all(0)
     std, mean = values.std(0, correction=0), values.mean(0)
@@ -200,7 +200,7 @@ def fit_scale(values: Tensor) -> Scale:
 
 
 def scale_features(graphs: Sequence[Data], scales: Mapping[str, Scale]) -> None:
-    """Bring the attributes that ``scales`` names to mean 0 and deviation 1."""
+    """Standardize, in place, the attributes that ``scales`` names."""
     for graph in graphs:
         for key, scale in scales.items():
             graph[key] = scale(graph[key])

@@ -1,4 +1,4 @@
-"""Graphs from the user's files. Shapes: R graphs, n nodes of one, M edges, F features, K targets."""
+"""Readers of graphs from files. Shapes: R graphs, n nodes of a graph, M edges, F features, K targets."""
 
 import difflib
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from lightning_accel.data.text_lines import lines_of, parse_object
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """How graphs stand in files.
+    """Describe how files store graphs.
 
     Args:
-        level: of the target; None for that of the file in which it stands, else of graphs.
-        target: column or field of it, or several of numbers.
-        nodes_path: table of nodes beside an edge list.
+        level: whether nodes or graphs have targets; None to infer it from the table with the target, else graphs.
+        target: column or field of the target, or several with one number each.
+        nodes_path: table of nodes that accompanies an edge list.
         graphs_path: table of graphs, with their targets.
-        undirected: whether each edge goes both ways, though it be written once.
-        separator: between the fields of a CSV file.
-        decimal: the decimal mark of a CSV file.
-        max_bytes: that a compressed file may unpack to, and its nodes take at 64 bytes each.
+        undirected: whether to add the reverse of each edge where the file lacks it.
+        separator: separator of the fields of a CSV file.
+        decimal: decimal mark of a CSV file.
+        max_bytes: largest size of an unpacked compressed file, and of the file's nodes at 64 bytes each.
     """
 
     level: Level | None = None
@@ -47,31 +47,31 @@ class GraphLayout:
 
 @dataclass
 class FileGraphs:
-    """What files hold, before classes are numbered."""
+    """Hold the graphs and targets of files, before classes are encoded as numbers."""
 
-    graphs: list[Data]  # with num_nodes, edge_index, and x and edge_attr where there are any
-    ids: list[str]  # of graphs
+    graphs: list[Data]  # with num_nodes, edge_index, and x and edge_attr if the file has them
+    ids: list[str]  # one for each graph
     level: Level
-    node_ids: list[list[str]] = field(default_factory=list)  # of each graph
-    target: list[list[Any]] = field(default_factory=list)  # for each graph, or node, a value of each target; or none
+    node_ids: list[list[str]] = field(default_factory=list)  # for each graph, the names of its nodes
+    target: list[list[Any]] = field(default_factory=list)  # for each graph, or node, its K targets; empty without any
     feature_names: list[str] | None = None
-    relation_names: list[str] | None = None  # of typed edges
-    lines: list[str] = field(default_factory=list)  # numbers of the lines in which graphs stand, if each has one
+    relation_names: list[str] | None = None  # names of the edge types
+    lines: list[str] = field(default_factory=list)  # line number of each graph, if each has a line of its own
 
 
 def read_graphs(
     path: Path, layout: GraphLayout, with_target: bool = True, like: FileGraphs | None = None
 ) -> FileGraphs:
-    """Read graphs by the suffix of a file: ``.csv`` or ``.parquet``, ``.jsonl`` or ``.ndjson``, ``.g6``.
+    """Read graphs from a file, by its suffix: ``.csv`` or ``.parquet``, ``.jsonl`` or ``.ndjson``, ``.g6``.
 
     Args:
-        path: of the edge list, or of the graphs.
-        layout: of the files.
-        with_target: whether there must be targets.
-        like: graphs read before, whose names of types and features hold.
+        path: file of the edge list, or of the graphs.
+        layout: how the files store graphs.
+        with_target: whether targets are required.
+        like: graphs read before, whose names of types and features are reused.
 
     Raises:
-        ValueError: if the suffix is another, a file is empty, or its content is not as the layout says; the message
+        ValueError: if the suffix is another, a file is empty, or its content does not match the layout; the message
             names the line or the row.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
@@ -94,7 +94,7 @@ def read_graphs(
 
 
 def add_reverse_edges(graph: Data) -> None:
-    """Give each edge that goes one way only its reverse, with the same attributes."""
+    """Add the reverse of each edge that lacks it, with the same attributes, in place."""
     source, target = graph.edge_index
     n = graph.num_nodes or 0
     lacking = ~torch.isin(target * n + source, source * n + target)
@@ -169,14 +169,14 @@ def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGrap
     return found
 
 
-_NODE_BYTES = 64  # of a node that nothing but its number tells of: features, places in batches, and copies of them
+_NODE_BYTES = 64  # memory of a node without attributes: features, indices in batches, and their copies
 _FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 
 
 def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
-    """Lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
+    """Read lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
-    num_nodes = 0  # of the graphs so far
+    num_nodes = 0  # sum over the graphs read so far
     for where, line in lines_of(path, "a graph", layout.max_bytes):
         entry = parse_object(line, where, '{"edges": [[0, 1]], "y": 0}')
         graph = _graph_of_entry(entry, where, (num_nodes, path, layout.max_bytes))
@@ -213,7 +213,7 @@ def _require_known(entry: dict[str, Any], layout: GraphLayout, where: str) -> No
 
 
 def _graph_of_entry(entry: dict[str, Any], where: str, read: tuple[int, Path, int]) -> Data:
-    """The graph of a line after ``read[0]`` nodes of the file ``read[1]``, which may take ``read[2]`` bytes."""
+    """Make the graph of a line; ``read`` holds the number of nodes before it, the file and its ``max_bytes``."""
     if "edges" not in entry:
         raise ValueError(f"{where} has no field 'edges', a list of pairs of nodes. Its fields: {listed(list(entry))}")
     edges = number_list(entry["edges"], "edges", where, whole=True)
@@ -245,7 +245,7 @@ def _graph_of_entry(entry: dict[str, Any], where: str, read: tuple[int, Path, in
 
 
 def _as_tensor(values: np.ndarray, name: str) -> Tensor:
-    """Whole numbers, one for each edge, are its types; all else are quantities."""
+    """Convert values to int64 types (M,) if they are one whole number per edge, else to float64 features."""
     if name == "edge_attr" and values.ndim == 1 and values.dtype.kind in "iu":
         return torch.from_numpy(values.astype(np.int64))
     values = values.astype(np.float64)
@@ -270,5 +270,5 @@ def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: 
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
-    """A list of targets that stands in one field, spread out."""
+    """Flatten the lists among the values of several fields into one list of targets."""
     return [part for value in values for part in (value if isinstance(value, list) else [value])]

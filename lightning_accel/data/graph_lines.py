@@ -1,4 +1,4 @@
-"""Graphs that stand a line each, in JSON or graph6. Shapes: n nodes of a graph."""
+"""Parsers of graphs written one per line, in JSON or graph6. Shapes: n nodes of a graph."""
 
 from typing import Any
 
@@ -9,11 +9,15 @@ from torch_geometric.data import Data
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.text_lines import holds_booleans
 
-_LARGEST = 1e30  # as in tables: the normalisation squares it
+_LARGEST = 1e30  # as in tables: the standardization squares it
 
 
 def number_list(found: Any, name: str, where: str, whole: bool = False) -> np.ndarray:
-    """A list of numbers, or of equally long lists of them."""
+    """Convert a list of numbers, or of equally long lists of numbers, to an array.
+
+    Raises:
+        ValueError: if it is something else, or holds booleans, fractions where ``whole``, or numbers beyond 1e30.
+    """
     if isinstance(found, list) and holds_booleans(found):
         raise ValueError(f"{name!r} in {where} must be a list of numbers; got booleans among them")
     kinds = "iu" if whole else "biuf"
@@ -32,7 +36,7 @@ def number_list(found: Any, name: str, where: str, whole: bool = False) -> np.nd
 
 
 def _odd(found: Any) -> str:
-    """The first entry that is not like the first one."""
+    """Describe, for a message, the first entry that is no number or is not as long as the first one."""
     if not isinstance(found, list):
         return f"got {shown(found)}"
     widths = [len(entry) if isinstance(entry, list) else None for entry in found]
@@ -46,17 +50,17 @@ def _odd(found: Any) -> str:
 
 
 def read_graph6(text: str, where: str = "the text") -> Data:
-    """A graph in the graph6 format, as nauty and networkx write it.
+    """Parse a graph in the graph6 format, as nauty and networkx write it.
 
     Source: McKay, https://users.cecs.anu.edu.au/~bdm/data/formats.txt
 
     Raises:
-        ValueError: if the text is no graph6, or too short or too long for its number of nodes.
+        ValueError: if the text is not graph6, or too short or too long for its number of nodes.
 
     >>> read_graph6("Bw").edge_index.tolist()
     [[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]]
     """
-    codes = np.frombuffer(text.encode(), np.uint8) - np.uint8(63)  # of what lies below 63, above 63
+    codes = np.frombuffer(text.encode(), np.uint8) - np.uint8(63)  # codes below 63 wrap around to above 63
     if not len(codes) or codes.max() > 63:
         raise ValueError(f"{where} is no graph6, whose characters go from ? to ~; got {shown(text)}")
     lead = 1 if codes[0] < 63 else 4 if codes[1:2].tolist() != [63] else 8
@@ -68,8 +72,8 @@ def read_graph6(text: str, where: str = "the text") -> Data:
             f"{where} must have {needed} characters after the number of nodes, {n}; got {max(0, len(codes) - lead)}"
         )
     bits = np.unpackbits(codes[lead:, None], axis=1)[:, 2:].ravel()[: n * (n - 1) // 2]
-    place = np.flatnonzero(bits)  # among pairs in the order of the format: 0 1, 0 2, 1 2, 0 3, ...
-    column = ((1 + np.sqrt(1 + 8 * place)) / 2).astype(np.int64)  # exact: n is below 2**18 where all pairs stand
+    place = np.flatnonzero(bits)  # index of a pair in the order of the format: 0 1, 0 2, 1 2, 0 3, ...
+    column = ((1 + np.sqrt(1 + 8 * place)) / 2).astype(np.int64)  # exact: n is below 2**18 if all pairs are in memory
     edges = np.stack([place - column * (column - 1) // 2, column])
     both = np.concatenate([edges, edges[::-1]], axis=1)
     return Data(edge_index=torch.from_numpy(both[:, np.lexsort((both[1], both[0]))]), num_nodes=n)

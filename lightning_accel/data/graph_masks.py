@@ -1,4 +1,4 @@
-"""Masks of a dataset that say which nodes of its one graph train, validate and test. Shapes: n nodes, S splits."""
+"""Masks that split the nodes of a data set's only graph for training and tests. Shapes: n nodes, S splits."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,15 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[str]:
-    """The masks that split the nodes of the one graph: all three, or those of training and test; or none.
+    """Return the names of the masks that split the nodes of the only graph: three, two (train and test) or none.
 
     Args:
-        graphs: of the dataset, of all its parts.
-        split_by_nodes: whether it is one graph whose nodes are to be split.
-        where: the dataset, for messages.
+        graphs: all graphs of the data set.
+        split_by_nodes: whether there is only one graph, whose nodes are to be split.
+        where: the data set, for messages.
 
     Raises:
-        ValueError: if there are masks that cannot be honoured.
+        ValueError: if there are masks that cannot be applied.
     """
     found = [name for name in MASKS if any(name in graph for graph in graphs)]
     remedy = "drop them with a transform for a split at random"
@@ -42,7 +42,7 @@ def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[s
 def require_effect_beside(
     masks: Sequence[str], graph: Data, fold: int, named_shares: Sequence[str], where: str
 ) -> None:
-    """Raise a ValueError for a ``fold``, or a share that was named, which would change nothing with these masks."""
+    """Raise a ValueError if ``fold``, or a share that was passed, would have no effect with these masks."""
     if fold != 0 and not any(graph[name].ndim == 2 for name in masks):
         has = "whose masks are one split, (n,)" if masks else "which has no masks that split its nodes"
         raise ValueError(
@@ -58,7 +58,7 @@ def require_effect_beside(
 
 
 def masked_nodes(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
-    """Nodes with a target that ``graph[name]`` holds, (n,) or (n, S), of which ``fold`` is the column."""
+    """Return the nodes with a target in the mask ``graph[name]``, (n,), or in its column ``fold``, (n, S)."""
     mask = graph[name]
     if mask.ndim == 2:
         if not 0 <= fold < mask.shape[1]:

@@ -1,4 +1,4 @@
-"""Parts of one large graph, around some of its nodes. Shapes: n nodes and M edges of it, S seed nodes of a batch."""
+"""Neighbour sampling in one large graph. Shapes: R items, n nodes and M edges of the graph, S seed nodes of a batch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from torch_geometric.data import Batch, Data
 
 
 class NeighbourRows(Dataset[Any]):
-    """Nodes of one graph, of which a list of numbers gives a batch of them, their neighbours and theirs.
+    """Sample the subgraph around the nodes at a list of indices, as one batch.
 
-    From each node, ``num_neighbors[0]`` of the edges that end there are followed, from each node so found
-    ``num_neighbors[1]``, and so on: uniform draws without replacement. The batch holds **all** edges among the nodes
-    that are found, so that triangles stay whole; PyG's ``NeighborLoader``, which needs pyg-lib or torch-sparse, has
-    this as ``subgraph_type="induced"``. The listed nodes come first, and ``target_index`` (S,) says where; ``n_id``
-    gives the number of each node of the batch in the graph.
+    From each seed node, ``num_neighbors[0]`` of its incoming edges are followed, from each new node
+    ``num_neighbors[1]``, and so on, drawn uniformly without replacement. The batch holds **all** edges among the nodes
+    that are found, so that triangles stay whole; PyG's ``NeighborLoader``, which needs pyg-lib or torch-sparse, calls
+    this ``subgraph_type="induced"``. The seed nodes come first, ``target_index`` (S,) has their indices, and ``n_id``
+    maps the nodes of the batch to those of the graph.
 
-    Draws depend on ``seed`` and the listed nodes alone, so a resumed run repeats them and validation is alike in each
-    epoch; training batches are other nodes in each epoch, and so are their neighbours.
+    Draws depend on ``seed`` and the seed nodes alone, so that a resumed run repeats them and validation is the same in
+    each epoch; training batches have other seed nodes in each epoch, and so other neighbours.
 
     Args:
-        graph: attributes of its nodes and edges go into batches, others do not.
-        num_neighbors: for each step away; -1 for all.
-        rows: (R,) numbers of nodes; by default all.
-        seed: of the draws.
+        graph: the graph; batches hold its node and edge attributes only.
+        num_neighbors: number of neighbours to sample per hop, -1 for all.
+        rows: (R,) nodes that are the items; by default all.
+        seed: seed of the draws.
     """
 
     def __init__(self, graph: Data, num_neighbors: Sequence[int], rows: Tensor | None = None, seed: int = 0) -> None:
@@ -36,10 +36,10 @@ class NeighbourRows(Dataset[Any]):
         self.rows = torch.arange(graph.num_nodes or 0) if rows is None else rows
         self.seed = seed
         source, target = graph.edge_index
-        self._edge = torch.argsort(target, stable=True)  # (M,) edges by where they end
+        self._edge = torch.argsort(target, stable=True)  # (M,) edges sorted by target
         self._source = source[self._edge]
         self._stop = torch.bincount(target, minlength=graph.num_nodes or 0).cumsum(0)
-        self._place = torch.full((graph.num_nodes or 0,), -1)  # of a node in the batch that is being made
+        self._place = torch.full((graph.num_nodes or 0,), -1)  # index of a node in the current batch
         attributes = [key for key, value in graph.items() if isinstance(value, Tensor) and "index" not in key]
         self._of_nodes = [key for key in attributes if graph.is_node_attr(key)]
         self._of_edges = [key for key in attributes if graph.is_edge_attr(key)]
@@ -73,7 +73,7 @@ class NeighbourRows(Dataset[Any]):
         return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
     def _expand(self, seeds: Tensor, generator: torch.Generator) -> Tensor:
-        """The seeds and what is found from them, in that order."""
+        """Return the seeds, followed by the nodes that are sampled from them."""
         found, frontier = [seeds], seeds
         self._place[seeds] = 0
         for most in self.num_neighbors:
@@ -87,7 +87,7 @@ class NeighbourRows(Dataset[Any]):
         return torch.cat(found)
 
     def _edges_to(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Where edges stand, among those sorted, that end at ``nodes``, and at which of these each does."""
+        """Return the positions, among the sorted edges, of those that end at ``nodes``, and the index of that node."""
         stop = self._stop[nodes]
         start = torch.where(nodes > 0, self._stop[nodes - 1], 0)
         counts = stop - start
@@ -96,7 +96,7 @@ class NeighbourRows(Dataset[Any]):
 
 
 def _distinct(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """Each of ``listed`` once, in order, and the place of each; a sampler may fill a batch up with a row again."""
+    """Return the distinct values in order and the index of each entry among them; samplers may repeat an item."""
     values, inverse = listed.unique(return_inverse=True)
     first = torch.full_like(values, len(listed)).scatter_reduce(0, inverse, torch.arange(len(listed)), "amin")
     order = first.argsort()
@@ -104,7 +104,7 @@ def _distinct(listed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_of_each(of: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """``most`` of the places of each value in ``of``, which is sorted, by lot; all where there are fewer."""
+    """Draw, for each value of the sorted ``of``, at most ``most`` of its positions."""
     order = torch.argsort(of + torch.rand(len(of), generator=generator, dtype=torch.float64))
     counts = torch.bincount(of)
     rank = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]

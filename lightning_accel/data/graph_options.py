@@ -1,10 +1,10 @@
-"""Options of graphs that are refused before anything is read."""
+"""Checks of the options for graphs, before any data are read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MADE = {"strongly_regular", "regular", "cfi", "substructures"}
-_SERVES: dict[str, set[str]] = {  # the sources for which an option changes anything: path, dataset, or a task
+_SERVES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
     "val_dataset": {"dataset"},
     "test_dataset": {"dataset"},
     "level": {"path", "dataset", "substructures"},
@@ -29,7 +29,7 @@ _DEFAULTS: dict[str, Any] = {"undirected": True, "separator": ",", "decimal": ".
 
 
 def require_effect(source: str, options: Mapping[str, Any]) -> None:
-    """Raise a ValueError for an option that would change nothing of a ``path``, a ``dataset`` or a task."""
+    """Raise a ValueError if an option would have no effect with a ``path``, a ``dataset`` or a task."""
     idle = [
         name
         for name, value in options.items()
@@ -54,7 +54,7 @@ def require_effect(source: str, options: Mapping[str, Any]) -> None:
 def require_sizes(
     batch_size: int | None, max_nodes: int | None, max_edges: int | None, num_neighbors: Sequence[int] | None
 ) -> None:
-    """Raise a ValueError for a size out of range."""
+    """Raise a ValueError if a size is out of range."""
     for name, value in (("batch_size", batch_size), ("max_nodes", max_nodes), ("max_edges", max_edges)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be 1 or more; got {value}")

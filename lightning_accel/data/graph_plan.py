@@ -1,4 +1,4 @@
-"""Batches of graphs of any sizes. Shapes: R graphs, G batches of an epoch, all processes together."""
+"""Batches of graphs of any sizes within a budget. Shapes: R graphs, G batches of an epoch, for all processes."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ from lightning_accel.data.length_plan import Plan
 
 
 class BudgetPlan:
-    """Puts R rows into batches, none of which costs more than 1, whatever is drawn.
+    """Assign R items to random batches, none of which costs more than 1.
 
-    Rows are sorted by cost and cut into strata of as many rows as there are batches, and of each stratum one row goes
-    to each batch, by lot. So every batch holds large and small rows alike, no row is more likely to come with one than
-    with another of like size, and every epoch has as many batches. The price is at most one largest row of room in a
-    batch. Where few rows are so large that this room is dear, they come in batches of their own.
+    Items are sorted by cost and split into strata with as many items as there are batches; each batch gets one random
+    item of each stratum. Therefore every batch mixes large and small items, an item is equally likely to be batched
+    with any item of similar size, and every epoch has the same number of batches. At most the room of one largest item
+    of a batch is wasted. Where few items are so large that this wastes much, they get batches of their own.
 
     Args:
-        cost: (R,) from 0 to 1, of the budget.
-        batch_size: most rows of a batch.
+        cost: (R,) cost of each item, from 0 to 1, as a share of the budget of a batch.
+        batch_size: largest number of items of a batch.
     """
 
     def __init__(self, cost: np.ndarray, batch_size: int) -> None:
@@ -34,7 +34,7 @@ class BudgetPlan:
         return sum(self._batches)
 
     def draw(self, seed: int, epoch: int, shuffle: bool) -> Plan:
-        """The batches of ``epoch``, rows of a batch by cost, the dearest first; without ``shuffle`` those of any."""
+        """Draw the batches of ``epoch``, each sorted by descending cost; the same for all if not ``shuffle``."""
         generator = np.random.default_rng([seed, epoch])
         mixed = generator.permutation(len(self._cost)) if shuffle else np.arange(len(self._cost))
         dearest_first = mixed[np.argsort(-self._cost[mixed], kind="stable")]
@@ -53,11 +53,11 @@ class BudgetPlan:
 
 
 def _fewest_batches(costs: np.ndarray, batch_size: int) -> int:
-    """Least number of batches whose strata never cost more than 1 together; ``costs`` fall."""
+    """Return the smallest number of batches that never cost more than 1; ``costs`` are in descending order."""
     least, most = -(-len(costs) // batch_size), len(costs)
     while least < most:
         middle = (least + most) // 2
-        if costs[::middle].sum() <= 1 + 1e-9:  # the dearest of each stratum
+        if costs[::middle].sum() <= 1 + 1e-9:  # the most expensive item of each stratum
             most = middle
         else:
             least = middle + 1

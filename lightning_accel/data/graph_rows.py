@@ -1,4 +1,4 @@
-"""Graphs that are fetched a batch at a time. Shapes: R graphs, N nodes of a batch, M edges, F features, B graphs."""
+"""Data sets of graphs, fetched one batch at a time. Shapes: R items, N nodes of a batch, S nodes with targets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +12,17 @@ from lightning_accel.data.sequence_batch import IGNORED
 
 
 def has_target(y: Tensor) -> Tensor:
-    """(rows,) whether ``y``, (rows,) or (rows, K), has a class there, or any of its numbers; the others are NaN."""
+    """Return whether each entry of ``y``, (R,) or (R, K), has a class, or at least one number that is not NaN; (R,)."""
     y = y.view(len(y), -1)
     return y.isfinite().any(1) if y.is_floating_point() else y[:, 0] != IGNORED
 
 
 class GraphRows(Dataset[Any]):
-    """Graphs, of which a list of numbers gives one :class:`torch_geometric.data.Batch`.
+    """Collate the graphs at a list of indices into one :class:`torch_geometric.data.Batch`.
 
     Args:
-        graphs: with the same attributes.
-        node_targets: whether ``y`` is of nodes; batches then hold ``target_index`` (S,), nodes whose ``y`` is known.
+        graphs: graphs with the same attributes.
+        node_targets: whether ``y`` has an entry per node; batches then hold ``target_index`` (S,), the nodes with one.
     """
 
     def __init__(self, graphs: Sequence[Data], node_targets: bool = False) -> None:
@@ -38,7 +38,7 @@ class GraphRows(Dataset[Any]):
         return self.__getitems__([rows] if isinstance(rows, int) else rows)
 
     def __getitems__(self, rows: Sequence[int]) -> Batch:
-        """The batch of graphs ``rows``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        """Return the batch of items ``rows``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         batch = Batch.from_data_list([self.graphs[row] for row in rows])
         if self.node_targets:
             y = batch.y.view(batch.num_nodes, -1)
@@ -47,13 +47,13 @@ class GraphRows(Dataset[Any]):
 
 
 class NodeRows(Dataset[Any]):
-    """Nodes of some graphs, of which a list of numbers gives a batch of the whole graphs that they are in.
+    """Collate the whole graphs of the nodes at a list of indices into one batch.
 
-    Batches hold ``target_index`` (S,), the place of each listed node among those of the batch, in order.
+    Batches hold ``target_index`` (S,), the index of each listed node among the nodes of the batch, in order.
 
     Args:
-        graphs: with the same attributes.
-        rows: (R,) numbers among the nodes of all graphs, laid end to end; by default all.
+        graphs: graphs with the same attributes.
+        rows: (R,) indices of the items among the concatenated nodes of all graphs; by default all nodes.
     """
 
     def __init__(self, graphs: Sequence[Data], rows: Tensor | None = None) -> None:

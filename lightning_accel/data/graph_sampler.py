@@ -1,4 +1,4 @@
-"""Batches of graphs within a budget of nodes and edges, for any number of processes. Shapes: R graphs."""
+"""Sampler of batches of graphs within a budget of nodes and edges, for any number of processes. Shapes: R graphs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,35 +11,35 @@ from lightning_accel.data.planned_sampler import PlannedSampler, share_of, whole
 
 
 class GraphBudgetBatchSampler(PlannedSampler):
-    """Lists of graph numbers; every graph once an epoch, and every process as many lists as any other.
+    """Sample batches of graphs within a budget of nodes and edges; each graph once per epoch.
 
     >>> sampler = GraphBudgetBatchSampler([5, 2, 4, 1], max_nodes=8)
     >>> sorted(sorted(rows) for rows in sampler) in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
     True
 
-    Where a dataset gives a whole batch for a list of numbers, ``DataLoader(dataset, sampler=sampler, batch_size=None)``
-    makes a loader of it; as a :class:`~lightning_accel.data.samplers.ResumableLoader` a run resumed in mid-epoch goes
-    on with the next batch.
+    Iteration yields lists of indices, equally many on every process. For a data set that returns a whole batch for a
+    list of indices, use ``DataLoader(dataset, sampler=sampler, batch_size=None)``; with a
+    :class:`~lightning_accel.data.samplers.ResumableLoader`, a run resumed in mid-epoch continues with the next batch.
 
-    **Sizes are those of a global batch**, all processes together. An epoch's batches depend on sizes, options, ``seed``
-    and epoch alone, and then each is dealt to the processes there are, so that all have about as many graphs, nodes and
-    edges. A run may go on with other processes: its steps see the same graphs. Batches hold large and small graphs
-    alike (:class:`~lightning_accel.data.graph_plan.BudgetPlan`), and every epoch has as many.
+    **Sizes are those of a global batch**, over all processes. The batches of an epoch depend on sizes, options,
+    ``seed`` and epoch alone; each is then distributed so that all processes have about equally many graphs, nodes and
+    edges. A run resumed on another number of processes sees the same graphs at each step. Batches mix large and small
+    graphs (:class:`~lightning_accel.data.graph_plan.BudgetPlan`), and every epoch has the same number of batches.
 
     Args:
-        nodes: (R,) of each graph.
-        edges: (R,) of each graph, columns of ``edge_index``.
-        batch_size: most graphs of a batch.
-        max_nodes: most nodes of a batch. A process holds about its share of them.
-        max_edges: most edges of a batch, likewise.
-        shuffle: draw batches anew for each epoch; without it they come in one order.
-        seed: of the draw.
-        num_replicas: processes; by default those of torch.distributed, when iteration begins.
-        rank: this process.
+        nodes: (R,) number of nodes of each graph.
+        edges: (R,) number of edges of each graph, columns of ``edge_index``.
+        batch_size: largest number of graphs of a batch.
+        max_nodes: largest number of nodes of a batch; each process gets about an equal share of them.
+        max_edges: largest number of edges of a batch, likewise.
+        shuffle: draw new batches for each epoch; False for the same batches in the same order.
+        seed: seed of the batches.
+        num_replicas: number of processes; by default that of torch.distributed at the start of the iteration.
+        rank: rank of this process.
 
     Raises:
-        ValueError: if sizes are negative or there are none, if no limit is given or one is below 1, if a graph alone is
-            beyond a budget, or, before iteration, if a batch has fewer graphs than there are processes; in
+        ValueError: if sizes are negative or there are none, if no limit is given or one is below 1, if one graph alone
+            exceeds a budget, or, before iteration, if a batch has fewer graphs than there are processes; in
             ``load_state_dict``, if a run is resumed with other graphs or options.
     """
 
@@ -92,7 +92,7 @@ class GraphBudgetBatchSampler(PlannedSampler):
         return self._plans.fewest_rows
 
     def __len__(self) -> int:
-        """Batches of each process in an epoch."""
+        """Return the number of batches of each process in an epoch."""
         self._deal()
         return len(self._plans)
 

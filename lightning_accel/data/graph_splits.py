@@ -1,4 +1,4 @@
-"""Training, validation and test graphs, or nodes of one graph. Shapes: n nodes of a graph, K targets."""
+"""Splits of graphs, or of the nodes of one graph, for training, validation and test. Shapes: F features, K targets."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -33,13 +33,13 @@ from lightning_accel.data.tables import as_numbers, read_classes, split_rows
 TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "strongly_regular", "regular", "cfi", "substructures", "karate"]
 
-USUAL_NUMBER = {"strongly_regular": 400, "regular": 500, "cfi": 600, "substructures": 5000}  # of graphs
-USUAL_SHARES = {"substructures": (0.2, 0.5)}  # of validation and test: those of Chen et al. 2020
+USUAL_NUMBER = {"strongly_regular": 400, "regular": 500, "cfi": 600, "substructures": 5000}  # default num_graphs
+USUAL_SHARES = {"substructures": (0.2, 0.5)}  # for validation and test, those of Chen et al. 2020
 
 
 @dataclass
 class GraphSplits:
-    """Graphs and which of them train, validate and test; where there is one graph, which of its nodes."""
+    """Hold graphs and the indices of those that train, validate and test, or of the nodes of a single graph."""
 
     graphs: list[Data]
     train: np.ndarray
@@ -47,26 +47,26 @@ class GraphSplits:
     test: np.ndarray
     level: Level
     kind: TargetKind
-    of_nodes: bool = False  # whether the splits are of nodes
+    of_nodes: bool = False  # whether the indices are of nodes
     class_names: list[str] | None = None
     target_names: list[str] | None = None
-    ids: list[str] = field(default_factory=list)  # of graphs
-    node_ids: list[list[str]] = field(default_factory=list)  # of each graph; by default their numbers
+    ids: list[str] = field(default_factory=list)  # one for each graph
+    node_ids: list[list[str]] = field(default_factory=list)  # for each graph, those of its nodes; empty for 0, 1, ...
 
     def training_nodes(self) -> Tensor:
-        """(nodes, F) features of those that train, as far as there are several graphs, of all their nodes."""
+        """Return features (nodes, F) of the training nodes, or of all nodes of the training graphs."""
         if self.of_nodes:
             return self.graphs[0].x[torch.from_numpy(self.train)]
         return torch.cat([self.graphs[i].x for i in self.train.tolist()])
 
     def training_edges(self) -> Tensor:
-        """(edges, D) features of those that end at nodes that train."""
+        """Return features (edges, D) of edges that end at training nodes, or of all edges of the training graphs."""
         if self.of_nodes:
             return self.graphs[0].edge_attr[torch.isin(self.graphs[0].edge_index[1], torch.from_numpy(self.train))]
         return torch.cat([self.graphs[i].edge_attr for i in self.train.tolist()])
 
     def training_targets(self) -> Tensor:
-        """(rows, K) float64, of the graphs or nodes that train; NaN where a target is not known."""
+        """Return the targets of the training graphs or nodes, (items, K) float64, NaN where one is unknown."""
         if self.of_nodes:
             y = self.graphs[0].y[torch.from_numpy(self.train)]
         else:
@@ -75,7 +75,7 @@ class GraphSplits:
         return y.where(y.isfinite(), torch.nan)
 
     def digest(self) -> str:
-        """Digest the edges and targets that train, as they are after a transform."""
+        """Digest the edges and targets of the training graphs, after the transform."""
         digest = hashlib.blake2b(self.train.astype("<i8").tobytes(), digest_size=8)
         for i in [0] if self.of_nodes else self.train.tolist():
             graph = self.graphs[i]
@@ -84,7 +84,7 @@ class GraphSplits:
         return digest.hexdigest()
 
     def digest_of_source(self, source: Sequence[object]) -> str:
-        """Digest what trains and validates, features as ``source`` has them: a transform may draw at random."""
+        """Digest the training and validation data, with features before a transform, which may be random."""
         parts = [self.train, self.val]
         fitted = np.concatenate(parts)
         for i in [0] if self.of_nodes else fitted.tolist():
@@ -108,7 +108,7 @@ def generated_splits(
     family: Family = "erdos_renyi",
     level: Level = "graph",
 ) -> GraphSplits:
-    """The graphs of a task, all of them of ``seed``."""
+    """Generate the graphs of a task and split them."""
     where = Path(f"the task {task}")
     if task == "karate":
         graph, names = karate_club()
@@ -133,7 +133,7 @@ def generated_splits(
 
 
 def keep_targets(splits: GraphSplits, names: Sequence[str]) -> None:
-    """Leave only the targets ``names``, in that order; one alone is (rows,)."""
+    """Keep only the targets ``names``, in that order, in place; a single one loses its dimension."""
     assert splits.target_names is not None
     chosen = [splits.target_names.index(name) for name in names]
     for graph in splits.graphs:
@@ -144,7 +144,7 @@ def keep_targets(splits: GraphSplits, names: Sequence[str]) -> None:
 def file_splits(
     read: FileGraphs, path: Path, kind: TargetKind, names: Sequence[str], shares: tuple[float, float], seed: int
 ) -> GraphSplits:
-    """The graphs of a file with their targets; of one graph with targets of nodes, nodes are split."""
+    """Add the targets to the graphs of a file; split the graphs, or the nodes of a single graph with node targets."""
     of_nodes = read.level == "node" and len(read.graphs) == 1
     if read.level == "node" and not of_nodes:
         _require_targets(read, path, names)
@@ -165,7 +165,7 @@ def file_splits(
 
 
 def _require_targets(read: FileGraphs, path: Path, names: Sequence[str]) -> None:
-    """Raise a ValueError for a node without a target, where there are several graphs."""
+    """Raise a ValueError if a node of one of several graphs lacks a target."""
     nodes = [(of, node) for of, graph in enumerate(read.graphs) for node in range(graph.num_nodes or 0)]
     lacking = [pair for pair, row in zip(nodes, read.target, strict=True) if pd.isna(np.array(row, object)).any()]
     if lacking:
@@ -181,7 +181,7 @@ def _require_targets(read: FileGraphs, path: Path, names: Sequence[str]) -> None
 def _encode(
     found: Sequence[Sequence[Any]], path: Path, kind: TargetKind, names: Sequence[str], gaps: bool
 ) -> tuple[Tensor, list[str] | None]:
-    """Targets as a model takes them, and the names of classes; with ``gaps``, None is no error but unknown."""
+    """Return targets as models take them, and class names; ``gaps`` allows missing targets, which are unknown."""
     name = names[0]
     widths = {len(row) for row in found}
     if len(widths) > 1:
@@ -224,10 +224,10 @@ def dataset_splits(
     fold: int,
     named_shares: Sequence[str] = (),
 ) -> GraphSplits:
-    """The graphs of a dataset of the user's, or of three, which are its splits; nodes of one graph by its masks.
+    """Split the graphs of one data set, or the nodes of its single graph, by masks or at random; three are the splits.
 
     Raises:
-        ValueError: if there is no target, targets are not alike, masks do not say how to split, or ``fold`` or one of
+        ValueError: if there is no target, targets differ in shape, masks are incomplete, or ``fold`` or one of
             ``named_shares`` has no effect.
     """
     graphs = [graph for part in parts for graph in part]
@@ -258,7 +258,7 @@ def dataset_splits(
     for graph in graphs:
         for name in MASKS:
             if name in graph:
-                del graph[name]  # the batches say which nodes count
+                del graph[name]  # batches have target_index instead
     ids = [str(i) for i in range(len(graphs))]
     return GraphSplits(graphs, train, val, test, level, kind, of_nodes, classes, ids=ids)
 
@@ -269,7 +269,7 @@ def _level_of(graphs: Sequence[Data]) -> Level:
 
 
 def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where: str) -> list[str] | None:
-    """Give each graph ``y`` (rows,) of classes from 0, or (rows, K) or (rows,) of numbers; names of the classes."""
+    """Set ``y`` of each graph to classes from 0, (items,), or numbers, (items,) or (items, K); return class names."""
     for number, graph in enumerate(graphs):
         rows = graph.num_nodes if level == "node" else 1
         y = graph.y.reshape(rows, -1) if graph.y.numel() % max(1, rows or 0) == 0 and graph.y.numel() else None
@@ -294,7 +294,7 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
         raise ValueError(f"y of {where} holds one class only, {present.tolist()}; two or more are needed")
     for graph in graphs:
         y = graph.y.long()
-        graph.y = torch.searchsorted(present, y).masked_fill(y < 0, IGNORED)  # a class below 0 is none
+        graph.y = torch.searchsorted(present, y).masked_fill(y < 0, IGNORED)  # a class below 0 means none
     return [str(name) for name in present.tolist()]
 
 

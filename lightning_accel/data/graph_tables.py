@@ -1,4 +1,4 @@
-"""Graphs from tables of edges, of nodes and of graphs. Shapes: n nodes of a graph, F features."""
+"""Readers of graphs from tables of edges, nodes and graphs. Shapes: n nodes, M edges, F and D features of them."""
 
 import difflib
 from collections import Counter
@@ -15,22 +15,22 @@ from torch_geometric.data import Data
 from lightning_accel.data.quoting import listed, shown
 from lightning_accel.data.tables import as_numbers, as_text, holds_numbers, read_table, require_columns
 
-_ONE = "0"  # the id of the graph of a file that names none
+_ONE = "0"  # id of the only graph of a file without a column "graph"
 
 
 @dataclass
 class EdgeList:
-    """What an edge list and a table of nodes hold."""
+    """Hold the content of an edge list and a table of nodes."""
 
     graphs: list[Data]
     ids: list[str]
     node_ids: list[list[str]]
-    node_target: list[list[Any]] | None  # for each node of all graphs
+    node_target: list[list[Any]] | None  # one entry for each node of all graphs
     feature_names: list[str] | None
     relation_names: list[str] | None
 
 
-Names = tuple[list[str] | None, list[str] | None]  # of features of nodes, and of types of edges
+Names = tuple[list[str] | None, list[str] | None]  # names of the node features, and of the edge types
 
 
 def read_edge_list(
@@ -42,11 +42,11 @@ def read_edge_list(
     max_bytes: int,
     known: Names | None,
 ) -> EdgeList:
-    """Graphs from a table with the columns ``source`` and ``target``, and from one with a column ``node``.
+    """Read graphs from a table with the columns ``source`` and ``target``, and one with a column ``node``.
 
-    A column ``graph`` says which graph a row is of; without it all are of one. ``type`` is the type of an edge, other
-    columns are numbers, its features. Nodes have the columns of the table of nodes but ``target``; columns of text
-    become a feature for each text.
+    A column ``graph`` names the graph of a row; without it there is one graph. ``type`` is the type of an edge, all
+    other columns are numeric edge features. The columns of the table of nodes, except ``target``, are node features;
+    text columns are one-hot encoded.
 
     Raises:
         ValueError: if a column is missing, holds no numbers or lacks values, or an edge has an unknown node.
@@ -84,7 +84,7 @@ def read_edge_list(
 
 
 class _Numbering:
-    """Numbers of the nodes, graph after graph; those of a graph as the table of nodes has them, else by name."""
+    """Number the nodes, graph by graph, in the order of the table of nodes, else sorted by name."""
 
     def __init__(self, edges: pd.DataFrame, nodes: pd.DataFrame | None, path: Path, nodes_path: Path | None) -> None:
         ends = [list(zip(_graph(edges, path), _text(edges, name, path), strict=True)) for name in ("source", "target")]
@@ -95,7 +95,7 @@ class _Numbering:
         self.ids = list(dict.fromkeys(graph for graph, _ in listed))
         number = {graph: i for i, graph in enumerate(self.ids)}
         of = np.array([number[graph] for graph, _ in listed])
-        self.rows = np.argsort(of, kind="stable")  # of the table of nodes
+        self.rows = np.argsort(of, kind="stable")  # row of each node in the table of nodes
         place = {listed[row]: i for i, row in enumerate(self.rows.tolist())}
         if len(place) < len(listed):
             graph, node = Counter(listed).most_common(1)[0][0]
@@ -123,7 +123,7 @@ class _Numbering:
         return f" in graph {shown(graph)}" if len(self.ids) > 1 else ""
 
     def edges_of(self, graph: int) -> np.ndarray:
-        """Rows of the table of edges."""
+        """Return the rows of a graph's edges in the table of edges."""
         return self._edges[self._first_edge[graph] : self._first_edge[graph + 1]]
 
     def nodes_of(self, graph: int) -> np.ndarray:
@@ -142,7 +142,7 @@ def _text(table: pd.DataFrame, name: str, path: Path) -> list[str]:
 
 
 def _values(table: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
-    """(rows, names) objects, None where there is no value."""
+    """Return the columns ``names`` as an array of objects, with None for missing values."""
     chosen = table[list(names)].astype(object)
     return chosen.where(chosen.notna(), None).to_numpy()
 
@@ -166,7 +166,7 @@ def _by_number(name: str) -> tuple[float, str]:
 def _edge_attributes(
     edges: pd.DataFrame, path: Path, known: list[str] | None
 ) -> tuple[np.ndarray | None, list[str] | None]:
-    """Types (M,) int64, or features (M, D) float64, of which types are some where edges have both."""
+    """Return types (M,) int64, or features (M, D) float64, with one-hot types among them if edges have both."""
     names = [name for name in edges.columns if name not in ("source", "target", "graph", "type")]
     remedy = "Fill what is missing, or remove the column"
     columns = [as_numbers(_present(edges[name], path), path, remedy).to_numpy() for name in names]
@@ -186,7 +186,7 @@ def _edge_attributes(
 def _node_features(
     nodes: pd.DataFrame, path: Path, target: Sequence[str], known: list[str] | None
 ) -> tuple[np.ndarray | None, list[str] | None]:
-    """(rows, F) float64 and their names; a text that was not ``known`` is zeros."""
+    """Return node features (rows, F) float64 and their names; a text that is not among the ``known`` is all zeros."""
     if known is not None:
         require_columns(nodes, list(dict.fromkeys(name.partition("=")[0] for name in known)), path)
     columns: dict[str, np.ndarray] = {}
@@ -214,11 +214,11 @@ def read_graph_targets(
     by_order: bool,
     edges_path: Path | None = None,
 ) -> list[list[Any]]:
-    """The targets of the graphs ``ids`` from a table with a column ``graph``, or a row for each in order.
+    """Read the targets of the graphs ``ids`` from a table with a column ``graph``, or with one row per graph in order.
 
     Raises:
-        ValueError: if a column or a graph is missing; or, beside a table of edges ``edges_path``, if there are other
-            graphs, whose nodes are not known.
+        ValueError: if a column or a graph is missing; or, with a table of edges ``edges_path``, if there are other
+            graphs, whose nodes are unknown.
     """
     table = read_table(path, separator, decimal, text_columns=["graph", *target], max_bytes=max_bytes)
     require_columns(table, list(target), path)

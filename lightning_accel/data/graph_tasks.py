@@ -1,4 +1,4 @@
-"""Generated sets of graphs, the same on every machine for the same arguments."""
+"""Generators of sets of graphs, equal on every machine for equal arguments. Shapes: n nodes of a graph."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -26,12 +26,12 @@ CSL_SKIPS = (2, 3, 4, 5, 6, 9, 11, 12, 13, 16)
 _CSL_NODES = 41
 _CSL_COPIES = 15
 _FOLDS = 5
-_REGULAR_SIZES = ((10, 6), (15, 6), (20, 5), (30, 5))  # nodes and degree, as Chen et al. draw them
-_OFFICER = [9, 14, 15, 18, 20, *range(22, 34)]  # whom they followed: member 8, of his faction, did not
+_REGULAR_SIZES = ((10, 6), (15, 6), (20, 5), (30, 5))  # nodes and degree, of Chen et al.
+_OFFICER = [9, 14, 15, 18, 20, *range(22, 34)]  # by club joined: member 8, of this faction, joined the other club
 
 
 def csl_graphs(seed: int = 0) -> tuple[list[Data], list[str]]:
-    """150 circular skip links of 41 nodes, 15 random relabellings of each of ten skips, and the names of the classes.
+    """Generate 150 circular skip links of 41 nodes, 15 random relabellings for each of ten skips, and class names.
 
     Source: Murphy et al. 2019, https://arxiv.org/abs/1903.02541, sec. 4.1.
     """
@@ -40,9 +40,9 @@ def csl_graphs(seed: int = 0) -> tuple[list[Data], list[str]]:
 
 
 def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Graphs that train, validate and test in one of five folds, 90, 30 and 30, each class in proportion.
+    """Return the 90 training, 30 validation and 30 test graphs of one of five folds, stratified by class.
 
-    The copies of a class are dealt to five parts; ``fold`` tests, the next one validates, the other three train.
+    The copies of each class are split into five parts: ``fold`` tests, the next part validates, the other three train.
 
     Source: Murphy et al. 2019; Dwivedi et al. 2020, https://arxiv.org/abs/2003.00982.
     """
@@ -55,18 +55,18 @@ def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def strongly_regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
-    """Relabellings of eight strongly regular graphs in three families of like parameters, a class each.
+    """Generate relabellings of eight strongly regular graphs of three families with equal parameters, a class each.
 
-    Whoever cannot tell apart what 2-FWL does not, the families alone, is right in 3 of 8 cases.
+    A model that, like 2-FWL, distinguishes the families alone has an accuracy of 3/8.
     """
     graphs = strongly_regular_graphs()
     return _copies(list(graphs.values()), range(len(graphs)), num_graphs, seed), list(graphs)
 
 
 def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
-    """Relabellings of five pairs of random 4-regular graphs of 16 nodes, a class for each of the ten graphs.
+    """Generate relabellings of ten random 4-regular graphs of 16 nodes, a class each.
 
-    Message passing tells none from another, and is right in 1 of 10 cases.
+    Message passing distinguishes none of them, and has an accuracy of 1/10.
     """
     generator = torch.Generator().manual_seed(seed)
     graphs: list[Data] = []
@@ -74,9 +74,7 @@ def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
     while len(graphs) < 10:
         graph = random_regular_graph(16, 4, generator)
         counts = count_substructures(adjacency_of(graph)).long()
-        kind: list[list[int]] = sorted(
-            counts.tolist()
-        )  # a difference in counts shows that graphs are no relabellings of each other
+        kind: list[list[int]] = sorted(counts.tolist())  # graphs with different counts are not isomorphic
         if kind not in seen:
             seen.append(kind)
             graphs.append(graph)
@@ -84,17 +82,17 @@ def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
 
 
 def cfi_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
-    """Relabellings of the Cai-Fuerer-Immerman pairs over six small graphs; the class is straight or twisted."""
+    """Generate relabellings of the Cai-Fuerer-Immerman pairs over six base graphs; the class is straight or twisted."""
     graphs = [graph for base in cfi_bases().values() for graph in cfi_pair(base)]
     return _copies(graphs, [i % 2 for i in range(len(graphs))], num_graphs, seed), ["straight", "twisted"]
 
 
 def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -> tuple[list[Data], list[str]]:
-    """Random graphs with ``y``, how often each of seven substructures occurs: (1, 7), or (n, 7) of each node.
+    """Generate random graphs with ``y``, the counts of seven substructures: (1, 7), or (n, 7) for each node.
 
-    ``erdos_renyi``: 10 nodes, each edge with probability .3. ``regular``: of 10 nodes and degree 6, 15 and 6, 20 and 5,
-    or 30 and 5, a quarter each, less as many edges, at random, as there are nodes. What is counted:
-    :func:`~lightning_accel.data.substructures.count_substructures`.
+    ``erdos_renyi``: 10 nodes, each edge with probability .3. ``regular``: 10 nodes of degree 6, 15 of 6, 20 of 5 or 30
+    of 5, a quarter of the graphs each, with as many random edges removed as there are nodes. The substructures are
+    those of :func:`~lightning_accel.data.substructures.count_substructures`.
 
     Source: Chen et al. 2020, https://arxiv.org/abs/2002.04025, sec. 6 and appendix.
     """
@@ -106,7 +104,7 @@ def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -
     sizes = np.array([graph.num_nodes for graph in graphs])
     for size in np.unique(sizes).tolist():
         alike = np.flatnonzero(sizes == size).tolist()
-        for start in range(0, len(alike), 256):  # at 30 nodes 60 MB at a time
+        for start in range(0, len(alike), 256):  # 60 MB at a time for 30 nodes
             these = [graphs[i] for i in alike[start : start + 256]]
             counts = count_substructures(torch.stack([adjacency_of(graph) for graph in these]))
             counts = (counts if level == "node" else count_of_graph(counts)[:, None]).float()
@@ -116,7 +114,7 @@ def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -
 
 
 def karate_club() -> tuple[Data, list[str]]:
-    """Zachary's karate club, 34 members and the side that each took; ``x`` tells members apart, (34, 34).
+    """Return Zachary's karate club: 34 members, one-hot ``x`` (34, 34), and the faction that each member joined.
 
     Source: Zachary 1977, https://doi.org/10.1086/jar.33.4.3629752; the edges are those of PyG.
     """
@@ -127,7 +125,7 @@ def karate_club() -> tuple[Data, list[str]]:
 
 
 def adjacency_of(graph: Data) -> torch.Tensor:
-    """(n, n) zeros and ones."""
+    """Return the adjacency matrix, (n, n), of zeros and ones."""
     adjacency = torch.zeros(graph.num_nodes, graph.num_nodes)
     adjacency[graph.edge_index[0], graph.edge_index[1]] = 1
     return adjacency
@@ -140,7 +138,7 @@ def _erdos_renyi(num_nodes: int, probability: float, generator: torch.Generator)
 
 
 def _thinned_regular(num_nodes: int, degree: int, generator: torch.Generator) -> Data:
-    """A random regular graph from which ``num_nodes`` edges were taken: whole, all nodes would count the same stars."""
+    """Generate a random regular graph without ``num_nodes`` of its edges, so that nodes differ in their stars."""
     ends = random_regular_graph(num_nodes, degree, generator).edge_index
     edges = ends[:, ends[0] < ends[1]].t()
     kept = torch.randperm(len(edges), generator=generator)[num_nodes:]
@@ -148,7 +146,7 @@ def _thinned_regular(num_nodes: int, degree: int, generator: torch.Generator) ->
 
 
 def _copies(graphs: Sequence[Data], classes: Sequence[int], num_graphs: int, seed: int) -> list[Data]:
-    """``num_graphs`` relabellings, about as many of each graph, those of one together."""
+    """Return ``num_graphs`` relabellings, sorted by graph, about equally many of each."""
     if num_graphs < 5 * len(graphs):
         raise ValueError(f"num_graphs must be at least {5 * len(graphs)}, 5 for each graph; got {num_graphs}")
     generator = torch.Generator().manual_seed(seed)

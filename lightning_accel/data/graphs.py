@@ -1,4 +1,8 @@
-"""Graphs, of the user's own or generated. Shapes: B graphs, N nodes of a batch, M edges, S nodes with targets."""
+"""Graphs from files, from data sets of PyG, or generated.
+
+Shapes: B graphs of a batch, N nodes, M edges, F and D features of nodes and edges, K targets, S nodes with targets, n
+nodes of one graph.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -50,83 +54,87 @@ Rows = GraphRows | NodeRows | NeighbourRows
 
 
 class GraphDataModule(L.LightningDataModule):
-    """Graphs of the user's own, or of a task that tells layers apart; batches are :class:`torch_geometric.data.Batch`.
+    """Load graphs from files, data sets of PyG or generated tasks as :class:`torch_geometric.data.Batch`.
 
-    **A batch** has ``x`` (N, F) float32, ones (N, 1) where nodes have no features; ``edge_index`` (2, M);
-    ``edge_attr``, (M, D) float32 features or (M,) int64 types, or none; ``batch`` (N,), ``ptr`` (B + 1,); and ``y``. Of
-    graphs, ``y`` is (B,) classes, or (B,) or (B, K) numbers as they are in the data. Of nodes, it is (N,) or (N, K),
-    and **``target_index`` (S,) says which nodes count**, in order: a loss is ``loss(out[i], y[i])`` with
-    ``i = batch.target_index``, and ``predict`` answers ``out[i]``.
+    **Batches** have ``x`` (N, F) float32, ones (N, 1) if nodes have no features; ``edge_index`` (2, M); ``edge_attr``,
+    (M, D) float32 features or (M,) int64 types, if edges have any; ``batch`` (N,), ``ptr`` (B + 1,); and ``y``. If
+    graphs have targets, ``y`` is (B,) classes, or (B,) or (B, K) numbers, not standardized. If nodes have targets,
+    ``y`` is (N,) or (N, K), and **``target_index`` (S,) lists the nodes that count**: a loss is
+    ``loss(out[i], y[i])`` with ``i = batch.target_index``, and ``predict`` returns ``out[i]``.
 
-    **Files.** ``.csv`` and ``.parquet``: an edge a row, with ``source`` and ``target``, the ``graph`` that it is of if
-    there are several, its ``type``, and columns of numbers, its features; ``nodes_path``, a table with ``node``,
-    ``graph`` and features, columns of text being one for each text; the target stands there, or in ``graphs_path``, a
-    table with ``graph``. ``.jsonl``: a graph a line, ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1],
-    [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``, of which ``edges`` alone must be there, and no other field
-    but the target; whole numbers in ``edge_attr`` are types, lists or fractions are features. ``.g6``: graph6, a graph
-    a line, its target after a blank or in ``graphs_path``. Features are brought to mean 0 and variance 1 by what trains
-    alone, but those of zeros and ones.
+    **Files.** ``.csv`` and ``.parquet`` files have one edge per row: ``source`` and ``target``, ``graph`` if there are
+    several graphs, optionally ``type``, and numeric columns as edge features. ``nodes_path`` is a table with ``node``,
+    ``graph`` and node features; its text columns are one-hot encoded. The target is a column there, or of
+    ``graphs_path``, a table with ``graph``. ``.jsonl`` files have one graph per line, ``{"edges": [[0, 1], [1, 2]],
+    "num_nodes": 3, "x": [[0.5], [1], [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``; only ``edges`` is
+    required, and no further field but the target is allowed; whole numbers in ``edge_attr`` are types, lists or
+    fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a blank or in
+    ``graphs_path``. Features are standardized to mean 0 and variance 1 over the training data, except those of only
+    zeros and ones.
 
-    **Datasets** of PyG stay as they are; whole numbers in ``x`` become a feature for each value, in ``edge_attr``, or
-    ``edge_type`` where there is no ``edge_attr``, types. One graph with targets of nodes is split by its
-    ``train_mask``, ``val_mask`` and ``test_mask``; without a ``val_mask``, ``val_share`` of the training nodes
-    validate. Other masks are refused.
+    **Data sets** of PyG are not standardized. Whole numbers in ``x`` are one-hot encoded; whole numbers in
+    ``edge_attr``, or ``edge_type`` if there is no ``edge_attr``, are edge types. A single graph with node targets is
+    split by its ``train_mask``, ``val_mask`` and ``test_mask``; without a ``val_mask``, ``val_share`` of the training
+    nodes validate. Other masks are an error.
 
-    **Splits** are of whole graphs, classes in proportion, and of nodes where there is one graph with targets of nodes,
-    some of which may have none, or some of their numbers, NaN. They are the same for the same graphs and ``seed``.
+    **Splits** consist of whole graphs, stratified by class; a single graph with node targets is split by nodes. Its
+    nodes may lack their target, or be NaN in some of several. The same graphs and ``seed`` give the same splits.
 
     After ``setup``: ``level``; ``target_kind``; ``num_features``, F; ``edge_dim``, D, None unless edges have features;
-    ``num_relations``, None unless they have types; ``num_classes`` and ``class_names``, None unless there are classes;
-    ``num_targets``, K, None unless it is a regression, with ``target_mean`` and ``target_std`` (K,) of what trains, in
-    the units of ``y``, 1 where it is constant, and ``target_names``, where they have names; ``feature_names`` and
-    ``relation_names``, of tables alone; ``predict_ids``, in the order of ``predict``: graphs, or nodes, ``graph:node``
-    where there are several graphs.
+    ``num_relations``, None unless edges have types; ``num_classes`` and ``class_names``, None unless targets are
+    classes; ``num_targets``, K, None unless targets are numbers, with ``target_mean`` and ``target_std`` (K,) of the
+    training targets, in the units of ``y``, the latter 1 for constant targets, and ``target_names``, if they have
+    names; ``feature_names`` and ``relation_names``, for tables only; ``predict_ids``, in the order of ``predict``: ids
+    of graphs, or of nodes, as ``graph:node`` if there are several graphs.
 
     Args:
-        path: file of graphs or of edges; by default those of ``task``.
-        task: without a ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links of ten skips in five
-            folds; ``strongly_regular``, ``regular`` and ``cfi``, graphs that are hard to tell apart; ``substructures``,
-            counts of seven small graphs in random ones; ``karate``, the club and its two sides. See ``graph_tasks``.
-        dataset: PyG dataset, such as ``torch_geometric.datasets.TUDataset``; or that of the training graphs.
-        val_dataset: graphs that validate, beside ``dataset`` and ``test_dataset``.
-        test_dataset: graphs that test.
-        transform: of PyG, called once for each graph, in ``setup``.
-        level: of the target, ``graph`` or ``node``; by default what the data say: of a dataset, nodes if ``y`` has an
-            entry for each; of a file, that of the table in which it stands, else graphs.
-        target_kind: a class (``classification``) or numbers (``regression``); by default classes, but of a dataset
-            numbers if ``y`` is floating.
-        target: column or field of the target of a file, by default ``y``, or several of numbers; of ``substructures``
-            which of them, by default all seven.
-        nodes_path: table of nodes beside an edge list.
+        path: file of graphs or of edges; by default, ``task`` is used.
+        task: a generated task, if there is no ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links
+            with ten skips in five folds; ``strongly_regular``, ``regular`` and ``cfi``, graphs that are hard to
+            distinguish; ``substructures``, counts of seven small graphs in random graphs; ``karate``, Zachary's club
+            and its two factions. See ``graph_tasks``.
+        dataset: data set of PyG, such as ``torch_geometric.datasets.TUDataset``; with ``val_dataset`` and
+            ``test_dataset``, the training graphs.
+        val_dataset: validation graphs; needs ``dataset`` and ``test_dataset``.
+        test_dataset: test graphs.
+        transform: transform of PyG, called once for each graph, in ``setup``.
+        level: whether a target belongs to a ``graph`` or a ``node``; by default, nodes if ``y`` of a data set has an
+            entry for each node, or if the table of nodes has the target, else graphs.
+        target_kind: a class (``classification``) or numbers (``regression``); by default classes, for a data set with
+            floating ``y`` numbers.
+        target: column or field of the target in a file, by default ``y``, or several with one number each; for
+            ``substructures``, which of them to count, by default all seven.
+        nodes_path: table of nodes that accompanies an edge list.
         graphs_path: table of the graphs' targets.
-        undirected: whether each edge of a file goes both ways; the reverse is added where it is not written.
-        separator: between the fields of a CSV file.
-        decimal: the decimal mark of a CSV file.
-        fold: of ``csl``, from 0 to 4; of a dataset with masks (n, S), from 0 to S - 1.
-        family: of ``substructures``: ``erdos_renyi`` or ``regular``.
-        num_graphs: generated, for training, validation and test together; see ``graph_tasks``.
-        batch_size: graphs per step, or seed nodes with ``num_neighbors``, of all processes together; by default 64, or
-            what ``max_nodes`` and ``max_edges`` allow. One graph whose nodes have targets is a batch by itself.
-        max_nodes: most nodes of a batch, of all processes together; a process holds about its share.
-        max_edges: most edges of a batch, columns of ``edge_index``, likewise.
-        num_neighbors: for one large graph whose nodes have targets: how many neighbours of a seed node, of each of
-            those, and so on, come with it, and all edges among them; -1 for all. ``n_id`` numbers a batch's nodes.
-        val_share: share of the graphs, or nodes, that validate; by default .1, of ``substructures`` .2.
-        test_share: share that tests; by default .2, of ``substructures`` .5.
-        seed: of the generated graphs, the split, the order and the neighbours.
-        num_workers: processes that fetch batches.
-        predict_path: file to predict, read as ``path`` is, with no need of a target; by default the test graphs, or all
-            nodes of one graph.
-        predict_nodes_path: table of nodes beside ``predict_path``.
-        max_bytes: of memory that a compressed file may unpack to, and nodes that a file numbers take at 64 bytes each;
-            32 times the size of the file if that is more.
+        undirected: whether to add the reverse of each edge where a file lacks it.
+        separator: separator of the fields of a CSV file.
+        decimal: decimal mark of a CSV file.
+        fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
+        family: random graphs of ``substructures``: ``erdos_renyi`` or ``regular``.
+        num_graphs: number of generated graphs, for training, validation and test together; see ``graph_tasks``.
+        batch_size: graphs per step, or seed nodes with ``num_neighbors``, over all processes; by default 64, or as many
+            as ``max_nodes`` and ``max_edges`` allow. A single graph with node targets is one batch.
+        max_nodes: largest number of nodes of a batch, over all processes; each process gets about an equal share.
+        max_edges: largest number of edges (columns of ``edge_index``) of a batch, likewise.
+        num_neighbors: for a single large graph with node targets, how many neighbours to sample of a seed node, of each
+            of those, and so on, -1 for all; batches hold all edges among them. ``n_id`` maps a batch's nodes to those
+            of the graph.
+        val_share: share of the graphs, or nodes, that validate; by default .1, for ``substructures`` .2.
+        test_share: share of the graphs, or nodes, that test; by default .2, for ``substructures`` .5.
+        seed: seed of the generated graphs, the split, the order and the neighbours.
+        num_workers: workers that load batches.
+        predict_path: file to predict, in the format of ``path``, with or without targets; by default the test graphs,
+            or all nodes of a single graph.
+        predict_nodes_path: table of nodes that accompanies ``predict_path``.
+        max_bytes: largest size in bytes of an unpacked compressed file, and of the nodes of a file at 64 bytes each; 32
+            times the size of the file if that is more.
 
     Raises:
-        FileNotFoundError: if a file is not there.
-        TypeError: in ``setup``, if a dataset does not hold :class:`torch_geometric.data.Data`.
+        FileNotFoundError: if a file does not exist.
+        TypeError: in ``setup``, if a data set does not hold :class:`torch_geometric.data.Data`.
         ValueError: if an option is out of range, or has no effect; in ``setup``, if data are not as described, or a
-            graph is beyond ``max_nodes`` or ``max_edges``; in ``load_state_dict``, if the checkpoint was trained on
-            other graphs.
+            graph exceeds ``max_nodes`` or ``max_edges``; in ``load_state_dict``, if the checkpoint was trained on other
+            graphs.
     """
 
     level: Level
@@ -237,7 +245,7 @@ class GraphDataModule(L.LightningDataModule):
         self.num_workers = num_workers
 
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
+        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             return
         splits, read, source = self._read()
         self._digests = splits.digest(), None if source is None else splits.digest_of_source(source)
@@ -270,7 +278,7 @@ class GraphDataModule(L.LightningDataModule):
         return str(self.path) if self.path else f"the dataset {self.datasets[0]}"
 
     def _read(self) -> tuple[GraphSplits, FileGraphs | None, list[Any] | None]:
-        """Return graphs and splits; what the tables of files name; and the graphs as they were, if not generated."""
+        """Return graphs and splits, the graphs of a file if there is one, and those before transforms, for digests."""
         if self.task is not None:
             level = self.layout.level or "graph"
             splits = generated_splits(self.task, self.num_graphs, self.shares, self.seed, self.fold, self.family, level)
@@ -287,7 +295,7 @@ class GraphDataModule(L.LightningDataModule):
             return splits, read, source
         given = [list(dataset) for dataset in self.datasets]
         parts = [[self._transformed(graph) for graph in dataset] for dataset in given]
-        # what a dataset's own transform makes may differ each time
+        # a data set's own transform may be random, so that its graphs have no digest
         drawn = [getattr(dataset, "transform", None) is not None for dataset in self.datasets]
         source = [None if own else graph for own, part in zip(drawn, given, strict=True) for graph in part]
         where = self._where()
@@ -295,14 +303,14 @@ class GraphDataModule(L.LightningDataModule):
         return dataset_splits(parts, where, *options), None, source
 
     def _transformed(self, graph: Any) -> Data:
-        graph = copy.copy(graph)  # a dataset may keep it
+        graph = copy.copy(graph)  # the data set may store it
         graph = graph if self.transform is None else self.transform(graph)
         if not isinstance(graph, Data) or graph.edge_index is None:
             raise TypeError(
                 "graphs with nodes of one kind, torch_geometric.data.Data with edge_index, are needed; "
                 f"{self._where()} gives {graph!r:.200}. HeteroData.to_homogeneous() and ToEdgeIndex make such ones"
             )
-        if "edge_type" in graph and "edge_attr" not in graph:  # as PyG names what HeteroData.to_homogeneous() gives
+        if "edge_type" in graph and "edge_attr" not in graph:  # HeteroData.to_homogeneous() names it so
             graph.edge_attr = graph.edge_type
         return graph
 
@@ -353,7 +361,7 @@ class GraphDataModule(L.LightningDataModule):
         )
 
     def _all_of(self, graphs: Sequence[Data], ids: list[str], node_ids: list[list[str]]) -> tuple[Rows, list[str]]:
-        """Rows to predict, without targets, and the name of each."""
+        """Return the items to predict, without targets, and the id of each."""
         graphs = [graph.clone() for graph in graphs]
         for graph in graphs:
             graph.y = None
@@ -390,7 +398,7 @@ class GraphDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer: Any = self.trainer
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        fresh = self.task not in (None, "csl", "karate") and not resuming  # other graphs of a task were not trained on
+        fresh = self.task not in (None, "csl", "karate") and not resuming  # graphs of another seed are new to the model
         now = self.state_dict()
         if fresh and state_dict["source"][0] == self.task:
             del now["source"], now["split"], now["digest of what trains"]
@@ -419,9 +427,9 @@ class GraphDataModule(L.LightningDataModule):
         )
 
     def _deal(self) -> tuple[int, int]:
-        """How many processes batches are dealt to, and which of them this is."""
+        """Return the number of processes that batches are distributed to, and the rank of this one among them."""
         trainer: Any = self.trainer
-        # not the world size: several processes may work on the same rows
+        # not the world size: several processes may share the same samples
         deal = None if trainer is None else trainer.distributed_sampler_kwargs
         return (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
 
@@ -438,12 +446,12 @@ class GraphDataModule(L.LightningDataModule):
         return self._loader(self.test_rows, shuffle=False)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Batches in the order of ``predict_ids``, of equally many rows, within the budget of a process."""
+        """Return a loader of equally large batches in the order of ``predict_ids``, within the budget of a process."""
         return row_loader(self.predict_rows, self, self._rows_at_once(), self.num_workers)
 
     def _rows_at_once(self) -> int:
         rows, replicas = self.predict_rows, self._deal()[0]
-        if isinstance(rows, NodeRows):  # of one graph all, of several about those of a batch
+        if isinstance(rows, NodeRows):  # all nodes of a single graph, else about the nodes of batch_size graphs
             usual = self.batch_size or 64
             return len(rows) if len(rows.graphs) == 1 else max(1, usual * len(rows) // len(rows.graphs) // replicas)
         room = [self.batch_size or 64]

@@ -1,4 +1,4 @@
-"""A loader of batches that a sampler made. Shapes: B rows, T steps of the longest."""
+"""Loader of batches of similar length. Shapes: B sequences, T steps of the longest."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,23 +21,23 @@ def length_batch_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> ResumableLoader:
-    """A loader of the batches of ``sampler``, for the Trainer, on any number of processes, or for a loop of one's own.
+    """Make a loader of the batches of ``sampler``, for the Trainer on any number of processes, or for your own loop.
 
-    A stopped run goes on with the batch that comes next. Two cases need the ``ExactResume`` callback for that: a
-    scheduler that asks for ``trainer.estimated_stepping_batches``, and ``max_steps`` with checkpoints at the ends of
-    epochs. In full, for any dataset of sequences:
+    A resumed run continues with the next batch. Two cases need the ``ExactResume`` callback for that: a scheduler that
+    reads ``trainer.estimated_stepping_batches``, and ``max_steps`` with checkpoints at the ends of epochs. A complete
+    example for any data set of sequences:
 
         sampler = LengthBatchSampler([len(sequence) for sequence in dataset], batch_size=64)
         loader = length_batch_loader(dataset, sampler, collate_fn=my_collate)
         trainer.fit(model, loader)
 
     Args:
-        dataset: with ``len`` and integer indices; its ``__getitems__``, if it has one, gets the numbers of a batch.
-        sampler: of that many sequences.
-        collate_fn: joins a batch's items, or takes what ``__getitems__`` returned. With ``chunk_steps`` it gives a
-            :class:`~lightning_accel.data.sequence_batch.SequenceBatch`, of which the loader takes the steps.
-        num_workers: processes that fetch batches.
-        pin_memory: for copies to a GPU.
+        dataset: data set with ``len`` and integer indices; its ``__getitems__``, if any, gets the indices of a batch.
+        sampler: sampler of as many sequences.
+        collate_fn: collates a list of items, or the result of ``__getitems__``. With ``chunk_steps`` it must return a
+            :class:`~lightning_accel.data.sequence_batch.SequenceBatch`, which the loader splits into chunks.
+        num_workers: workers that load batches.
+        pin_memory: whether to pin memory, for copies to a GPU.
 
     Raises:
         ValueError: if ``dataset`` and ``sampler`` differ in length.
@@ -59,7 +59,7 @@ def length_batch_loader(
 
 
 class _Batches(Dataset[Any]):
-    """Batches of ``dataset``, each indexed by its row numbers."""
+    """Load batches of ``dataset`` by a list of indices, or by a chunk."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
@@ -82,7 +82,7 @@ class _Batches(Dataset[Any]):
 
 
 def _steps_of(batch: Any, chunk: Chunk) -> SequenceBatch:
-    """The steps of ``chunk``; the target of a whole sequence comes with its last ones, before it is not known."""
+    """Return the steps of ``chunk``; the target of a sequence is in its last chunk, and unknown in earlier ones."""
     if not isinstance(batch, SequenceBatch):
         raise TypeError(
             f"chunk_steps needs a collate_fn that makes a SequenceBatch; got a {type(batch).__name__}. "
@@ -90,7 +90,7 @@ def _steps_of(batch: Any, chunk: Chunk) -> SequenceBatch:
         )
     lengths = (batch.lengths - chunk.start).clamp(0, chunk.stop - chunk.start)
     x, target = batch.x[:, chunk.start : chunk.stop], batch.target
-    if x.shape[1] == 0:  # of this process all sequences have ended, of another one goes on
+    if x.shape[1] == 0:  # all sequences of this process have ended, but not those of another
         x = F.pad(x, (0,) * (2 * x.ndim - 3) + (1,))
     if target is not None:
         target = _target_of(target, batch, chunk, x.shape[1])

@@ -1,4 +1,4 @@
-"""Batches of sequences alike in length, for any number of processes. Shapes: R sequences."""
+"""Sampler of batches of sequences of similar length, for any number of processes. Shapes: R sequences."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,59 +14,60 @@ _UNBOUNDED = 2**62
 
 
 class Chunk(NamedTuple):
-    """Some steps of the sequences of a batch that have not ended before them."""
+    """Describe some consecutive steps of those sequences of a batch that have not ended before."""
 
-    rows: list[int]
+    rows: list[int]  # indices of the sequences
     start: int  # the first step
     stop: int  # the step after the last
-    carried: list[int]  # for each row, its place in the chunk before, or -1 where that was another batch
+    carried: list[int]  # for each sequence, its index in the previous chunk, or -1 in the first chunk of a batch
 
 
 class LengthReport(NamedTuple):
-    """What an epoch costs."""
+    """Hold the cost of an epoch."""
 
-    batches: int  # of all processes together
-    steps: int  # that follow one on another: of each batch, its longest sequence
-    padding: float  # share of padding in what is computed, of all processes
-    straggling: float  # share of time that processes wait for the one with most steps, padding included
+    batches: int  # number of global batches
+    steps: int  # sequential steps: the sum of the longest sequences of all batches
+    padding: float  # share of padding in all computed steps, over all processes
+    straggling: float  # share of time that processes wait for the one with the most steps, including padding
 
 
 class LengthBatchSampler(PlannedSampler):
-    """Lists of row numbers of like length; every row once an epoch, and every process as many lists as any other.
+    """Sample batches of sequences of similar length; each sequence once per epoch.
 
     >>> sampler = LengthBatchSampler([5, 90, 4, 91], batch_size=2, window=None)
     >>> sorted(sorted(rows) for rows in sampler)
     [[0, 2], [1, 3]]
 
-    :func:`length_batch_loader` makes a loader of it, over any dataset; the Trainer needs no flag. Where a dataset gives
-    a whole batch for a list of row numbers, ``DataLoader(dataset, sampler=sampler, batch_size=None)`` does.
+    Iteration yields lists of indices, equally many on every process. :func:`length_batch_loader` makes a loader for any
+    data set; the Trainer needs no flag. For a data set that returns a whole batch for a list of indices, use
+    ``DataLoader(dataset, sampler=sampler, batch_size=None)``.
 
-    **Sizes are those of a global batch**, all processes together. An epoch's batches depend on lengths, options,
-    ``seed`` and epoch alone, and then each is dealt to the processes there are, so that all have about as many rows,
-    tokens and steps. A run may go on with other processes: its steps see the same rows. Rows are neither repeated nor
-    left out: where they do not fill a batch, the shortest ones come in several smaller ones.
+    **Sizes are those of a global batch**, over all processes. The batches of an epoch depend on lengths, options,
+    ``seed`` and epoch alone; each is then distributed so that all processes have about equally many sequences, tokens
+    and steps. A run resumed on another number of processes sees the same sequences at each step. No sequence is
+    repeated or dropped: if they do not fill all batches, the shortest form several smaller ones.
 
     Args:
-        lengths: (R,) of the sequences, in steps.
-        batch_size: most sequences of a batch.
-        max_tokens: most steps of a batch with its padding: its sequences times the longest. A process holds about its
-            share of them.
-        max_steps: most sequential steps of an epoch, the sum of the longest sequences of its batches; ``batch_size``,
-            by default 1, is raised until they are met.
-        window: batches that differ in length: 50 pad about 10%, None, for a full sort, pads least, and gives most
-            sequences the same mates in each epoch.
-        shuffle: draw batches anew for each epoch; without it they come in one order, the longest first.
-        seed: of the draw.
-        chunk_steps: for truncated back-propagation through time, a batch comes as several in a row, a :class:`Chunk`
-            each, of this many steps. They, rather than whole sequences, count towards ``max_tokens``.
-        num_replicas: processes; by default those of torch.distributed, when iteration begins.
-        rank: this process.
+        lengths: (R,) number of steps of each sequence.
+        batch_size: largest number of sequences of a batch.
+        max_tokens: largest number of steps of a batch with its padding: its sequences times the longest. Each process
+            gets about an equal share of them.
+        max_steps: largest number of sequential steps of an epoch, the sum of the longest sequences of its batches;
+            ``batch_size``, by default 1, is increased until it is met.
+        window: number of length bins: 50 have about 10% padding; None sorts by length, with the least padding, but most
+            sequences share a batch with the same others in each epoch.
+        shuffle: draw new batches for each epoch; False for the same batches, the longest first.
+        seed: seed of the batches.
+        chunk_steps: steps per :class:`Chunk` of a batch, for truncated back-propagation through time. A batch is
+            yielded as consecutive chunks, and ``max_tokens`` limits a chunk instead of whole sequences.
+        num_replicas: number of processes; by default that of torch.distributed at the start of the iteration.
+        rank: rank of this process.
 
     Raises:
         ValueError: if lengths are negative or there are none, if no size is given or one is out of range or too small
             for the longest sequence, or, before iteration, for the number of processes; in ``load_state_dict``, if a
             run is resumed with other lengths or options.
-        TypeError: if it is given to a loader as ``batch_sampler``, once the Trainer looks at it.
+        TypeError: if it is passed to a loader as ``batch_sampler``, once the Trainer inspects it.
     """
 
     row_is = "sequence"
@@ -105,7 +106,7 @@ class LengthBatchSampler(PlannedSampler):
 
     @property
     def drop_last(self) -> bool:
-        """No row is dropped; Lightning reads it of samplers of batches alone, before it takes them apart."""
+        """Raise a TypeError, since Lightning reads this only of batch samplers, before it replaces their sampler."""
         if hasattr(self, "_cut"):
             raise TypeError(_AS_SAMPLER)
         return False
@@ -124,7 +125,7 @@ class LengthBatchSampler(PlannedSampler):
         )
 
     def _size_within(self, max_steps: int, least: int) -> int:
-        """The smallest batch size, ``least`` or more, whose epochs have at most ``max_steps`` sequential steps."""
+        """Return the smallest batch size, from ``least``, whose epochs have at most ``max_steps`` sequential steps."""
         most = len(self.lengths)
         fewest_steps = int(self._cut_into(most).longest.sum())
         if fewest_steps > max_steps:
@@ -148,7 +149,7 @@ class LengthBatchSampler(PlannedSampler):
         return self._cut.fewest_rows
 
     def __len__(self) -> int:
-        """Batches of each process in an epoch; chunks, where sequences come in chunks."""
+        """Return the number of batches, or chunks with ``chunk_steps``, of each process in an epoch."""
         self._deal()
         return int(self._chunks(self._cut.longest).sum())
 
@@ -171,24 +172,24 @@ class LengthBatchSampler(PlannedSampler):
                 yield self._chunk(mine, chunk * self.chunk_steps)
 
     def _chunk(self, rows: np.ndarray, start: int) -> Chunk:
-        """The part from step ``start`` on of ``rows``, the longest first; the first of them always takes part."""
+        """Return the chunk from step ``start`` on of ``rows``, sorted by descending length; it always has the first."""
         assert self.chunk_steps is not None
         alive = max(1, int((self.lengths[rows] > start).sum())) if start else len(rows)
         carried = range(alive) if start else [-1] * alive
         return Chunk(rows[:alive].tolist(), start, start + self.chunk_steps, list(carried))
 
     def report(self, num_replicas: int | None = None) -> LengthReport:
-        """What this epoch costs, on this many processes, by default those there are."""
+        """Return the cost of the current epoch on ``num_replicas`` processes, by default those of this run."""
         plan = self._plan(self.epoch)
         replicas = self._deal()[0] if num_replicas is None else num_replicas
         rows, longest = np.zeros((2, replicas, len(plan.starts)), np.int64)
-        for size in np.unique(plan.stops - plan.starts).tolist():  # batches of one size are dealt alike
+        for size in np.unique(plan.stops - plan.starts).tolist():  # batches of equal size are distributed alike
             these = np.flatnonzero(plan.stops - plan.starts == size)
             for rank in range(replicas):
                 share = share_of(size, replicas, rank)
                 rows[rank, these] = len(share)
                 longest[rank, these] = self.lengths[plan.rows[plan.starts[these] + share[0]]] if len(share) else 0
-        work = rows * longest  # a process's part of a batch, with padding
+        work = rows * longest  # steps of a process's share of a batch, with padding
         return LengthReport(
             len(plan.starts),
             int(longest.max(0).sum()),

@@ -1,4 +1,4 @@
-"""Batches that are planned for all processes together, and then dealt to them. Shapes: R rows of a batch."""
+"""Base of samplers that plan global batches and distribute them to processes. Shapes: R items."""
 
 import copy
 import hashlib
@@ -12,14 +12,14 @@ from lightning_accel.data.length_plan import Plan
 
 
 class PlannedSampler(DistributedSampler[Any]):
-    """What samplers share that plan an epoch's batches by sizes, options, seed and epoch alone.
+    """Plan the global batches of an epoch from sizes, options, seed and epoch alone, and distribute each to processes.
 
-    Each batch is dealt to the processes there are, and the position of a run is rank-free: the number of batches that
-    are done. Made of :class:`~lightning_accel.data.samplers.Resumable`.
+    The position of a run is the number of finished batches, independent of the number of processes. Implements
+    :class:`~lightning_accel.data.samplers.Resumable`.
     """
 
-    row_is = "row"
-    options: tuple[str, ...] = ()  # names of the attributes that a plan depends on, beside the seed
+    row_is = "row"  # the name of an item in messages
+    options: tuple[str, ...] = ()  # names of the attributes that a plan depends on, in addition to the seed
 
     def __init__(
         self, sizes: tuple[np.ndarray, ...], shuffle: bool, seed: int, num_replicas: int | None, rank: int | None
@@ -36,7 +36,7 @@ class PlannedSampler(DistributedSampler[Any]):
 
     @property
     def _fewest_rows(self) -> int:
-        """Of any batch."""
+        """Return the number of items of the smallest batch."""
         raise NotImplementedError
 
     def _plan(self, epoch: int) -> Plan:
@@ -49,20 +49,20 @@ class PlannedSampler(DistributedSampler[Any]):
         return self._first.get(self.epoch, 0)
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Position in the batches of all processes, whose number it does not depend on."""
+        """Return the position among the global batches, independent of the number of processes."""
         return {
             "seed": self.seed,
             "epoch": epoch,
-            "batches": batches % len(self),  # of a loader that goes round more than once beside a longer one
+            "batches": batches % len(self),  # a CombinedLoader may cycle this loader several times per epoch
             "options": self._options(),
             "plan": self._digest(epoch),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin the epoch of ``state_dict`` after the batches that are done.
+        """Start the epoch of ``state_dict`` after its finished batches.
 
         Raises:
-            ValueError: if its batches are not those that this sampler makes.
+            ValueError: if its batches differ from those of this sampler.
         """
         there = {"seed": state_dict["seed"], **state_dict["options"]}
         here = {"seed": self.seed, **self._options()}
@@ -81,7 +81,7 @@ class PlannedSampler(DistributedSampler[Any]):
         return {f"{self.row_is}s": len(self._sizes[0])} | {name: getattr(self, name) for name in self.options}
 
     def _digest(self, epoch: int) -> str:
-        """Of the batches of an epoch and the sizes of their rows."""
+        """Digest the batches of an epoch and the sizes of their items."""
         if epoch not in self._digests:
             plan = self._plan(epoch)
             parts = (plan.rows, plan.starts, *(size[plan.rows] for size in self._sizes))
@@ -90,10 +90,10 @@ class PlannedSampler(DistributedSampler[Any]):
         return self._digests[epoch]
 
     def deal_to(self, num_replicas: int, rank: int) -> None:
-        """Deal each batch to so many processes, as a strategy wants where several work on the same rows.
+        """Distribute each batch to ``num_replicas`` processes, for strategies in which several share the same samples.
 
         Raises:
-            ValueError: if the sampler was made for others.
+            ValueError: if the sampler was made with another ``num_replicas`` or ``rank``.
         """
         if self._given not in (None, (num_replicas, rank)):
             raise ValueError(
@@ -104,13 +104,13 @@ class PlannedSampler(DistributedSampler[Any]):
         self._given = num_replicas, rank
 
     def of_one_process(self) -> "PlannedSampler":
-        """A sampler of the same batches, whole and from the first one on."""
+        """Return a copy that yields the whole batches, from the first one on."""
         alone = copy.copy(self)
         alone._given, alone._first = (1, 0), {}
         return alone
 
     def _deal(self) -> tuple[int, int]:
-        """Processes, and which this is."""
+        """Return the number of processes and the rank of this one; raise a ValueError if a batch is too small."""
         deal = self._given
         if deal is None:
             deal = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
@@ -125,16 +125,16 @@ class PlannedSampler(DistributedSampler[Any]):
 
 
 def share_of(rows: int, replicas: int, rank: int) -> np.ndarray:
-    """Places in a batch, which is sorted by size, of one process's rows, dealt to and fro, so that sizes are alike."""
+    """Return the indices of a process's items in a batch sorted by size, taken in a snake order to balance sizes."""
     there, back = range(rank, rows, 2 * replicas), range(2 * replicas - 1 - rank, rows, 2 * replicas)
     return np.sort(np.r_[np.array(there, np.int64), np.array(back, np.int64)])
 
 
 def whole_sizes(sizes: Any, what: str) -> np.ndarray:
-    """``sizes`` as (R,) int64.
+    """Convert ``sizes`` to an array (R,) int64.
 
     Raises:
-        ValueError: if they are none.
+        ValueError: if they are not whole numbers of 0 or more, or there are none.
     """
     found = np.asarray(sizes.cpu() if hasattr(sizes, "cpu") else sizes)
     if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer) or found.min() < 0:

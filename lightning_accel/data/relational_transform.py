@@ -1,4 +1,4 @@
-"""Triples of nodes, found once, before training. Shapes: T triangles, P paths."""
+"""Transform that stores the triangles of a graph before training. Shapes: T triangles, P paths."""
 
 from typing import Any
 
@@ -10,26 +10,26 @@ from lightning_accel.ops.triples import find_triples
 from lightning_accel.ops.two_paths import num_two_paths, two_paths
 
 _PATHS_AT_A_TIME = 2**20
-_MOST_PATHS = 10**7  # of a graph: 240 MB
+_MOST_PATHS = 10**7  # per graph, 240 MB
 
 
 class AddRelationalTriples(BaseTransform):  # type: ignore[misc]  # PyG's is untyped
-    """Store the triangles of a graph with it, so that they need not be found again in every epoch.
+    """Store the triangles of a graph as an attribute, so that they are not searched again in every epoch.
 
     - ``triangle_index`` (3, T) int64: each triangle once, its nodes ascending
-    - ``two_path_index`` (3, P) int64, if asked for: leaf, centre and other leaf of each path of two edges, those in
-      triangles included
+    - ``two_path_index`` (3, P) int64, if ``store_two_paths``: first leaf, centre and second leaf of each path of two
+      edges, including those in triangles
 
-    Direction, repetitions and self-loops of ``edge_index`` do not count. A ``Batch`` shifts both as it does
-    ``edge_index``. ``find_triples(edge_index, num_nodes, triangle_index)`` takes the triangles as they are. Put the
-    transform last: one after it that changes edges or drops nodes leaves the stored triples as they were.
+    Directions, duplicates and self-loops of ``edge_index`` are ignored. ``Batch`` increments both like ``edge_index``.
+    ``find_triples(edge_index, num_nodes, triangle_index)`` accepts the stored triangles. Put the transform last: a
+    later one that changes edges or drops nodes does not update the stored triples.
 
     Args:
-        store_two_paths: whether to store ``two_path_index``, which grows with the squares of degrees: 24 bytes a path.
+        store_two_paths: whether to store ``two_path_index``, which grows with the squared degrees, 24 bytes per path.
 
     Raises:
-        ValueError: if ``edge_index`` lacks, or a graph has more than ten million paths to store.
-        TypeError: for anything but ``Data``, as triples of several types of nodes have no one list.
+        ValueError: if ``edge_index`` is missing, or a graph has more than ten million paths to store.
+        TypeError: for anything but ``Data``, since triples of several node types do not fit in one tensor.
     """
 
     def __init__(self, store_two_paths: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Samplers that a stopped run continues from."""
+"""Samplers and a loader whose position checkpoints store, so that a run resumes in mid-epoch."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -11,36 +11,36 @@ from torch.utils.data.distributed import DistributedSampler
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A sampler that can begin an epoch after some of its batches."""
+    """Describe a sampler that can start an epoch after some of its batches."""
 
     epoch: int
 
     @property
     def first_batch(self) -> int:
-        """How many batches are left out when this epoch is iterated next."""
+        """Return how many batches the next iteration of this epoch skips."""
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
-        """What a checkpoint holds once this process is done with ``batches`` of ``epoch``."""
+        """Return the state to store in a checkpoint after ``batches`` batches of ``epoch``."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin the epoch of ``state_dict`` after its batches."""
+        """Start the epoch of ``state_dict`` after the batches that it counts."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """Row numbers in an order that depends on ``seed`` and epoch alone, each row once an epoch, over all processes.
+    """Sample items in an order that depends on ``seed`` and epoch alone, each once per epoch over all processes.
 
-    Its position is rank-free, the number of rows that all processes together have consumed in an epoch, so a run
-    continues on another number of processes without repeating or leaving out a row. The rows that do not fill a batch
-    on every process wait for the next epoch's order.
+    Its position is the number of items that all processes together have consumed in an epoch, so that a run resumes on
+    another number of processes without repeating or skipping an item. Items that do not fill a batch on every process
+    are dropped; each epoch's order drops others.
 
     Args:
-        dataset: of known length.
-        batch_size: rows per process and step.
-        num_replicas: processes.
-        rank: this process.
-        seed: of the order.
+        dataset: data set with a length.
+        batch_size: samples per process and step.
+        num_replicas: number of processes.
+        rank: rank of this process.
+        seed: seed of the order.
     """
 
     def __init__(self, dataset: Dataset[Any], batch_size: int, num_replicas: int, rank: int, seed: int) -> None:
@@ -49,7 +49,7 @@ class ResumableSampler(DistributedSampler[Any]):
         self.start: dict[int, int] = {}
 
     def resume_at(self, epoch: int, rows: int) -> None:
-        """Leave out the first ``rows`` rows, of all processes, when ``epoch`` is run."""
+        """Skip the first ``rows`` items, counted over all processes, when ``epoch`` is iterated."""
         self.start = {epoch: rows}
 
     @property
@@ -80,16 +80,16 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader with a sampler that is :class:`Resumable`, whose position the Trainer keeps in its checkpoints.
+    """Load batches of a :class:`Resumable` sampler, whose position the Trainer stores in its checkpoints.
 
-    Without ``progress``, batches count that were handed out: those that workers fetched in advance do not, one that
-    training failed on does. Set it to :func:`progress_of` a Trainer, and the Trainer's count holds, also where it makes
-    its loaders before it reads the checkpoint.
+    Without ``progress``, the position counts yielded batches: batches prefetched by workers are not counted, a batch
+    that training failed on is. Set it to :func:`progress_of` a Trainer to use the Trainer's count instead, which also
+    holds where the Trainer makes its loaders before it reads the checkpoint.
     """
 
-    progress: Callable[[], tuple[int, int]] | None = None  # returns the epoch, and its batches that are done
+    progress: Callable[[], tuple[int, int]] | None = None  # returns the epoch and the number of its finished batches
     _handed_out: tuple[int, int] | None = None
-    _loaded_epoch: int | None = None  # until it has been entered
+    _loaded_epoch: int | None = None  # epoch of a loaded state, until its iteration starts
 
     def state_dict(self) -> dict[str, Any]:
         done = self._handed_out if self.progress is None else self.progress()
@@ -101,17 +101,17 @@ class ResumableLoader(DataLoader[Any]):
             self._loaded_epoch = state_dict["epoch"]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # A generator, so that workers start with the first batch: the Trainer asks for an iterator before it tells the
-        # sampler which epoch it is.
+        # A generator, so that workers start with the first batch: the Trainer makes an iterator before it sets the
+        # epoch of the sampler.
         if not isinstance(self.sampler, Resumable):
             yield from super().__iter__()
             return
         if self._loaded_epoch is not None and self.sampler.epoch < self._loaded_epoch:
-            return  # a Trainer with max_steps, resumed after the end of an epoch, would take a batch more of it
+            return  # else a Trainer with max_steps, resumed after the end of an epoch, trains on one more batch
         if self._loaded_epoch is not None:
             told = self.sampler.epoch
             self.sampler.set_epoch(self._loaded_epoch)
-            if not self.sampler.first_batch:  # else max_steps ended within it, and the Trainer counts it as done
+            if not self.sampler.first_batch:  # else max_steps ended within the epoch, which the Trainer counts as done
                 self.sampler.set_epoch(told)
         if self.progress is not None and self._loaded_epoch is None:
             self.sampler.load_state_dict(self.sampler.state_after(*self.progress()))
@@ -125,13 +125,13 @@ class ResumableLoader(DataLoader[Any]):
 
 
 def progress_of(trainer: L.Trainer) -> Callable[[], tuple[int, int]]:
-    """For :attr:`ResumableLoader.progress`: what ``trainer`` has trained on."""
+    """Return a function for :attr:`ResumableLoader.progress` that reads the progress of ``trainer``."""
 
     def progress() -> tuple[int, int]:
         loop: Any = trainer.fit_loop
         epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
-        # Between the last batch of an epoch and the first of the next, the old count stands. An epoch that max_steps
-        # ends is counted as processed, though not all of it was.
+        # The Trainer resets its count of batches with the first batch of the next epoch, not after the last of one. An
+        # epoch that max_steps ends is counted as processed, even if it was not finished.
         within = 0 < done < trainer.num_training_batches and epochs.started
         return (epochs.started - 1, done) if within else (epochs.started if done else epochs.processed, 0)
 

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths as one batch. Shapes: B rows, T steps of the longest, F features."""
+"""Batches of sequences of unequal lengths. Shapes: B sequences, T steps of the longest, F features."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-IGNORED = -100  # a step's target where there is none, as in torch.nn.functional.cross_entropy
+IGNORED = -100  # target of a step without one, as in torch.nn.functional.cross_entropy
 
 
 class SequenceBatch(NamedTuple):
-    """What :class:`lightning_accel.models.SequenceModel` trains on.
+    """Hold a padded batch of sequences, as :class:`lightning_accel.models.SequenceModel` takes it.
 
-    ``carried`` is there in truncated back-propagation through time alone, where long sequences come in several batches:
-    for each row, the row of the batch before that it goes on from, or -1 where it begins.
+    ``carried`` is used only in truncated back-propagation through time, where a long sequence spans several batches:
+    for each sequence, its index in the previous batch, or -1 where it starts.
     """
 
-    x: Tensor  # (B, T, F) floating, or (B, T) int64 tokens; 0 after a row's end
+    x: Tensor  # (B, T, F) floating, or (B, T) int64 tokens; 0 after a sequence's end
     lengths: Tensor  # (B,) int64, in [0, T]
     target: Tensor | None = (
         None  # (B,) classes, (B,) or (B, K) values, or (B, T) classes of steps, IGNORED after the end
@@ -25,13 +25,13 @@ class SequenceBatch(NamedTuple):
     carried: Tensor | None = None  # (B,) int64
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBatch":
-        """Move all but ``lengths`` and ``carried``: to read them from a GPU, as packing must, waits for it."""
+        """Move all but ``lengths`` and ``carried``, which are read on the CPU: reading from a GPU waits for it."""
         target = None if self.target is None else self.target.to(device, non_blocking=non_blocking)
         return self._replace(x=self.x.to(device, non_blocking=non_blocking), target=target)
 
 
 def collate_sequences(items: Sequence[tuple[Tensor, Tensor | None]]) -> SequenceBatch:
-    """Join pairs of a sequence, (T, F) or (T,), and its target: (), (K,), one for each step, (T,), or None.
+    """Collate pairs of a sequence, (T, F) or (T,), and its target: (), (K,), one for each step, (T,), or None.
 
     >>> collate_sequences([(torch.ones(2, 1), torch.tensor(3)), (torch.ones(3, 1), torch.tensor(4))]).lengths
     tensor([2, 3])

@@ -1,4 +1,4 @@
-"""Sequences from the user's files. Shapes: R sequences, N steps of all, F features, K values of a target."""
+"""Readers of sequences from files. Shapes: R sequences, N steps of all, F features, K values of a target."""
 
 import difflib
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 
 _TOKEN_FIELDS = ("tokens", "input_ids")
 _SEQUENCE_FIELDS = ("values", *_TOKEN_FIELDS, "text")
-_TOKEN_BYTES = 256  # of a token of a vocabulary, what a narrow embedding takes
-_LARGEST = 1e30  # as in tables: the normalisation squares it
+_TOKEN_BYTES = 256  # per token of the vocabulary, as in a narrow embedding
+_LARGEST = 1e30  # as in tables: the standardization squares it
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a table, or fields of a line of JSON, hold what.
+    """Describe which columns of a table, or fields of a JSON line, hold what.
 
     Args:
-        kind: of the target.
-        target: its column or field.
-        values: columns of the features, or the one field of the sequence; by default all columns besides the others,
-            or the field ``values``, ``tokens``, ``input_ids`` or ``text``.
-        id: of the sequence that a row belongs to, or the name of a line.
-        step: orders the rows of a sequence; None for the order in which they stand.
-        ignore: columns that are none of these.
-        separator: between the fields of a CSV file.
-        decimal: the decimal mark of a CSV file.
-        max_bytes: that a compressed file may unpack to, and the vocabulary of its tokens take at 256 bytes each.
+        kind: kind of the target.
+        target: column or field of the target.
+        values: columns of the features, or the field of the sequence; by default all columns without another role, or
+            the field ``values``, ``tokens``, ``input_ids`` or ``text``.
+        id: column with the id of a row's sequence, or field with the id of a line.
+        step: column that orders the rows of a sequence; None for the order of the file.
+        ignore: columns to ignore.
+        separator: separator of the fields of a CSV file.
+        decimal: decimal mark of a CSV file.
+        max_bytes: largest size of an unpacked compressed file, and of the vocabulary of its tokens at 256 bytes each.
     """
 
     kind: TargetKind = "classification"
@@ -52,23 +52,23 @@ class Layout:
 
 @dataclass
 class FileSequences:
-    """What a file holds, before classes are numbered."""
+    """Hold the sequences and targets of a file, before classes are encoded as numbers."""
 
     steps: np.ndarray  # (N, F) float64, or (N,) integers, the tokens
     lengths: np.ndarray  # (R,) int64
     ids: list[str]
-    names: list[str]  # of the F features, or of the field of the tokens
-    target: Any = None  # Series (R,) of classes, or (N,) for labelling, None where a step has none; or (R, K) float64
+    names: list[str]  # names of the F features, or of the field of the tokens
+    target: Any = None  # Series (R,) of classes, or (N,) for labelling, None for a step without one; or (R, K) float64
 
 
 def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> FileSequences:
-    """Read sequences by the suffix of a file, which ``.gz`` may follow.
+    """Read sequences from a file, by its suffix, which ``.gz`` may follow.
 
-    ``.jsonl`` and ``.ndjson``: an object a line. ``.csv`` and ``.parquet``: a row for each step. ``.txt``: a line is a
-    sequence of bytes, after its label and a tab.
+    ``.jsonl`` and ``.ndjson`` files have one object per line, ``.csv`` and ``.parquet`` files one row per step. Lines
+    of ``.txt`` files are a label, a tab and a text, whose bytes are the steps.
 
     Raises:
-        ValueError: if the suffix is another, the file is empty, or its content is not as the layout says; the message
+        ValueError: if the suffix is another, the file is empty, or its content does not match the layout; the message
             names the line or the row.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
@@ -87,7 +87,7 @@ def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> File
 
 
 def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSequences:
-    """Lines such as ``{"id": "a7", "values": [[0.1, 2], [0.3, 1]], "target": "walk"}``."""
+    """Read lines such as ``{"id": "a7", "values": [[0.1, 2], [0.3, 1]], "target": "walk"}``."""
     sequences: list[np.ndarray] = []
     targets, ids, places = [], [], []
     field = ""
@@ -133,7 +133,7 @@ def _require_field(entry: dict[str, Any], name: str, where: str) -> None:
 
 
 def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
-    """(T,) tokens, or (T, F) values, (0, 0) for none."""
+    """Convert a field to tokens (T,), or values (T, F), (0, 0) for an empty sequence."""
     if isinstance(found, str) and field not in _TOKEN_FIELDS:
         return np.frombuffer(found.encode(), dtype=np.uint8)
     if not isinstance(found, list):
@@ -144,7 +144,7 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
         )
     try:
         steps = np.array(found)
-    except (ValueError, OverflowError):  # numpy's message names no step
+    except (ValueError, OverflowError):  # numpy's message does not name the step
         raise ValueError(f"{field!r} in {where} must hold equally many numbers for each step; {_odd(found)}") from None
     if field in _TOKEN_FIELDS:
         if steps.size and (steps.ndim != 1 or steps.dtype.kind not in "iu" or steps.min() < 0):
@@ -167,7 +167,7 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
 
 
 def _odd(found: list[Any]) -> str:
-    """The first step that is not like the one before it."""
+    """Describe, for a message, the first step that is no number or is not as long as the first one."""
 
     def like(step: Any) -> object:
         return len(step) if isinstance(step, list) else None
@@ -256,7 +256,7 @@ def _read_text_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
 
 
 def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSequences:
-    """Rows in any order, one for each step; the target is the same in all rows of a sequence unless it labels steps."""
+    """Read a table with one row per step, in any order; rows of a sequence share its target unless it labels steps."""
     targets = [layout.target] if with_target else []
     as_written = [layout.id, *([] if layout.kind == "regression" else targets)]
     table = read_table(path, layout.separator, layout.decimal, text_columns=as_written, max_bytes=layout.max_bytes)

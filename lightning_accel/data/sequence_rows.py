@@ -1,6 +1,6 @@
-"""Sequences laid end to end.
+"""Data set of concatenated sequences.
 
-Shapes: R sequences, N steps of all, F features, K values of a target; B rows of a batch, T steps of the longest.
+Shapes: R sequences, N steps of all, F features, K values of a target; B sequences of a batch, T steps of the longest.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 
 
 class SequenceRows(Dataset[SequenceBatch]):
-    """R sequences of unequal lengths, from which a batch is gathered with one index.
+    """Gather batches from R concatenated sequences of unequal lengths.
 
-    Padding one sequence after another takes about four times as long where a step has one feature, and as long where it
-    has 64. Indexed by a list of row numbers it gives their :class:`SequenceBatch`, by one number that of the row alone.
+    One gather takes a quarter of the time of padding sequence by sequence with one feature per step, and the same time
+    with 64. An index is a list of sequences, or a single one; the result is always a :class:`SequenceBatch`.
 
     Args:
         steps: (N, F) floating, or (N,) integers, which batches hold as int64.
-        lengths: (R,) int64, adding up to N.
+        lengths: (R,) int64, sums to N.
         target: (R,) or (R, K), one for each sequence.
-        labels: (N,) integers, one for each step, in place of ``target``.
+        labels: (N,) integers, one for each step, instead of ``target``.
 
     Raises:
-        ValueError: if the sizes do not fit each other, or both ``target`` and ``labels`` are given.
+        ValueError: if the sizes do not match, or both ``target`` and ``labels`` are given.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SequenceRows(Dataset[SequenceBatch]):
         self.labels = labels
 
     def select(self, rows: Sequence[int] | np.ndarray | Tensor) -> "SequenceRows":
-        """The sequences ``rows``, in that order, which share the steps of these."""
+        """Return the sequences ``rows``, in that order, without copying their steps."""
         chosen = torch.as_tensor(rows, dtype=torch.int64)
         part = SequenceRows.__new__(SequenceRows)
         part.steps, part.labels = self.steps, self.labels
@@ -69,14 +69,15 @@ class SequenceRows(Dataset[SequenceBatch]):
         return self.__getitems__([index] if isinstance(index, int) else index)
 
     def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
-        """The batch of rows ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
+        """Return the batch of items ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return self._gather(rows, 0, self.lengths[rows])
 
     def _chunk(self, chunk: Chunk) -> SequenceBatch:
-        """Some steps of a batch; the target of a whole sequence comes with its last ones, before it is not known.
+        """Return some steps of a batch; the target of a sequence is in its last chunk, and unknown in earlier ones.
 
-        Without targets, it is the step that follows each: a model that forecasts could not tell the last of a chunk.
+        Without targets, the target is the step that follows each, which a forecasting model could not take from ``x``
+        at the end of a chunk.
         """
         rows = torch.tensor(chunk.rows, dtype=torch.int64)
         left = self.lengths[rows] - chunk.start
@@ -91,7 +92,7 @@ class SequenceRows(Dataset[SequenceBatch]):
         return batch._replace(carried=torch.tensor(chunk.carried, dtype=torch.int64))
 
     def _following(self, rows: Tensor, first: int, steps: int) -> Tensor:
-        """What follows ``steps`` steps of ``rows`` (B,) from ``first`` on; NaN or IGNORED where nothing does."""
+        """Return the steps that follow ``steps`` steps from ``first`` on; NaN or IGNORED after a sequence's end."""
         position = first + 1 + torch.arange(steps)
         there = position < self.lengths[rows][:, None]  # (B, T)
         following = self.steps[(self.starts[rows][:, None] + position).where(there, 0)]
@@ -100,13 +101,13 @@ class SequenceRows(Dataset[SequenceBatch]):
         return following.masked_fill(~there.view(there.shape + (1,) * (following.ndim - 2)), nothing)
 
     def _gather(self, rows: Tensor, first: int, lengths: Tensor) -> SequenceBatch:
-        """``lengths`` (B,) steps of ``rows`` (B,) from step ``first`` on."""
+        """Return the batch of ``lengths`` (B,) steps of the sequences ``rows`` (B,), from step ``first`` on."""
         starts = self.starts[rows] + first
-        # At least one step, which is padding where there is none: recurrent kernels take no empty batch
+        # At least one step, if only padding: recurrent kernels reject empty batches
         position = torch.arange(max(1, int(lengths.max())))
         inside = position < lengths[:, None]  # (B, T)
         where = (starts[:, None] + position).where(inside, 0)
-        # not self.steps[where], which takes twice as long with many features
+        # self.steps[where] takes twice as long with many features
         x = self.steps.index_select(0, where.flatten()).view(*where.shape, *self.steps.shape[1:])  # (B, T) or (B, T, F)
         x = x if x.is_floating_point() else x.long()
         x.masked_fill_(~inside.view(inside.shape + (1,) * (x.ndim - 2)), 0)

@@ -1,4 +1,4 @@
-"""Training, validation and test sequences, of generated tasks, of digits and of files."""
+"""Splits of the sequences of files, generated tasks and digits for training, validation and test."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ TaskName = Literal[
 ]
 Length = int | tuple[int, int]
 
-_LENGTHS: dict[str, tuple[Length, Length]] = {  # of training and of test
+_LENGTHS: dict[str, tuple[Length, Length]] = {  # default lengths for training and test
     "adding": (100, 100),
     "copy": (100, 100),
     "parity": ((3, 40), (40, 256)),
@@ -50,7 +50,7 @@ _BYTES = 256
 
 @dataclass
 class SequenceSplits:
-    """Three parts of some sequences and what a model must know of them; validation and test go by length."""
+    """Hold training, validation and test sequences and their description; the latter two are sorted by length."""
 
     train: SequenceRows
     val: SequenceRows
@@ -60,18 +60,18 @@ class SequenceSplits:
     vocab_size: int | None = None
     feature_names: list[str] | None = None
     test_ids: list[str] = field(default_factory=list)
-    mean: np.ndarray | None = None  # (F,) of the training steps; None where values stay as they are
+    mean: np.ndarray | None = None  # (F,) over the training steps; None if values are not standardized
     std: np.ndarray | None = None
-    digest: str | None = None  # of the sequences of a file that train or validate
+    digest: str | None = None  # digest of the training and validation sequences of a file
 
 
 def task_lengths(
     task: TaskName, length: Length | None = None, test_length: Length | None = None
 ) -> tuple[Length, Length] | None:
-    """Lengths of training and of test sequences, by default those of the task; None of the digits.
+    """Return the lengths of training and of test sequences, by default those of the task; None for digits.
 
     Raises:
-        ValueError: if there is no such task, or it has a range of lengths where one is needed.
+        ValueError: if there is no such task, or a range of lengths is given where it needs one length.
     """
     if task not in get_args(TaskName):
         raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
@@ -89,7 +89,7 @@ def task_lengths(
 def generated_splits(
     task: TaskName, lengths: tuple[Length, Length], num_sequences: int, shares: tuple[float, float], seed: int
 ) -> SequenceSplits:
-    """``num_sequences`` in three parts, each drawn with a seed of its own; test sequences have ``lengths[1]``."""
+    """Generate the three splits of ``num_sequences``, each from a seed of its own; test lengths are ``lengths[1]``."""
     held_out = [max(1, round(share * num_sequences)) for share in shares]
     counts = [num_sequences - sum(held_out), *held_out]
     if counts[0] < 1:
@@ -138,7 +138,7 @@ def _generate(task: TaskName, count: int, length: Length, seed: int) -> Sequence
 
 
 def digit_splits(task: TaskName, shares: tuple[float, float], seed: int) -> SequenceSplits:
-    """The digits, split as :class:`lightning_accel.data.DigitsDataModule` does with the same shares and seed."""
+    """Split the digits as :class:`lightning_accel.data.DigitsDataModule` does with the same shares and seed."""
     rows = digit_pixels(rows_at_once=task == "digits_rows", permuted=task == "digits_permuted")
     assert rows.target is not None
     train, val, test = _split(rows.target.numpy(), len(rows), shares, seed, Path("the digits of scikit-learn"))
@@ -151,7 +151,7 @@ def digit_splits(task: TaskName, shares: tuple[float, float], seed: int) -> Sequ
 
 
 def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: int) -> SequenceSplits:
-    """The sequences of a file, its values brought to mean 0 and variance 1 by the training steps."""
+    """Read and split the sequences of a file, its values standardized over the training steps."""
     read = read_sequences(path, layout)
     target, labels, classes = _encode_target(read, layout, path)
     stratify = target.numpy() if layout.kind == "classification" and target is not None else None
@@ -170,7 +170,7 @@ def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: i
 
 
 def _digest(read: FileSequences, rows: np.ndarray, target: Tensor | None, labels: Tensor | None) -> str:
-    """Digest the sequences ``rows``, their steps as the file has them, with their targets."""
+    """Digest the sequences ``rows``, before standardization, and their targets."""
     inside = np.zeros(len(read.lengths), dtype=bool)
     inside[rows] = True
     of_steps = np.repeat(inside, read.lengths)
@@ -181,7 +181,7 @@ def _digest(read: FileSequences, rows: np.ndarray, target: Tensor | None, labels
 
 
 def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Mean and standard deviation of the features, (F,), over the steps of the sequences ``train``; None of tokens."""
+    """Return means and standard deviations, (F,), over the steps of the sequences ``train``; None for tokens."""
     if read.steps.ndim == 1:
         return None, None
     inside = np.zeros(len(read.lengths), dtype=bool)
@@ -190,17 +190,17 @@ def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.n
     if not len(fitted):
         raise ValueError(f"all sequences of {path} that train are empty; others are needed")
     std = fitted.std(axis=0)
-    return fitted.mean(axis=0), np.where(std > 0, std, 1)  # 1 for a column that never changes
+    return fitted.mean(axis=0), np.where(std > 0, std, 1)  # 1 for a constant column
 
 
 def file_to_predict(path: Path, layout: Layout, splits: SequenceSplits) -> tuple[SequenceRows, list[str]]:
-    """The sequences of another file, without targets, as those of ``splits`` are read, and their ids.
+    """Read the sequences of another file and their ids, without targets, standardized like those of ``splits``.
 
     Raises:
-        ValueError: if they have other features, or tokens that the vocabulary does not hold.
+        ValueError: if they have other features, or tokens outside the vocabulary.
     """
     if splits.feature_names is not None and {".csv", ".parquet"} & {suffix.lower() for suffix in path.suffixes}:
-        layout = replace(layout, values=tuple(splits.feature_names))  # it may hold more columns
+        layout = replace(layout, values=tuple(splits.feature_names))  # the file may have more columns
     read = read_sequences(path, layout, with_target=False)
     if read.steps.ndim == 1:
         if splits.vocab_size is None:
@@ -215,7 +215,7 @@ def file_to_predict(path: Path, layout: Layout, splits: SequenceSplits) -> tuple
 
 def _to_steps(read: FileSequences, mean: np.ndarray | None, std: np.ndarray | None) -> Tensor:
     if mean is None or std is None:
-        return torch.from_numpy(read.steps.copy())  # numpy does not let anyone write to what it read from bytes
+        return torch.from_numpy(read.steps.copy())  # numpy's arrays from bytes are read-only
     return torch.from_numpy(((read.steps - mean) / std).astype(np.float32))
 
 
@@ -257,5 +257,5 @@ def _split(
 
 
 def _by_length(rows: SequenceRows) -> SequenceRows:
-    """Sorted, so that batches taken in order hold little padding."""
+    """Sort by length, so that consecutive batches have little padding."""
     return rows.select(rows.lengths.argsort(stable=True))

@@ -1,7 +1,7 @@
-"""Generated tasks that tell cells apart. Shapes: R sequences, N steps of all, T steps of one.
+"""Generated tasks that distinguish recurrent cells. Shapes: R sequences, N steps of all, T steps of one.
 
-Each is a function of its arguments and ``seed`` alone, the same on every machine. ``lengths`` is the least and the most
-steps of a sequence, both included, each length as likely as any other.
+Each depends on its arguments and ``seed`` alone and is the same on every machine. ``lengths`` is the minimum and the
+maximum number of steps of a sequence, both inclusive; lengths are uniformly distributed.
 """
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 from lightning_accel.data.sequence_batch import IGNORED
 from lightning_accel.data.sequence_rows import SequenceRows
 
-_ROWS_AT_ONCE = 512  # whose random numbers are in memory together
+_ROWS_AT_ONCE = 512  # sequences whose random numbers are in memory at a time
 
 
 def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> SequenceRows:
-    """Add the two numbers that are marked: features are a number in [0, 1) and a mark, 1 at two steps and else 0.
+    """Generate the adding problem: features are a number in [0, 1) and a mark, 1 at two steps; the target is their sum.
 
-    The target is the sum; whoever answers 1 always has a mean squared error of 1/6.
+    Predicting 1 always has a mean squared error of 1/6.
 
-    Source: Hochreiter & Schmidhuber 1997, https://doi.org/10.1162/neco.1997.9.8.1735, task 5.4; the marks as in Bai et
-    al. 2018, https://arxiv.org/abs/1803.01271, anywhere, where the former have one in either half.
+    Source: Hochreiter & Schmidhuber 1997, https://doi.org/10.1162/neco.1997.9.8.1735, task 5.4; the marks are anywhere,
+    as in Bai et al. 2018, https://arxiv.org/abs/1803.01271, while the former have one in either half.
 
     Raises:
         ValueError: if a sequence would have fewer than two steps.
@@ -31,7 +31,7 @@ def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> S
     starts = steps.cumsum(0) - steps
     first = _below(steps, generator)
     second = _below(steps - 1, generator)
-    second += second >= first  # any step but the first one's
+    second += second >= first  # any step but that of the first mark
     values = torch.zeros(int(steps.sum()), 2)
     values[:, 0] = torch.rand(len(values), generator=generator)
     values[starts + first, 1] = values[starts + second, 1] = 1
@@ -40,13 +40,13 @@ def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> S
 
 
 def copy_memory(num_sequences: int, blanks: int, seed: int, *, symbols: int = 8, remembered: int = 10) -> SequenceRows:
-    """Recall the first ten symbols in order, after ``blanks`` steps without any.
+    """Generate the copy task: recall the first ten symbols in order, after ``blanks`` steps without any.
 
-    A sequence has ``blanks + 20`` steps: symbols 1 to 8, ``blanks - 1`` zeros, and eleven marks 9, the last ten of
-    which ask for the symbols. The labels, 0 to 7 for the symbols 1 to 8, stand there alone.
+    A sequence has ``blanks + 20`` steps: ten symbols 1 to 8, ``blanks - 1`` zeros, and eleven marks 9. The last ten
+    marks have labels, 0 to 7 for the symbols 1 to 8; other steps have none.
 
-    Source: Arjovsky et al. 2016, https://arxiv.org/abs/1511.06464, sec. 5.1, in the form of Bai et al. 2018; there the
-    blanks are labelled too, as a ninth class.
+    Source: Arjovsky et al. 2016, https://arxiv.org/abs/1511.06464, sec. 5.1, in the form of Bai et al. 2018, who also
+    label the blanks, as a ninth class.
 
     Raises:
         ValueError: if a number is below 1.
@@ -63,9 +63,9 @@ def copy_memory(num_sequences: int, blanks: int, seed: int, *, symbols: int = 8,
 
 
 def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step: bool = False) -> SequenceRows:
-    """Tell whether a sequence of bits holds an odd number of ones, at its end or after ``each_step``.
+    """Generate sequences of bits labelled by the parity of their ones, at the end or after ``each_step``.
 
-    The label of each step makes the task learnable by far fewer sequences.
+    With a label for each step, the task can be learned from far fewer sequences.
 
     Raises:
         ValueError: if a sequence would have no step.
@@ -76,7 +76,7 @@ def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step
     ends = steps.cumsum(0)
     bits = torch.randint(2, (int(ends[-1]),), generator=generator)
     ones = bits.cumsum(0)
-    before = torch.cat([ones.new_zeros(1), ones[ends - 1]])[:-1]  # ones in all sequences before
+    before = torch.cat([ones.new_zeros(1), ones[ends - 1]])[:-1]  # ones in all previous sequences
     if each_step:
         return SequenceRows(bits.byte(), steps, labels=((ones - before.repeat_interleave(steps)) % 2).to(torch.int16))
     return SequenceRows(bits.byte(), steps, target=(ones[ends - 1] - before) % 2)
@@ -85,10 +85,10 @@ def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step
 def selective_copying(
     num_sequences: int, context: int, seed: int, *, vocab_size: int = 16, remembered: int = 16
 ) -> SequenceRows:
-    """Recall in order the sixteen symbols that stand at random among the blanks of a context.
+    """Generate the selective copying task: recall, in order, sixteen symbols at random positions among blanks.
 
-    A sequence has ``context + 16`` steps: blanks 0 with symbols 1 to 14 among them, then sixteen marks 15, which ask
-    for the symbols. The labels, 0 to 13 for the symbols 1 to 14, stand at the marks alone.
+    A sequence has ``context + 16`` steps: blanks 0 with sixteen symbols 1 to 14 among them, then sixteen marks 15. The
+    marks have labels, 0 to 13 for the symbols 1 to 14; other steps have none.
 
     Source: Gu & Dao 2023, https://arxiv.org/abs/2312.00752, sec. 4.1.1, with a context of 4096; also Feng et al. 2024,
     https://arxiv.org/abs/2410.01201, sec. 4.1.
@@ -114,10 +114,10 @@ def selective_copying(
 
 
 def counting(counts: Tensor) -> SequenceRows:
-    """Sequences a^n b^n, 0 for a and 1 for b, with n of ``counts`` (R,); labels say what may follow each prefix.
+    """Generate sequences a^n b^n, 0 for a and 1 for b, n from ``counts`` (R,), labelled by what may follow each prefix.
 
-    0: a or b; 1: b alone; 2: the end, the prefix being of the language. A network accepts a sequence whose every
-    label it predicts.
+    The labels are 0 for a or b, 1 for b only, 2 for the end, where the prefix is in the language. A network accepts a
+    sequence if it predicts all labels.
 
     Source: Gers & Schmidhuber 2001, https://doi.org/10.1109/72.963769, sec. III; Weiss et al. 2018,
     https://arxiv.org/abs/1805.04908, compare cells by it.
@@ -138,13 +138,13 @@ def counting(counts: Tensor) -> SequenceRows:
 
 
 def random_counts(num_sequences: int, counts: tuple[int, int], seed: int) -> Tensor:
-    """Numbers for :func:`counting`, (R,) int64, from the least to the most of ``counts``."""
+    """Draw n for :func:`counting`, (R,) int64, uniformly between the two numbers ``counts``, both inclusive."""
     _require(num_sequences, counts, least=1)
     return _draw_lengths(num_sequences, counts, torch.Generator().manual_seed(seed))
 
 
 def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceRows:
-    """The 1,797 digits of scikit-learn in [0, 1]: 8 rows of 8 pixels, or 64 pixels one by one, ``permuted`` alike.
+    """Return the 1,797 digits of scikit-learn in [0, 1] as 8 rows of 8 pixels, or as 64 pixels, equally ``permuted``.
 
     Source: Le et al. 2015, https://arxiv.org/abs/1504.00941, sec. 4.2, where the digits are 28 x 28.
     """
@@ -167,8 +167,8 @@ def _draw_lengths(num_sequences: int, lengths: tuple[int, int], generator: torch
 
 
 def _below(limits: Tensor, generator: torch.Generator) -> Tensor:
-    """A whole number in [0, limit) for each of ``limits``."""
-    # float64: a float32 just below 1 times the limit rounds up to the limit
+    """Draw an integer in [0, limit) for each of ``limits``."""
+    # float64, as a float32 just below 1 times the limit may be rounded up to the limit
     return (torch.rand(len(limits), generator=generator, dtype=torch.float64) * limits).long()
 
 

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths. Shapes: B rows, T steps of the longest, F features, K values of a target."""
+"""Sequences of unequal lengths. Shapes: B sequences, T steps of the longest, F features, K values of a target."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,62 +37,63 @@ from lightning_accel.ops.names import list_of_names
 
 
 class SequenceDataModule(L.LightningDataModule):
-    """Sequences of the user's own, or of a task that tells cells apart; batches are :class:`SequenceBatch`.
+    """Load sequences from a file, or from a generated task, as batches of similar length (:class:`SequenceBatch`).
 
-    Sequences of like length come together, so that little is padded; a run resumed in mid-epoch goes on with the next
-    batch, also on another number of processes (:class:`LengthBatchSampler`).
+    Batching by length needs little padding; a run resumed in mid-epoch continues with the next batch, also on another
+    number of processes (:class:`LengthBatchSampler`).
 
-    **Files.** ``.jsonl``: an object a line, with ``values`` (a list of numbers, or of lists of F numbers), ``tokens``
-    (a list of whole numbers) or ``text`` (whose bytes are the steps), a ``target``, and an ``id`` if there is one.
-    ``.csv`` and ``.parquet``: a row for each step, with ``id``, ``step``, ``target`` and columns of numbers; rows come
-    in any order. ``.txt``: a line is a label, a tab and a text. Each of them may be compressed, ``.gz`` (but Parquet).
-    Values are brought to mean 0 and variance 1 by the steps of the training sequences alone.
+    **Files.** ``.jsonl`` files have one object per line, with ``values`` (a list of numbers, or of lists of F numbers),
+    ``tokens`` (a list of whole numbers) or ``text`` (whose bytes are the steps), a ``target``, and optionally an
+    ``id``. ``.csv`` and ``.parquet`` files have one row per step, with ``id``, ``step``, ``target`` and numeric
+    columns, in any order. Lines of ``.txt`` files are a label, a tab and a text. All but Parquet may be gzipped,
+    ``.gz``. Values are standardized to mean 0 and variance 1 over the steps of the training sequences.
 
-    **Splits** are made of whole sequences, classes in proportion, and are the same for the same file and ``seed``.
+    **Splits** consist of whole sequences, stratified by class; the same file and ``seed`` give the same splits.
 
     After ``setup``: ``target_kind``; ``num_features``, None for tokens; ``vocab_size``, None for values;
-    ``num_classes`` and ``class_names``, None unless there are classes; ``num_targets``, K, None unless it is a
-    regression, with ``target_mean`` and ``target_std`` (K,) of the training sequences, 1 where it is constant, whose
-    targets stay as they are; ``feature_names``, ``feature_mean`` and ``feature_std``; ``predict_ids``, in the order of
-    ``predict``. For forecasting, batches hold no target: it is the sequence itself, a step later.
+    ``num_classes`` and ``class_names``, None unless targets are classes; ``num_targets``, K, None unless targets are
+    numbers, which are not standardized, with ``target_mean`` and ``target_std`` (K,) over the training sequences, the
+    latter 1 for constant targets; ``feature_names``, ``feature_mean`` and ``feature_std``; ``predict_ids``, in the
+    order of ``predict``. For forecasting, batches have no target: it is the sequence itself, shifted by one step.
 
     Args:
-        path: file of sequences; by default those of ``task``.
-        task: without a ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows, ``digits_pixels``, as 64
-            pixels, ``digits_permuted``, those shuffled alike; ``adding``, the sum of two marked numbers; ``copy`` and
-            ``selective_copying``, recall of symbols at the start or among blanks; ``parity``, of bits, or
-            ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See ``sequence_tasks``.
-        length: steps of a generated sequence, or a pair of the least and the most; of ``copy`` the blanks, of
-            ``selective_copying`` the blanks and the symbols among them, of ``counting`` n. By default 100, for
-            ``parity`` 3 to 40, for ``selective_copying`` 256, for ``counting`` 1 to 50.
-        test_length: likewise of test sequences; by default as ``length``, but 40 to 256 for ``parity``, and each n from
-            1 to 256 for ``counting``.
-        num_sequences: generated for training, validation and test together; by default 10,000.
-        target_kind: of a file: a class (``classification``) or one or K numbers (``regression``) for each sequence, a
-            class for each step (``labelling``; steps without one do not count), or none (``forecasting``).
+        path: file of sequences; by default, ``task`` is used.
+        task: a generated task, if there is no ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows,
+            ``digits_pixels``, as 64 pixels, ``digits_permuted``, as 64 pixels in a fixed random order; ``adding``, the
+            sum of two marked numbers; ``copy`` and ``selective_copying``, recall of symbols at the start or among
+            blanks; ``parity`` of bits, or ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See
+            ``sequence_tasks``.
+        length: steps of a generated sequence, or a pair of their minimum and maximum; for ``copy`` the number of
+            blanks, for ``selective_copying`` that of blanks and symbols among them, for ``counting`` n. By default 100,
+            for ``parity`` 3 to 40, for ``selective_copying`` 256, for ``counting`` 1 to 50.
+        test_length: like ``length``, for test sequences; by default equal to ``length``, but 40 to 256 for ``parity``,
+            and each n from 1 to 256 for ``counting``.
+        num_sequences: number of generated sequences, for training, validation and test together; by default 10,000.
+        target_kind: target in a file: a class (``classification``) or one or K numbers (``regression``) for each
+            sequence, a class for each step (``labelling``; steps without one do not count), or none (``forecasting``).
         target: column or field of the target.
-        values: columns of the features, or the field of the sequence; by default all columns that are not named
-            otherwise, or the field ``values``, ``tokens``, ``input_ids`` or ``text``.
-        id_column: column of the sequence that a row belongs to, or field that names a line.
+        values: columns of the features, or the field of the sequence; by default all columns without another role, or
+            the field ``values``, ``tokens``, ``input_ids`` or ``text``.
+        id_column: column with the id of a row's sequence, or field with the id of a line.
         step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
         ignore: columns that are no features.
-        separator: between the fields of a CSV file.
-        decimal: the decimal mark of a CSV file.
-        batch_size: sequences per step, of all processes together; also the most of a batch with ``max_tokens``.
-        max_tokens: most steps of a batch, padding included.
-        window: batches that differ in length, see :class:`LengthBatchSampler`.
-        chunk_steps: for truncated back-propagation through time: training sequences come in chunks of this many steps.
+        separator: separator of the fields of a CSV file.
+        decimal: decimal mark of a CSV file.
+        batch_size: sequences per step, over all processes; with ``max_tokens``, the largest number.
+        max_tokens: largest number of steps of a batch, including padding.
+        window: number of length bins, see :class:`LengthBatchSampler`.
+        chunk_steps: steps per chunk of training sequences, for truncated back-propagation through time.
         val_share: share of the sequences that validate.
         test_share: share of the sequences that test.
-        seed: of the generated sequences, the split and the order.
-        num_workers: processes that fetch batches; 0 is fastest, since the sequences are in memory.
-        predict_path: file of sequences to predict, read as ``path`` is, with no need of a target; by default the test
-            sequences.
-        max_bytes: of memory that a compressed file may unpack to, and the vocabulary of its tokens take at 256 bytes
-            each; 32 times the size of the file if that is more.
+        seed: seed of the generated sequences, the split and the order.
+        num_workers: workers that load batches; 0 is fastest, since the sequences are in memory.
+        predict_path: file of sequences to predict, in the format of ``path``, with or without targets; by default the
+            test sequences.
+        max_bytes: largest size in bytes of an unpacked compressed file, and of the vocabulary of its tokens at 256
+            bytes each; 32 times the size of the file if that is more.
 
     Raises:
-        FileNotFoundError: if a file is not there.
+        FileNotFoundError: if a file does not exist.
         ValueError: if an option is out of range, or has no effect; in ``setup``, if a file is not as described; in
             ``load_state_dict``, if the checkpoint was trained on other sequences.
     """
@@ -179,7 +180,7 @@ class SequenceDataModule(L.LightningDataModule):
         return self.lengths is not None
 
     def _require_effect(self, given: list[str]) -> None:
-        """Raise a ValueError for an option that would change nothing."""
+        """Raise a ValueError if an option would have no effect."""
         if self.path is not None and self.task is not None:
             raise ValueError(f"give path or task, not both; got path={self.path}, task={self.task!r}")
         if given and not self._is_generated:
@@ -192,7 +193,7 @@ class SequenceDataModule(L.LightningDataModule):
             )
 
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_rows"):  # a trainer calls setup once a stage
+        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             return
         splits = self._read()
         self.predict_rows, self.predict_ids = splits.test.without_targets(), splits.test_ids
@@ -245,7 +246,7 @@ class SequenceDataModule(L.LightningDataModule):
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
         now = self.state_dict()
         if self._is_generated and not resuming:
-            del now["task"], now["split"]  # no generated sequence of another length or seed was trained on
+            del now["task"], now["split"]  # generated sequences of another length or seed are new to the model
         remedy = "Give the file and the split of its run; new sequences go in predict_path"
         require_same_data(state_dict, now, f"sequences than those of {self.path or self.task}", remedy)
 
@@ -275,20 +276,20 @@ class SequenceDataModule(L.LightningDataModule):
         return self._loader(self.test_rows, self._longest_first(self.test_rows))
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Batches in the order of ``predict_ids``."""
+        """Return a loader of batches in the order of ``predict_ids``."""
         return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
     def _longest_first(self, rows: SequenceRows) -> LengthBatchSampler:
-        max_tokens = None if self.chunk_steps else self.max_tokens  # which may hold no whole sequence
+        max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence
         replicas, rank = self._deal()
         return LengthBatchSampler(
             rows.lengths, self.batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
         )
 
     def _deal(self) -> tuple[int, int]:
-        """How many processes batches are dealt to, and which of them this is."""
+        """Return the number of processes that batches are distributed to, and the rank of this one among them."""
         trainer: Any = self.trainer
-        # not the world size: several processes may work on the same rows
+        # not the world size: several processes may share the same samples
         deal = None if trainer is None else trainer.distributed_sampler_kwargs
         return (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
 

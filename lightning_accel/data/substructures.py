@@ -1,9 +1,9 @@
-"""How often small graphs occur in a graph. Shapes: G graphs, n nodes of each, K = 7 kinds of substructures."""
+"""Counts of small graphs in a graph. Shapes: G graphs, n nodes of each, K = 7 kinds of substructures."""
 
 import torch
 from torch import Tensor
 
-SUBSTRUCTURES = {  # and how many nodes each has
+SUBSTRUCTURES = {  # name and number of nodes
     "triangle": 3,
     "induced_wedge": 3,
     "tailed_triangle": 4,
@@ -15,21 +15,21 @@ SUBSTRUCTURES = {  # and how many nodes each has
 
 
 def count_substructures(adjacency: Tensor) -> Tensor:
-    """For each node and kind, how many copies of it hold the node, wherever it stands in the copy.
+    """Count, for each node and kind of substructure, the copies that contain the node in any role.
 
-    Copies are sub-graphs, further edges among their nodes allowed; of ``induced_wedge`` alone they are induced: two
-    edges that meet, of nodes that make no triangle. A set of nodes counts once for each way in which it holds the
-    sub-graph: K4 holds three 4-cycles and six chordal ones. ``tailed_triangle`` is a triangle and an edge to a fourth
-    node, ``star_3`` a node and three neighbours, ``chordal_cycle_4`` two triangles that share an edge. The count of a
-    graph is the sum over its nodes, divided by the nodes of a copy: :func:`count_of_graph`.
+    Copies are subgraphs, so that their nodes may have further edges; ``induced_wedge`` alone is induced: two edges that
+    meet, whose nodes form no triangle. A set of nodes counts once for each subgraph on it: K4 contains three 4-cycles
+    and six chordal ones. ``tailed_triangle`` is a triangle and an edge to a fourth node, ``star_3`` a node and three
+    neighbours, ``chordal_cycle_4`` two triangles that share an edge. The count of a graph is the sum over its nodes
+    divided by the number of nodes of a copy: :func:`count_of_graph`.
 
     Source: the kinds of Chen et al. 2020, https://arxiv.org/abs/2002.04025.
 
     Args:
-        adjacency: (G, n, n), or (n, n), of zeros and ones, symmetric, without loops.
+        adjacency: (G, n, n) or (n, n), zeros and ones, symmetric, without loops.
 
     Returns:
-        (G, n, K) float64, kinds in the order of ``SUBSTRUCTURES``; (n, K) of one graph.
+        (G, n, K) float64, kinds in the order of ``SUBSTRUCTURES``; (n, K) for one graph.
 
     Raises:
         ValueError: if ``adjacency`` is something else.
@@ -42,7 +42,7 @@ def count_substructures(adjacency: Tensor) -> Tensor:
     degree = a.sum(-1)
     common = a @ a  # neighbours that two nodes share
     triangles = (common * a).sum(-1) / 2
-    opposite = _pairs(common) * a  # of an edge: its chordal 4-cycles
+    opposite = _pairs(common) * a  # chordal 4-cycles around each edge
 
     def over_neighbours(values: Tensor) -> Tensor:
         return (a @ values[..., None])[..., 0]
@@ -62,7 +62,7 @@ def count_substructures(adjacency: Tensor) -> Tensor:
 
 
 def count_of_graph(of_nodes: Tensor) -> Tensor:
-    """Copies in a whole graph, (..., K), from those that hold each of its nodes, (..., n, K)."""
+    """Return the counts of whole graphs, (..., K), from those of their nodes, (..., n, K)."""
     return of_nodes.sum(-2) / of_nodes.new_tensor(list(SUBSTRUCTURES.values()))
 
 
@@ -71,10 +71,10 @@ def _pairs(number: Tensor) -> Tensor:
 
 
 def _five_cycles(a: Tensor) -> Tensor:
-    """5-cycles through each node: paths of three edges between two of its neighbours that do not pass through it."""
+    """Count 5-cycles through each node, as paths of three edges between two of its neighbours that avoid it."""
     n = a.shape[-1]
     others = 1 - torch.eye(n, dtype=a.dtype)  # (n, n): row i is 0 at node i
-    without = a[..., None, :, :] * others[:, :, None] * others[:, None, :]  # (..., n, n, n): node i taken out
+    without = a[..., None, :, :] * others[:, :, None] * others[:, None, :]  # (..., n, n, n): without node i
     degree = without.sum(-1)
     walks = without @ without @ without
     paths = walks - without * (degree[..., :, None] + degree[..., None, :] - 1)
