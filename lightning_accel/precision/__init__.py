@@ -1,4 +1,4 @@
-"""Precision plug-ins for Lightning's Trainer, which serve any LightningModule."""
+"""Precision plug-ins for Lightning's Trainer, for any LightningModule."""
 
 from lightning_accel.precision.amp import AmpPrecision
 from lightning_accel.precision.bfloat16 import Bfloat16Precision

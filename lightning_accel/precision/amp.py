@@ -1,4 +1,4 @@
-"""Mixed precision whose format fits the device, and whose skipped steps are seen by everything that counts steps."""
+"""Mixed precision in the format of the device, with skipped steps that schedules and checkpoints account for."""
 
 import sys
 from collections.abc import Callable
@@ -19,39 +19,41 @@ from lightning_accel.precision.gradient_check import all_finite, describe_non_fi
 
 
 class AmpPrecision(MixedPrecision):
-    """Autocast in the format that the device computes in, for ``Trainer(plugins=[AmpPrecision()])``.
+    """Train in mixed precision, in the format that the device computes in: ``Trainer(plugins=[AmpPrecision()])``.
 
-    ``auto`` takes bf16 on CUDA devices of compute capability 8.0 or more and on CPUs that multiply in bf16 (AMX,
+    ``auto`` selects bf16 on CUDA devices of compute capability 8.0 or higher and on CPUs with bf16 multiplication (AMX,
     AVX512-bf16, ARM bf16); fp16 with a gradient scaler on older CUDA devices; and float32, without autocast, on CPUs
-    that would emulate bf16. The choice is logged once, when the run is set up. fp16 is real fp16 on a CPU, too, where
-    ``Trainer(precision="16-mixed")`` would silently turn to bf16.
+    that would emulate bf16. The choice is reported once, when the run is set up. On CPU, ``fp16`` uses fp16, where
+    ``Trainer(precision="16-mixed")`` silently uses bf16.
 
-    In fp16 the processes of any strategy skip a step together. A learning-rate schedule with ``interval: step`` stays
-    where it is on a skipped step, under automatic optimization; where the step skipped was one in ``frequency``, the
-    schedule waits for the next such. ``trainer.global_step`` counts skipped steps, since Lightning tells the place in
-    an epoch by it. Gradients are unscaled before callbacks see them and before they are clipped; fused optimizers may
-    be clipped. Whether to step is read from the device, once a step; in bf16 nothing is. Two optimizers that step after
-    one backward pass are unscaled alike. Logged in fp16: ``precision/scale`` and ``precision/skipped_steps``.
+    In fp16, all processes skip a step together, under any strategy. With automatic optimization, a learning-rate
+    schedule with ``interval: step`` does not advance on a skipped step; if ``frequency`` is above 1 and the step on
+    which it would advance is skipped, it advances ``frequency`` steps later. ``trainer.global_step`` counts skipped
+    steps, since Lightning derives the position in an epoch from it. Gradients are unscaled before callbacks and
+    clipping; fused optimizers can be clipped. Each fp16 step waits once for the device, to know whether to skip; bf16
+    steps do not. Two optimizers that step after one backward pass are unscaled by the same scale. ``precision/scale``
+    and ``precision/skipped_steps`` are logged in fp16.
 
-    The scale and the counts are saved in checkpoints; those of Lightning's own ``16-mixed`` are read.
+    The scale and the counts are saved in checkpoints; scales of Lightning's own ``16-mixed`` can be loaded.
 
     Args:
         dtype: ``auto``, ``bf16`` or ``fp16``.
-        init_scale: fp16's first scale.
-        growth_interval: steps without a skip until the scale doubles.
-        max_consecutive_skips: skipped steps in a row that end the run, with the names of the gradients at fault. The
-            default halves the first scale to 1/16, where no sound run overflows.
-        check_gradients: in bf16 and float32, too, look at all gradients before each step and end the run where one is
-            not finite, with its name. This waits for the device at each step.
+        init_scale: initial scale in fp16.
+        growth_interval: number of steps without a skip after which the scale doubles.
+        max_consecutive_skips: number of consecutive skipped steps after which an error ends the run and names the
+            gradients that are not finite. The default halves the initial scale to 1/16, at which a healthy run does not
+            overflow.
+        check_gradients: check all gradients before each step in bf16 and float32 too, and raise an error with the names
+            of those that are not finite. This waits for the device at each step.
 
     Attributes:
-        skipped_steps: steps skipped since the beginning of the run, resumed runs included.
-        consecutive_skips: the length of the current row of skipped steps.
+        skipped_steps: number of steps skipped since the beginning of the run, including before a resume.
+        consecutive_skips: number of steps skipped since the last one that was not.
 
     Raises:
-        ValueError: if an argument is out of range; before training, if fp16 is combined with LBFGS or with parameters
-            that are float16 themselves.
-        FloatingPointError: in training, if gradients are not finite, see ``max_consecutive_skips`` and
+        ValueError: if an argument is out of range; before training, if fp16 is combined with LBFGS or with float16
+            parameters.
+        FloatingPointError: during training, if gradients are not finite, see ``max_consecutive_skips`` and
             ``check_gradients``.
     """
 
@@ -72,7 +74,7 @@ class AmpPrecision(MixedPrecision):
                 f"init_scale={init_scale}, growth_interval={growth_interval}, "
                 f"max_consecutive_skips={max_consecutive_skips}"
             )
-        super().__init__("bf16-mixed", "cpu")  # what holds is known in choose
+        super().__init__("bf16-mixed", "cpu")  # placeholders until choose sets both
         self.dtype = dtype
         self.init_scale = init_scale
         self.growth_interval = growth_interval
@@ -87,9 +89,9 @@ class AmpPrecision(MixedPrecision):
         self._unscaled: set[int] = set()
         self._held: list[tuple[LRSchedulerConfig, int]] = []
 
-    @property  # type: ignore[override]  # an attribute in Lightning, of which all may be set
+    @property  # type: ignore[override]  # a settable attribute in Lightning
     def precision(self) -> MixedPrecisionName:
-        """``bf16-mixed``, ``16-mixed`` or ``32-true``; before setup, what the fastest device of this machine gets."""
+        """Return ``bf16-mixed``, ``16-mixed`` or ``32-true``; before setup, that of the accelerator."""
         if self._precision is None:
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
             return choose_precision(self.dtype, device).precision
@@ -100,9 +102,9 @@ class AmpPrecision(MixedPrecision):
         self._precision = precision
 
     def choose(self, device: torch.device) -> str:
-        """Settle the precision for ``device`` and return it.
+        """Choose the precision for ``device`` and return it.
 
-        :meth:`convert_module` does so; a strategy that needs the answer earlier calls this.
+        :meth:`convert_module` calls it; strategies that need the precision earlier call it themselves.
         """
         choice = choose_precision(self.dtype, device)
         if (choice.precision, device.type) != (self._precision, self.device):
@@ -163,13 +165,13 @@ class AmpPrecision(MixedPrecision):
         return result
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        # not MixedPrecision's, which refuses fused optimizers: here they never see a scaled gradient
+        # not MixedPrecision's, which rejects fused optimizers: here gradients are unscaled already
         super(MixedPrecision, self).clip_gradients(optimizer, *args, **kwargs)
 
     def _unscale(self, optimizer: Optimizer) -> bool:
-        """Unscale the gradients; whether they call for skipping the step."""
+        """Unscale the gradients; return whether to skip the step."""
         assert self.scaler is not None
-        if id(optimizer) in self._unscaled:  # it steps again without a backward pass
+        if id(optimizer) in self._unscaled:  # a second step without a backward pass
             self._update_scale()
         self.scaler.unscale_(optimizer)
         # the scale may change only before the next backward pass: other optimizers may have gradients at this scale
@@ -213,7 +215,7 @@ class AmpPrecision(MixedPrecision):
         for config in configs:
             if config.interval == "step":
                 self._held.append((config, config.frequency))
-                config.frequency = sys.maxsize  # Lightning steps a schedule at the multiples of this
+                config.frequency = sys.maxsize  # Lightning steps a schedule at multiples of its frequency
 
     def _release_schedules(self) -> None:
         for config, frequency in self._held:
@@ -221,7 +223,7 @@ class AmpPrecision(MixedPrecision):
         self._held.clear()
 
     def _log(self, model: pl.LightningModule) -> None:
-        trainer: Any = model.trainer  # connectors set the attributes that are read here
+        trainer: Any = model.trainer  # Any, as connectors set the attributes used here
         every = trainer.log_every_n_steps
         if trainer.loggers and every and (trainer.global_step + 1) % every == 0:
             assert self.scaler is not None
@@ -239,7 +241,7 @@ class AmpPrecision(MixedPrecision):
         return super().state_dict() | counts if self.scaler is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is None:  # the checkpoint of a device that computes in fp16
+        if self.scaler is None:  # a checkpoint from a device that uses fp16
             return
         super().load_state_dict(state_dict)
         self.skipped_steps = state_dict.get("skipped_steps", 0)

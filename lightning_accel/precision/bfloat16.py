@@ -1,4 +1,4 @@
-"""Parameters and activations in bfloat16 that still learn from small updates."""
+"""Training with bfloat16 parameters that keeps small updates."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,28 +13,28 @@ from lightning_accel.precision.stochastic_rounding import RoundingNoise
 
 
 class Bfloat16Precision(HalfPrecision):
-    """Lightning's ``bf16-true`` whose weights move however small the update, for ``Trainer(plugins=[...])``.
+    """Train with bf16 parameters, as Lightning's ``bf16-true``, without losing small updates.
 
-    A bf16 weight has 8 significant bits, so that plain ``bf16-true`` loses every update below 1/512 of the weight.
-    Here each optimizer's step runs in float32, with float32 state, and then:
+    Pass it as ``Trainer(plugins=[Bfloat16Precision()])``. A bf16 weight has 8 significant bits, so plain ``bf16-true``
+    loses every update below 1/512 of the weight. Here each optimizer step runs in float32, with float32 state, and
+    then:
 
-    - ``master``: float32 weights are kept beside the bf16 ones, in the state of the optimizer, and saved and resumed
-      with it. With Adam, 14 bytes a parameter and 2 for the gradient, against 12 and 4 in float32, and 4 more during a
-      step.
-    - ``stochastic``: the new weights are rounded to bf16 by chance, right in the mean (Zamirai et al. 2020,
-      https://arxiv.org/abs/2010.06192). With Adam, 10 bytes a parameter and 2 for the gradient, and 8 more during a
-      step. Replicas of a weight are rounded alike on all ranks; the seed and the count of steps are saved.
+    - ``master``: float32 master weights are kept in the state of the optimizer, and saved and loaded with it. Adam
+      needs 14 bytes per parameter and 2 for the gradient, compared with 12 and 4 in float32, and 4 more during a step.
+    - ``stochastic``: the new weights are rounded to bf16 stochastically, without bias (Zamirai et al. 2020,
+      https://arxiv.org/abs/2010.06192). Adam needs 10 bytes per parameter and 2 for the gradient, and 8 more during a
+      step. Replicas of a weight are rounded equally on all ranks; the seed and the number of steps are saved.
 
-    Works with any optimizer of torch's interface but LBFGS, with several, with new parameter groups, and under the
+    It supports any optimizer with torch's interface except LBFGS, several optimizers, new parameter groups, and
     strategies that shard by DTensor. The module's state dict has its usual keys, in bf16. Gradients are bf16, as are
-    their sums over accumulated batches and over ranks, and their norm when they are clipped.
+    their sums over accumulated batches and over ranks, and their norm for clipping.
 
     Args:
         mode: ``master`` or ``stochastic``.
-        seed: of ``stochastic``; the same on all ranks.
+        seed: seed of ``stochastic`` rounding, the same on all ranks.
 
     Raises:
-        ValueError: if ``mode`` is another; before training, for optimizers that cannot work on copies.
+        ValueError: if ``mode`` is unknown; before training, if an optimizer cannot work on copies of parameters.
     """
 
     def __init__(self, mode: Literal["master", "stochastic"] = "master", *, seed: int = 0) -> None:
@@ -52,7 +52,7 @@ class Bfloat16Precision(HalfPrecision):
             _require_step_on_copies(optimizer)
         self._remove_steps()
         self._steps = [
-            # each its own noise, or two optimizers would round alike
+            # different seeds, or two optimizers would use the same random numbers
             Float32Step(optimizer, RoundingNoise(self.seed + number) if self.mode == "stochastic" else None)
             for number, optimizer in enumerate(optimizers)
         ]
@@ -61,7 +61,7 @@ class Bfloat16Precision(HalfPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        result = closure()  # not within the step, where the optimizer holds copies
+        result = closure()  # before the step, during which the optimizer holds copies
         self._after_closure(model, optimizer)
         optimizer.step(**kwargs)
         return result
@@ -80,12 +80,12 @@ class Bfloat16Precision(HalfPrecision):
             noise.seed, noise.steps = seed, steps
 
     def _remove_steps(self) -> None:
-        for step in self._steps:  # which stay, since a checkpoint may be saved after the fit
+        for step in self._steps:  # keep the list: a checkpoint may be saved after the fit
             step.remove()
 
 
 def _require_step_on_copies(optimizer: Optimizer) -> None:
-    # LBFGS evaluates the loss within its step; ZeroRedundancyOptimizer, which alone can consolidate, steps another
+    # LBFGS evaluates the loss in its step; ZeroRedundancyOptimizer (has consolidate_state_dict) wraps another optimizer
     steps_itself = isinstance(optimizer, Optimizer) and not hasattr(optimizer, "consolidate_state_dict")
     if isinstance(optimizer, LBFGS) or not steps_itself:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which half-precision format a device computes in, as opposed to one that it emulates."""
+"""The choice of a half-precision format that a device computes in, rather than emulates."""
 
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -7,18 +7,18 @@ import torch
 MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
 MixedPrecisionName: TypeAlias = Literal["bf16-mixed", "16-mixed", "32-true"]
 
-_BF16_CAPABILITY = (8, 0)  # Ampere; older devices emulate bf16, slower than float32
+_BF16_CAPABILITY = (8, 0)  # Ampere; older devices emulate bf16, which is slower than float32
 
 
 class PrecisionChoice(NamedTuple):
-    """A precision in Lightning's words, and why it was taken."""
+    """Hold a precision, as Lightning names it, and the reason for it."""
 
     precision: MixedPrecisionName
     reason: str
 
 
 def choose_precision(dtype: MixedDtype, device: torch.device) -> PrecisionChoice:
-    """Take ``dtype``, or for ``auto`` the fastest that ``device`` computes in and that trains as float32 does.
+    """Return the precision for ``dtype``, or for ``auto`` the fastest on ``device`` that trains as well as float32.
 
     >>> choose_precision("fp16", torch.device("cpu"))
     PrecisionChoice(precision='16-mixed', reason='it was asked for')
@@ -40,13 +40,13 @@ def choose_precision(dtype: MixedDtype, device: torch.device) -> PrecisionChoice
 
 
 def bf16_instructions() -> str | None:
-    """Name the instructions by which this CPU multiplies in bf16; None where it emulates them."""
+    """Return the name of this CPU's instructions for bf16 products, or None if it emulates them."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else _capabilities()
     return next((name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if capabilities.get(name)), None)
 
 
 def _capabilities() -> dict[str, bool]:
-    # torch 2.11 tells through private functions alone
+    # torch 2.11 has only private functions for this
     return {
         "amx_bf16": torch.cpu._is_amx_tile_supported(),
         "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),

@@ -1,4 +1,4 @@
-"""Optimizer steps in float32 on parameters that are kept in bfloat16."""
+"""Optimizer steps in float32 for bfloat16 parameters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,26 +13,26 @@ _MASTER = "master_weight"
 
 
 class Float32Step:
-    """Makes each step of ``optimizer`` run on float32 copies of its bfloat16 parameters, with float32 state.
+    """Run each step of ``optimizer`` on float32 copies of its bfloat16 parameters, with float32 state.
 
-    bfloat16 keeps 8 significant bits, so a parameter stays where it is under updates below 1/256 to 1/512 of it. Here
-    nothing is rounded before the step is done. Then the copies are either kept (*masters*), in the optimizer's state
-    under ``master_weight``, so that whatever saves, shards or loads that state does so with them; or they are rounded
-    stochastically to the parameters, and freed.
+    bfloat16 has 8 significant bits, so updates below 1/256 to 1/512 of a parameter do not change it. Here nothing is
+    rounded before the end of the step. Then the copies are either kept as master weights, in the optimizer's state
+    under ``master_weight``, where they are saved, sharded and loaded with the state; or they are rounded stochastically
+    to the parameters, and freed.
 
-    Outside of a step the optimizer holds the module's own parameters: ``zero_grad``, clipping, schedules, new parameter
-    groups and state dicts work as ever. A parameter that something else changed between steps (a mask, another
-    checkpoint) has its master follow.
+    Outside of a step the optimizer holds the module's own parameters, so ``zero_grad``, clipping, schedules, new
+    parameter groups and state dicts work as usual. If a parameter is changed between steps (by a mask, or another
+    checkpoint), its master weight is set to the new value.
 
     Args:
-        optimizer: any that finds its parameters in ``param_groups`` and takes gradients from them at its step.
-        noise: rounds the parameters after the step; None to keep masters.
+        optimizer: optimizer that reads its parameters and their gradients from ``param_groups`` at each step.
+        noise: rounds the parameters after the step; None to keep master weights.
     """
 
     def __init__(self, optimizer: Optimizer, noise: RoundingNoise | None) -> None:
         self.optimizer = optimizer
         self.noise = noise
-        self._parameter_of: dict[Tensor, Tensor] = {}  # by the copy in its place, during a step
+        self._parameter_of: dict[Tensor, Tensor] = {}  # by the copy that replaces it during a step
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -41,7 +41,7 @@ class Float32Step:
         ]
 
     def remove(self) -> None:
-        """Let the optimizer work on the parameters themselves again."""
+        """Remove the hooks, so that the optimizer updates the parameters themselves again."""
         for handle in self._handles:
             handle.remove()
 
@@ -65,7 +65,7 @@ class Float32Step:
 
     @torch.no_grad()
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._before_step()  # loaded state is cast to the type of the parameters in place
+        self._before_step()  # loading casts the state to the dtype of the current parameters
 
     @torch.no_grad()
     def _after_load(self, *_: Any) -> None:
@@ -78,9 +78,9 @@ class Float32Step:
         copy = self._follow(old_state.get(_MASTER), parameter).requires_grad_(parameter.requires_grad)
         if parameter.grad is not None:
             copy.grad = parameter.grad.float()
-        # another dictionary, since state dicts that were taken before share the old one
+        # a new dictionary, since state dicts saved before share the old one
         state = {key: _in_float32(value) for key, value in old_state.items() if key != _MASTER}
-        if state:  # optimizers start their state where they find none, and some in their constructor, in bfloat16
+        if state:  # optimizers initialise missing state; some do so in their constructor, in bfloat16
             self.optimizer.state[copy] = state
         self._parameter_of[copy] = parameter
         return copy
@@ -88,7 +88,7 @@ class Float32Step:
     def _follow(self, master: Tensor | None, parameter: Tensor) -> Tensor:
         if master is None:
             return parameter.detach().float()
-        # the master where it still rounds to the parameter, else somebody else changed the parameter
+        # the master weight if it still rounds to the parameter, else the parameter, which has been changed
         return torch.where(master.to(parameter.dtype) == parameter, master, parameter)
 
     def _put_back(self, keep_copies: bool) -> None:

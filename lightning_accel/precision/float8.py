@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8, by torchao, with bf16 autocast for the rest."""
+"""Linear layers in float8 by torchao, with bf16 autocast for the rest."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,23 +13,24 @@ from torch.distributed.tensor import DTensor
 from lightning_accel.ops.names import list_of_names
 
 _CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 tensor cores
-_MULTIPLE = 16  # of both sides of a weight, which their float8 matrix products ask for
+_MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
 
 class Float8Precision(MixedPrecision):
-    """Train the wide ``nn.Linear`` layers of any module in float8, for ``Trainer(plugins=[Float8Precision()])``.
+    """Train the ``nn.Linear`` layers of any module in float8, with ``Trainer(plugins=[Float8Precision()])``.
 
-    Needs torchao, and a CUDA device of compute capability 8.9 or more. Each layer whose sides are multiples of 16 is
-    replaced by torchao's, with tensorwise dynamic scales; its weight stays float32, under the same name. All else runs
-    under bf16 autocast. Experts that are stacked in one parameter are no ``nn.Linear`` and stay in bf16. It pays where
-    layers are several thousand wide, and compiled (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    It needs torchao, and a CUDA device of compute capability 8.9 or higher. Each layer with sizes that are multiples of
+    16 is replaced by torchao's layer, with tensorwise dynamic scales; its weight stays float32, under the same name.
+    Everything else runs under bf16 autocast, including experts that are stacked in one parameter. Float8 is faster for
+    layers that are several thousand wide, and compiled (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
     Args:
-        exclude: parts of dotted names whose layers are left alone: ``head`` leaves out ``head`` and ``net.head.1``.
+        exclude: parts of dotted names of layers to exclude: ``head`` excludes ``head`` and ``net.head.1``.
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
-        ValueError: before training, if the device cannot, if no layer qualifies, or if the module is sharded already.
+        ValueError: before training, if the device does not support float8, if no layer has suitable sizes, or if the
+            module is already sharded.
     """
 
     def __init__(self, exclude: Sequence[str] = ("head", "lm_head", "gate", "router")) -> None:
@@ -63,14 +64,14 @@ class Float8Precision(MixedPrecision):
                 "sharded them. Call torchao.float8.convert_to_float8_training there, before fully_shard, and use "
                 'AmpPrecision("bf16")'
             )
-        # pads batches whose number of rows is no multiple of 16, such as the last of an epoch
+        # pads batches with a size that is not a multiple of 16, such as the last of an epoch
         config = Float8LinearConfig(pad_inner_dim=True)
         convert_to_float8_training(module, module_filter_fn=self._qualifies, config=config)
         rank_zero_info(f"Float8Precision: {len(names)} linear layers multiply in float8, all else is bf16-mixed")
         return module
 
     def _qualifies(self, layer: nn.Module, name: str) -> bool:
-        # a subclass has a forward of its own, which torchao's would replace
+        # not subclasses, whose forward torchao's would replace
         return (
             type(layer) is nn.Linear
             and layer.in_features % _MULTIPLE == 0

@@ -1,4 +1,4 @@
-"""A gradient scaler on which all processes agree."""
+"""A gradient scaler that is synchronised over all processes."""
 
 from collections import defaultdict
 
@@ -9,16 +9,16 @@ from torch.distributed.tensor import DTensor
 
 
 class WorldGradScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` whose processes skip a step together, whatever part of the gradients each of them holds.
+    """Scale the loss and skip steps like ``GradScaler``, with the same decision on all processes.
 
-    Under expert or pipeline parallelism an overflow shows on one rank alone; torch's scaler would let the others step,
-    and the scales drift apart. Here one number is reduced over the world in :meth:`unscale_`. Gradients may be sharded
-    over any meshes, or over none, in one optimizer: each rank looks at its own part.
+    Under expert or pipeline parallelism an overflow may occur on a single rank; with torch's scaler the other ranks
+    would step, and the scales would diverge. Here one flag is reduced over all processes in :meth:`unscale_`. Gradients
+    of one optimizer may be sharded over different meshes or not sharded: each rank checks its own shards.
 
     Args:
-        device: type of the device that the scale is kept on, ``cpu`` or ``cuda``.
-        init_scale: the first scale.
-        growth_interval: steps without a skip until the scale doubles.
+        device: device type of the scale, ``cpu`` or ``cuda``.
+        init_scale: initial scale.
+        growth_interval: number of steps without a skip after which the scale doubles.
     """
 
     def __init__(self, device: str, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
@@ -26,7 +26,7 @@ class WorldGradScaler(torch.amp.GradScaler):
         self.across_ranks = False
 
     def start(self, device: torch.device, across_ranks: bool) -> None:
-        """Put the scale on ``device``: a rank that computes no loss, in a pipeline, has no other occasion."""
+        """Create the scale on ``device``, also on pipeline ranks, which may never scale a loss."""
         self.across_ranks = across_ranks
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -44,13 +44,14 @@ class WorldGradScaler(torch.amp.GradScaler):
         found[self._scale.device] = flag
 
     def found_non_finite(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether :meth:`unscale_` met inf or NaN, on any rank; waits for the device."""
+        """Return whether :meth:`unscale_` found inf or NaN on any rank; waits for the device."""
         return any(bool(flag) for flag in self._found_inf_per_device(optimizer).values())
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # torch's own passes all gradients to one operator, which refuses DTensors of several meshes, or beside tensors
+        # torch's version passes all gradients to one operator, which rejects DTensors of different meshes or with
+        # tensors
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         with torch.no_grad():
             for group in optimizer.param_groups:
@@ -68,7 +69,7 @@ class WorldGradScaler(torch.amp.GradScaler):
 
 
 def _values(parameter: Tensor) -> Tensor:
-    """What this rank holds of the gradient, to be changed in place."""
+    """Return this rank's part of the gradient, to be changed in place."""
     grad = parameter.grad
     assert grad is not None
     if isinstance(grad, DTensor):

@@ -1,4 +1,4 @@
-"""Finds gradients that are inf or NaN, by name, over all processes."""
+"""Checks for gradients with inf or NaN over all processes."""
 
 import math
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ _SHOWN = 8
 
 
 def all_finite(parameters: Iterable[Tensor], across_ranks: bool) -> bool:
-    """Whether no gradient holds inf or NaN, on any rank; waits for the device."""
+    """Return whether all gradients are finite on all ranks; waits for the device."""
     grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # the largest magnitude is finite exactly where all are; of no gradients it is 0
+    # the largest magnitude is finite if and only if all are; without gradients it is 0
     finite = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite().int()
-    if grads:  # without any, on the CPU, where an NCCL group cannot reduce it
+    if grads:  # move it, as an NCCL group cannot reduce tensors on CPU
         finite = finite.to(grads[0].device)
     if across_ranks:
         dist.all_reduce(finite, dist.ReduceOp.MIN)
@@ -24,7 +24,7 @@ def all_finite(parameters: Iterable[Tensor], across_ranks: bool) -> bool:
 
 
 def describe_non_finite(module: nn.Module, loss: Tensor | None, across_ranks: bool) -> str:
-    """Name the parameters of ``module`` whose gradients are not finite on some rank, and tell what the loss was.
+    """Return a message with the parameters of ``module`` whose gradients are not finite on any rank, and the loss.
 
     All ranks must call this if ``across_ranks``.
     """

@@ -1,4 +1,4 @@
-"""Rounding float32 to bfloat16 by chance, so that the expected value is the one rounded."""
+"""Stochastic rounding from float32 to bfloat16, which is unbiased."""
 
 import zlib
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_LOW_BITS = 16  # those of a float32 that a bfloat16 lacks
+_LOW_BITS = 16  # number of low bits of a float32 that a bfloat16 lacks
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round ``values``, float32 of any shape, to one of the two nearest bfloat16 numbers.
+    """Round ``values``, float32 of any shape, at random to one of the two nearest bfloat16 numbers.
 
-    The nearer one is the likelier, in proportion, so that the mean of many roundings is the value (Gupta et al. 2015,
-    https://arxiv.org/abs/1502.02551, section 2). inf and NaN stay as they are.
+    The probability of each is proportional to its proximity, so that the expected value is the input (Gupta et al.
+    2015, https://arxiv.org/abs/1502.02551, section 2). inf and NaN stay unchanged.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> rounded = round_stochastically(torch.full((1000,), 1 + 2**-9), generator)  # a quarter of a step above 1
@@ -28,8 +28,8 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _random_low_bits(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Integers in [0, 2**16), int32, shaped like ``like``."""
-    # four of them from each draw of 64 bits, which takes as long as a draw of one
+    """Draw integers in [0, 2**16), int32, in the shape of ``like``."""
+    # four numbers from each 64-bit draw, which takes as long as drawing one number
     draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     draws.random_(-(2**63), None, generator=generator)
     low = draws.view(torch.int16)[: like.numel()].view(like.shape)
@@ -37,10 +37,10 @@ def _random_low_bits(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class RoundingNoise:
-    """Draws for each parameter at each step from numbers alone, so that replicas on all ranks round alike.
+    """Round parameters stochastically with random numbers that depend only on seed, step, parameter and shard.
 
-    Neither what a rank drew before nor the shapes of its shards matter: the shards of a tensor draw independently, its
-    replicas equally.
+    Replicas of a tensor on different ranks are therefore rounded equally, and its shards independently, whatever a rank
+    has drawn before.
 
     Args:
         seed: any integer, the same on all ranks.
@@ -51,7 +51,7 @@ class RoundingNoise:
         self.steps = 0
 
     def round_(self, values: Tensor, index: int) -> None:
-        """Round the local part of ``values``, float32, parameter number ``index``, to numbers that bfloat16 has."""
+        """Round the local shard of ``values``, float32, of parameter number ``index`` to bfloat16 values, in place."""
         local = values.to_local() if isinstance(values, DTensor) else values
         key = repr((self.seed, self.steps, index, _shard_coordinates(values)))
         generator = torch.Generator(local.device).manual_seed(zlib.crc32(key.encode()))
