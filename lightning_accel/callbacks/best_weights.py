@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_accel.callbacks.deployment import whole
-from lightning_accel.strategies.sharded_state import split_like
+from lightning_accel.strategies.sharded_state import shard_like
 
 
 class BestWeights:
@@ -65,7 +65,7 @@ class BestWeights:
         if not _needs_strategy_gather(trainer, module):
             live = _tensors(trainer, module)
             self._shards = {
-                name: _local(split_like(value, live[name])).to("cpu", copy=True) for name, value in state.items()
+                name: _local(shard_like(value, live[name])).to("cpu", copy=True) for name, value in state.items()
             }
             return
         self.store(trainer, module)

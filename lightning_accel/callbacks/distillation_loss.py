@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_accel.strategies.batch_parts import leaves
+from lightning_accel.strategies.batch_splitting import leaves
 
 
 def divergence(

@@ -22,7 +22,7 @@ from lightning_accel.callbacks.resumed_fit import Moment, ResumedFit, moment_of
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.nn import ContrastiveDivergence
-from lightning_accel.strategies.batch_samplers import require_dealable_batches
+from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.rank_states import RankStates
 
 
@@ -76,7 +76,7 @@ class ExactResume(L.Callback):
         self._trainer = trainer  # in other stages, too, since they read checkpoints
         if stage != "fit":
             return
-        require_dealable_batches(trainer)
+        require_distributable_batches(trainer)
         self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
         self._kept, self._before_sanity_check = ModelCheckpointState(), None
         write_metrics_atomically(trainer)

@@ -6,7 +6,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_accel.strategies.batch_samplers import deals_rows, given_loaders, require_dealable_batches
+from lightning_accel.strategies.batch_samplers import distributes_samples, given_loaders, require_distributable_batches
 
 
 class SamplerCheck(L.Callback):
@@ -23,7 +23,7 @@ class SamplerCheck(L.Callback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        require_dealable_batches(trainer)
+        require_distributable_batches(trainer)
         if stage == "fit":
             for loader in given_loaders(trainer, training_only=True):
                 _warn_of_epochs(loader.batch_sampler)
@@ -41,7 +41,7 @@ def _warn_of_epochs(batches: Any) -> None:
 
 def _warn_of_shuffling(loader: DataLoader[Any], trainer: L.Trainer) -> None:
     in_order = isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler
-    if in_order and deals_rows(trainer):
+    if in_order and distributes_samples(trainer):
         rank_zero_warn(
             "SamplerCheck: the training loader has shuffle=False, but Lightning shuffles it for several processes. "
             "Write shuffle=True, or, for rows in order, give it sampler=DistributedSampler(dataset, shuffle=False)"

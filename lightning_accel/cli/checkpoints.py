@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint, require_loadable
 from lightning_accel.strategies.named_code import code_named_in
-from lightning_accel.strategies.sharded_metadata import METADATA, REST, refused_object
+from lightning_accel.strategies.sharded_metadata import METADATA, REST, rejected_object
 
 _MOST_NAMED = 5  # tensors or settings listed in a message
 
@@ -187,7 +187,7 @@ def _told(path: str) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"{path} holds objects other than tensors and plain values ({refused_object(error)}). If you trust its "
+            f"{path} holds objects other than tensors and plain values ({rejected_object(error)}). If you trust its "
             "author, add --weights_only false, which lets the file run code"
         ) from error
     except (OSError, ValueError) as error:

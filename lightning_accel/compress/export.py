@@ -26,7 +26,7 @@ from lightning_accel.compress.program_archive import METADATA
 from lightning_accel.compress.quiet import quietly
 from lightning_accel.compress.structure import bind, describe, in_order, named_tensors, plain_values, restore
 from lightning_accel.ops.names import list_of_names
-from lightning_accel.strategies.atomic import put_in_place
+from lightning_accel.strategies.atomic import replace_atomically
 
 Format: TypeAlias = Literal["pt2", "aoti", "onnx"]
 SUFFIXES: dict[str, str] = {"pt2": ".pt2", "aoti": ".pt2", "onnx": ".onnx"}
@@ -148,7 +148,7 @@ def export(
                     _write(traced.program, about, format, written, name)
                 allowed = partial(_allowed, traced.plain, tolerance, quantized is not None)
                 difference = _verify(written, traced.live, calls, flat, allowed, path) if verify else 0.0
-                put_in_place(written, path)
+                replace_atomically(written, path)
             break
         except ExportError:
             if not traced.free_length:  # which may be what the format cannot have

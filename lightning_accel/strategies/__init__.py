@@ -3,7 +3,6 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_accel.strategies.atomic import write_atomically
-from lightning_accel.strategies.blocks import find_blocks
 from lightning_accel.strategies.checkpoint_io import AtomicCheckpointIO, AtomicModelParallelStrategy
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
@@ -17,6 +16,7 @@ from lightning_accel.strategies.sync_batchnorm import (
     convert_sync_batchnorm_,
     revert_sync_batchnorm_,
 )
+from lightning_accel.strategies.wrap_policy import find_blocks
 
 __all__ = [
     "AccelDDPStrategy",

@@ -40,41 +40,41 @@ def write_atomically(
         _remove(partial)  # left behind by a process that was killed
     if barrier is not None:
         barrier()
-    with _removed_on_failure(partial, path, owner):
+    with _remove_on_failure(partial, path, owner):
         yield partial
     if barrier is not None:
         barrier()
     if owner:
-        with _removed_on_failure(partial, path, owner):
-            put_in_place(partial, path)
+        with _remove_on_failure(partial, path, owner):
+            replace_atomically(partial, path)
     if barrier is not None:
         barrier()
 
 
 @contextmanager
-def _removed_on_failure(partial: Path, path: Path, owner: bool) -> Iterator[None]:
+def _remove_on_failure(partial: Path, path: Path, owner: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
         if owner:
             with suppress(OSError):  # report the first error, not one raised while cleaning up
                 _remove(partial)
-        if not _is_of_the_disk(error):
+        if not _is_disk_full(error):
             raise
         raise NotWrittenError(
-            f"{path} could not be written: {_room(path.parent)}. Make room and start again; what was saved before "
+            f"{path} could not be written: {_disk_info(path.parent)}. Make room and start again; what was saved before "
             f"stays ({str(error).strip().splitlines()[0]})"
         ) from error
 
 
-def _is_of_the_disk(error: BaseException) -> bool:
+def _is_disk_full(error: BaseException) -> bool:
     """Return whether ``error`` means a full disk, a quota or a size limit; torch 2.13 reports it as a byte count."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return "unexpected pos" in str(error) or "No space left" in str(error)
 
 
-def _room(folder: Path) -> str:
+def _disk_info(folder: Path) -> str:
     free = shutil.disk_usage(folder).free
     return (
         f"the disk of {folder} is full, or a quota or the limit of a file's size is reached ({free:,} bytes are free)"
@@ -87,17 +87,17 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
     >>> partial_path("run/last.ckpt").name
     '.last.ckpt.partial'
     """
-    return _beside(Path(path), "partial")
+    return _hidden_sibling(Path(path), "partial")
 
 
-def put_in_place(partial: Path, path: str | os.PathLike[str]) -> None:
+def replace_atomically(partial: Path, path: str | os.PathLike[str]) -> None:
     """Flush the file or folder ``partial`` to the disk and rename it to ``path``, replacing what is there.
 
     A file replaces a file in one step. POSIX has no such step for folders, so the old folder is renamed first: if the
     process is killed in between, :func:`find_written` finds it under that name.
     """
     path = Path(path)
-    old = _beside(path, "replaced")
+    old = _hidden_sibling(path, "replaced")
     _flush(partial)
     if path.is_dir() or (partial.is_dir() and os.path.lexists(path)):
         _remove(old)
@@ -110,7 +110,7 @@ def put_in_place(partial: Path, path: str | os.PathLike[str]) -> None:
 def remove_atomically(path: str | os.PathLike[str]) -> None:
     """Remove the file or folder ``path``, if it exists; if the process is killed, no part of it remains at ``path``."""
     _remove(Path(path))
-    _remove(_beside(Path(path), "replaced"))
+    _remove(_hidden_sibling(Path(path), "replaced"))
 
 
 def find_written(path: str | os.PathLike[str]) -> Path:
@@ -119,18 +119,18 @@ def find_written(path: str | os.PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: if nothing was written completely.
     """
-    for candidate in (Path(path), _beside(Path(path), "replaced")):
+    for candidate in (Path(path), _hidden_sibling(Path(path), "replaced")):
         if candidate.exists():
             return candidate
     raise FileNotFoundError(f"nothing was written to {path}, or not to its end")
 
 
-def _beside(path: Path, state: str) -> Path:
+def _hidden_sibling(path: Path, state: str) -> Path:
     return path.with_name(f".{path.name}.{state}")
 
 
 def _remove(path: Path) -> None:
-    removed = _beside(path, "removed")  # a half-removed folder must not have the name of a complete one
+    removed = _hidden_sibling(path, "removed")  # a half-removed folder must not have the name of a complete one
     if removed.exists():
         shutil.rmtree(removed)
     if path.is_dir() and not path.is_symlink():

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 
-def require_dealable_batches(trainer: L.Trainer) -> None:
+def require_distributable_batches(trainer: L.Trainer) -> None:
     """Reject a loader whose ``batch_sampler`` Lightning would rebuild, for several processes, from a wrong argument.
 
     Lightning passes a sampler of indices as the first parameter of the class, whatever that parameter means. If it
@@ -24,7 +24,7 @@ def require_dealable_batches(trainer: L.Trainer) -> None:
     Raises:
         TypeError: if there is such a loader among those passed to ``fit``, ``validate``, ``test`` or ``predict``.
     """
-    if not (deals_rows(trainer) or trainer.state.fn == TrainerFn.PREDICTING):
+    if not (distributes_samples(trainer) or trainer.state.fn == TrainerFn.PREDICTING):
         return
     for loader in given_loaders(trainer):
         batches = loader.batch_sampler
@@ -32,11 +32,11 @@ def require_dealable_batches(trainer: L.Trainer) -> None:
             continue
         if hasattr(batches, "__pl_saved_args") or isinstance(loader.dataset, IterableDataset):
             continue  # Lightning knows the arguments of one made in a hook; iterable data sets have no indices
-        if isinstance(batches, DistributedSampler) or _first_is_no_sampler(batches):
+        if isinstance(batches, DistributedSampler) or _takes_no_sampler(batches):
             raise TypeError(_message(type(batches).__qualname__, isinstance(batches, DistributedSampler)))
 
 
-def deal_as_wanted(loader: Any, num_replicas: int, rank: int) -> Any:
+def distribute_sampler(loader: Any, num_replicas: int, rank: int) -> Any:
     """Set up the sampler of ``loader`` for ``num_replicas`` processes with different samples, or reject it.
 
     If several processes work on the same samples, a sampler that asks torch.distributed would give each of them others.
@@ -64,7 +64,7 @@ def deal_as_wanted(loader: Any, num_replicas: int, rank: int) -> Any:
     return loader
 
 
-def deals_rows(trainer: L.Trainer) -> bool:
+def distributes_samples(trainer: L.Trainer) -> bool:
     """Return whether Lightning replaces samplers in loaders so that each process gets different samples."""
     # No public name of the Trainer leads to its flag use_distributed_sampler.
     wanted = getattr(getattr(trainer, "_accelerator_connector", None), "use_distributed_sampler", True)
@@ -83,7 +83,7 @@ def given_loaders(trainer: L.Trainer, training_only: bool = False) -> Iterator[D
             yield from (one for one in tree_leaves(getattr(given, "iterables", given)) if isinstance(one, DataLoader))
 
 
-def _first_is_no_sampler(batches: object) -> bool:
+def _takes_no_sampler(batches: object) -> bool:
     """Return whether the first argument that the class of ``batches`` was called with was no sampler."""
     parameters = list(inspect.signature(type(batches)).parameters)
     if not (hasattr(batches, "batch_size") and hasattr(batches, "drop_last")):

@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.strategies.atomic import find_written, remove_atomically, write_atomically
-from lightning_accel.strategies.batch_samplers import deal_as_wanted
-from lightning_accel.strategies.checkpoint_reading import find_damage, require_loadable, whole_file
+from lightning_accel.strategies.batch_samplers import distribute_sampler
+from lightning_accel.strategies.checkpoint_reading import find_damage, require_loadable, verified_file
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 
@@ -43,8 +43,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         if _is_remote(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        found = _written_or_same(path)
-        with whole_file(found):
+        found = _written_or_given(path)
+        with verified_file(found):
             return super().load_checkpoint(found, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -66,7 +66,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
             super().setup_environment()
 
     def process_dataloader(self, dataloader: object) -> object:
-        return deal_as_wanted(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
+        return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -102,7 +102,7 @@ def _candidates(folder: Path) -> list[Path]:
     return [*folder.glob("**/*.ckpt"), *(find_written(path) for path in replaced if not path.exists())]
 
 
-def _written_or_same(path: str | Path) -> str | Path:
+def _written_or_given(path: str | Path) -> str | Path:
     try:
         return find_written(path)
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from lightning_accel.strategies.sharded_metadata import (
     METADATA,
     REST,
     UntrustedCheckpointError,
-    parts_of_items,
+    items_by_file,
     read_metadata,
     require_no_code,
 )
@@ -37,7 +37,7 @@ def find_damage(path: str | os.PathLike[str]) -> str:
     For files written without checksums (``torch.serialization.set_crc32_options(False)``) only the length is checked.
     """
     path = Path(path)
-    return _damage(path, _fingerprint(path))
+    return _cached_damage(path, _file_stats(path))
 
 
 def require_undamaged(path: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ def require_loadable(path: str | Path, weights_only: bool | None) -> None:
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[None]:
+def verified_file(path: str | os.PathLike[str]) -> Iterator[None]:
     """Compare the checksums of a file of ``torch.save`` before the body reads it, and explain errors of the body.
 
     Raises:
@@ -100,12 +100,12 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = Tr
         weights_only: False lets the file run code.
         mmap: leave tensors on the disk until they are used.
     """
-    with whole_file(path):
+    with verified_file(path):
         mmap = mmap and zipfile.is_zipfile(path)
         return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=mmap)
 
 
-def _fingerprint(path: Path) -> tuple[tuple[str, int, int, int], ...]:
+def _file_stats(path: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return name, size and times of change of a file, or of each file in a folder."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(file.name, file.stat()) for file in files if file.is_file()]
@@ -113,7 +113,7 @@ def _fingerprint(path: Path) -> tuple[tuple[str, int, int, int], ...]:
 
 
 @lru_cache(maxsize=256)
-def _damage(path: Path, fingerprint: tuple[tuple[str, int, int, int], ...]) -> str:
+def _cached_damage(path: Path, fingerprint: tuple[tuple[str, int, int, int], ...]) -> str:
     if not fingerprint:
         return "there is nothing in it" if path.is_dir() else "it is not there"
     return _damage_of_folder(path) if path.is_dir() else _damage_of_archive(path)
@@ -138,7 +138,7 @@ def _damage_of_folder(folder: Path) -> str:
     if damage := _damage_of_archive(folder / REST):
         return f"{REST}: {damage}"
     try:
-        parts = parts_of_items(folder, read_metadata(folder))
+        parts = items_by_file(folder, read_metadata(folder))
     except UntrustedCheckpointError:
         return ""  # not damage: loading it is rejected with the reason
     except ValueError as error:

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lightning_accel.strategies.batch_parts import merge_outputs, split_batch
-from lightning_accel.strategies.replicas import LogOfReplicas, Replica, run_in_threads
+from lightning_accel.strategies.batch_splitting import merge_outputs, split_batch
+from lightning_accel.strategies.replicas import Replica, ReplicaLog, run_in_threads
 
 
 class DataParallelStrategy(Strategy):
@@ -25,7 +25,7 @@ class DataParallelStrategy(Strategy):
     whole batch: means over devices are weighted by numbers of samples, and torchmetrics see all samples in order
     (except that a metric logged with ``on_step=True`` reports, for a step, the samples of the first device only).
     Checkpoints are those of one device, too. Batches may be nested, see
-    :func:`~lightning_accel.strategies.batch_parts.split_batch`; a batch with fewer samples than devices leaves some
+    :func:`~lightning_accel.strategies.batch_splitting.split_batch`; a batch with fewer samples than devices leaves some
     idle.
 
     Changes that a step makes to the module persist on the first device only, as in ``torch.nn.DataParallel``: buffers
@@ -51,7 +51,7 @@ class DataParallelStrategy(Strategy):
             split.
     """
 
-    _told = False
+    _has_advised = False
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class DataParallelStrategy(Strategy):
                 f"accel_dp needs automatic optimization, but {type(self.lightning_module).__name__} optimizes by hand, "
                 "which its copies would do each for itself; use strategy=ddp"
             )
-        self._refuse_compiled()
-        if len(self.devices) > 1 and not DataParallelStrategy._told:
-            DataParallelStrategy._told = True
+        self._reject_compiled()
+        if len(self.devices) > 1 and not DataParallelStrategy._has_advised:
+            DataParallelStrategy._has_advised = True
             rank_zero_info(
                 "accel_dp copies the module to all devices in each step, and feeds them from one interpreter; "
                 "strategy=ddp is faster"
             )
         super().setup(trainer)
 
-    def _refuse_compiled(self) -> None:
+    def _reject_compiled(self) -> None:
         assert self.lightning_module is not None
         for name, module in self.lightning_module.named_modules():
             compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -138,7 +138,7 @@ class DataParallelStrategy(Strategy):
             return getattr(module, step)(batch, *args, **kwargs)
         replicas = [Replica(module, device) for device in self.devices[1 : len(parts)]]
         modules = [module, *(replica.module for replica in replicas)]
-        log = LogOfReplicas([part.rows for part in parts])
+        log = ReplicaLog([part.num_samples for part in parts])
         calls = []
         for number, (part, device) in enumerate(zip(parts, self.devices, strict=False)):
             modules[number].__dict__["log"] = log.recorder(number)
@@ -152,7 +152,7 @@ class DataParallelStrategy(Strategy):
             for metric in replica.metrics:
                 metric.replay(self.root_device)
         log.replay(module, self.root_device)
-        return merge_outputs(outputs, log.rows, self.root_device)
+        return merge_outputs(outputs, log.num_samples, self.root_device)
 
     def model_to_device(self) -> None:
         assert self.model is not None

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_accel.strategies.batch_samplers import require_dealable_batches
-from lightning_accel.strategies.gradient_compression import PowerSGD, send_as
+from lightning_accel.strategies.batch_samplers import require_distributable_batches
+from lightning_accel.strategies.gradient_compression import PowerSGD, cast_hook
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,7 +105,7 @@ class AccelDDPStrategy(DDPStrategy):
         self.powersgd_start_step = powersgd_start_step
         self._powersgd: PowerSGD | None = None
         self._loaded: dict[str, Any] | None = None  # state of PowerSGD from a checkpoint
-        self._usage: _Usage | None = None
+        self._usage: _ParameterUsage | None = None
         self._accumulating = False
 
     def setup_environment(self) -> None:
@@ -118,7 +118,7 @@ class AccelDDPStrategy(DDPStrategy):
                 "compression=powersgd adds what it left out of one gradient to the next, which a gradient scaler may "
                 "have scaled otherwise, or overflowed; use precision=bf16-mixed, or compression=bf16"
             )
-        require_dealable_batches(trainer)
+        require_distributable_batches(trainer)
         self._powersgd = None  # drop the state of an earlier fit
         super().setup(trainer)
 
@@ -128,9 +128,9 @@ class AccelDDPStrategy(DDPStrategy):
         super().configure_ddp()
         assert self.lightning_module is not None
         assert isinstance(self.model, DistributedDataParallel)
-        self._usage = _Usage(self.lightning_module)
+        self._usage = _ParameterUsage(self.lightning_module)
         if self.compression in _HALVES:
-            self.model.register_comm_hook(None, send_as(_HALVES[self.compression]))
+            self.model.register_comm_hook(None, cast_hook(_HALVES[self.compression]))
         elif self.compression == "powersgd":
             if self._powersgd is None:
                 self._powersgd = PowerSGD(self.lightning_module, self.powersgd_rank, self.powersgd_start_step)
@@ -161,10 +161,10 @@ class AccelDDPStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._usage is not None and self._usage.is_outdated():
-            self._wrap_anew()
+            self._rewrap()
         return super().training_step(*args, **kwargs)
 
-    def _wrap_anew(self) -> None:
+    def _rewrap(self) -> None:
         if self._accumulating:
             raise RuntimeError(
                 "requires_grad of some parameters changed between the micro-batches of an optimizer step, so that "
@@ -181,17 +181,17 @@ class AccelDDPStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self._usage is not None and self._sends():
+        if self._usage is not None and self._syncs_gradients():
             closure_loss = self._usage.join(closure_loss)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self._accumulating = not self._sends()
-        if self._usage is not None and self._sends():
-            self._usage.forget_unused()
+        self._accumulating = not self._syncs_gradients()
+        if self._usage is not None and self._syncs_gradients():
+            self._usage.clear_unused_gradients()
 
-    def _sends(self) -> bool:
+    def _syncs_gradients(self) -> bool:
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
 
     def teardown(self) -> None:
@@ -208,7 +208,7 @@ class AccelDDPStrategy(DDPStrategy):
             strategy_registry.register("accel_ddp", cls, description="DDP for parameters that go unused or are frozen")
 
 
-class _Usage:
+class _ParameterUsage:
     """Track which of the parameters that DDP synchronizes get a gradient."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -217,11 +217,11 @@ class _Usage:
         self.parameters = [parameter for parameter in self.all if parameter.requires_grad]
         self.used: set[int] = set()  # positions in parameters
         self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note(position))
+            parameter.register_post_accumulate_grad_hook(self._make_hook(position))
             for position, parameter in enumerate(self.parameters)
         ]
 
-    def _note(self, position: int) -> Any:
+    def _make_hook(self, position: int) -> Any:
         def hook(parameter: Tensor) -> None:
             # also called where no gradient arrived; one may exist from an earlier micro-batch, or be set to zero
             if parameter.grad is not None:
@@ -241,12 +241,12 @@ class _Usage:
         try:  # autograd skips what requires no gradient, and toggle_optimizer temporarily freezes some
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            return _Join.apply(loss, *self.parameters)
+            return _ConnectParameters.apply(loss, *self.parameters)
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
 
-    def forget_unused(self) -> None:
+    def clear_unused_gradients(self) -> None:
         """Remove the zero gradients that DDP leaves in parameters which no process used."""
         if not self.parameters:
             return
@@ -264,7 +264,7 @@ class _Usage:
             hook.remove()
 
 
-class _Join(torch.autograd.Function):
+class _ConnectParameters(torch.autograd.Function):
     """Return the first input, with graph edges to the others that carry no gradient but run their hooks."""
 
     @staticmethod

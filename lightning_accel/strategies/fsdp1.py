@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_accel.strategies.batch_samplers import require_dealable_batches
+from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoint_reading import require_loadable
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 
@@ -37,7 +37,7 @@ class FSDP1Strategy(FSDPStrategy):
             super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
-        require_dealable_batches(trainer)
+        require_distributable_batches(trainer)
         if self.root_device.type == "cpu":
             if self.cpu_offload is not None and self.cpu_offload.offload_params:
                 raise ValueError("on a CPU there is nothing to offload to; leave cpu_offload out of FSDP1Strategy")

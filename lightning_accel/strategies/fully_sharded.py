@@ -24,28 +24,27 @@ from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.atomic import (
     find_written,
     partial_path,
-    put_in_place,
     remove_atomically,
+    replace_atomically,
     write_atomically,
 )
-from lightning_accel.strategies.batch_samplers import require_dealable_batches
-from lightning_accel.strategies.blocks import find_blocks
+from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoint_reading import require_loadable
 from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
-from lightning_accel.strategies.local_step import step_on_parts
+from lightning_accel.strategies.local_step import step_on_shards
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 from lightning_accel.strategies.sharded_metadata import REST
 from lightning_accel.strategies.sharded_state import (
-    is_folder_of_parts,
-    load_optimizer_parts,
-    load_parts,
-    load_rest,
-    load_whole_model,
-    load_whole_optimizer,
+    gather_full_state,
+    is_sharded_checkpoint,
+    load_full_model,
+    load_full_optimizer,
+    load_model_shards,
+    load_optimizer_shards,
+    load_trainer_state,
     local_state,
-    make_whole,
-    save_parts,
+    save_shards,
 )
 from lightning_accel.strategies.sharding import (
     Sharded,
@@ -56,6 +55,7 @@ from lightning_accel.strategies.sharding import (
     recompute_activations,
     shard_module,
 )
+from lightning_accel.strategies.wrap_policy import find_blocks
 
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -170,8 +170,8 @@ class FullyShardedStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        require_dealable_batches(trainer)
-        _require_no_whole_copies(trainer)
+        require_distributable_batches(trainer)
+        _reject_weight_averaging(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._has_failed = False
         if self._layer_sync:  # in evaluation too, where it changes nothing: it must precede the sharding
@@ -189,16 +189,16 @@ class FullyShardedStrategy(DDPStrategy):
         else:
             self._sharded.reshard()  # an evaluation leaves parameters gathered
         if self._folder_to_load is not None:
-            load_parts(self._folder_to_load, module, module.strict_loading)
+            load_model_shards(self._folder_to_load, module, module.strict_loading)
         elif self._state_to_load is not None:
-            load_whole_model(module, self._state_to_load, module.strict_loading)
+            load_full_model(module, self._state_to_load, module.strict_loading)
             self._state_to_load = None
         self.model = self._sharded
         if fitting:
             self._reset_optimizers_and_schedulers()  # those of an earlier fit hold other parameters
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                step_on_parts(optimizer)
+                step_on_shards(optimizer)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
@@ -278,32 +278,32 @@ class FullyShardedStrategy(DDPStrategy):
         # torch's own rejects gradients of several meshes, which experts have
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
 
-    def _share_batch_norm_statistics(self) -> None:
+    def _broadcast_batch_norm_statistics(self) -> None:
         for buffer in batch_norm_statistics(self._sharded or nn.Module()):
             broadcast_(buffer, self.root_device)
 
     def on_validation_start(self) -> None:
-        self._share_batch_norm_statistics()
+        self._broadcast_batch_norm_statistics()
 
     def on_test_start(self) -> None:
-        self._share_batch_norm_statistics()
+        self._broadcast_batch_norm_statistics()
 
     def on_predict_start(self) -> None:
-        self._share_batch_norm_statistics()
+        self._broadcast_batch_norm_statistics()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict on the first process; with sharded checkpoints, save_checkpoint adds it."""
         assert self.lightning_module is not None
-        self._share_batch_norm_statistics()
+        self._broadcast_batch_norm_statistics()
         if self.checkpoints == "sharded":
             return {}  # save_checkpoint adds it
-        return make_whole(self.lightning_module.state_dict(), keep=self.is_global_zero)
+        return gather_full_state(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the full optimizer state on the first process, as one device would return it."""
         if self.checkpoints == "sharded":
             return {}  # save_checkpoint adds it
-        return make_whole(getattr(optimizer, "optimizer", optimizer).state_dict(), keep=self.is_global_zero)
+        return gather_full_state(getattr(optimizer, "optimizer", optimizer).state_dict(), keep=self.is_global_zero)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -326,7 +326,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._start_saving(state, rest, path)
             return
         with write_atomically(path, self.is_global_zero, self.barrier) as folder:
-            save_parts(state, folder)
+            save_shards(state, folder)
             if self.is_global_zero:
                 torch.save(rest, folder / REST)
 
@@ -336,11 +336,13 @@ class FullyShardedStrategy(DDPStrategy):
             shutil.rmtree(folder, ignore_errors=True)  # left behind by a run that was killed
             folder.mkdir(parents=True)
         self.barrier()
-        self._saving = save_parts(state, folder, self._cpu_group)
+        self._saving = save_shards(state, folder, self._cpu_group)
         if self.is_global_zero:
             torch.save(rest, folder / REST)
             assert self._saving is not None
-            self._saving = _then(self._saving, lambda: put_in_place(folder, path))  # all have written by then
+            self._saving = _chain_future(
+                self._saving, lambda: replace_atomically(folder, path)
+            )  # all have written by then
 
     def _finish_saving(self) -> None:
         if self._saving is not None:
@@ -368,11 +370,11 @@ class FullyShardedStrategy(DDPStrategy):
         """Read a file or a folder; weights and optimizer states of a folder are loaded after the model is sharded."""
         self._folder_to_load = None
         found = checkpoint_path if "://" in str(checkpoint_path) else find_written(checkpoint_path)
-        if not is_folder_of_parts(found):
+        if not is_sharded_checkpoint(found):
             return super().load_checkpoint(checkpoint_path, weights_only)
         require_loadable(found, weights_only)
         self._folder_to_load = Path(found)
-        return load_rest(self._folder_to_load, weights_only) | {"state_dict": {}, "optimizer_states": []}
+        return load_trainer_state(self._folder_to_load, weights_only) | {"state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -381,15 +383,15 @@ class FullyShardedStrategy(DDPStrategy):
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
             self._state_to_load = checkpoint["state_dict"]  # meta parameters have no memory yet
         else:
-            load_whole_model(self.lightning_module, checkpoint["state_dict"], strict)
+            load_full_model(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         if self._folder_to_load is not None:
-            load_optimizer_parts(self._folder_to_load, self.lightning_module, self.optimizers)
+            load_optimizer_shards(self._folder_to_load, self.lightning_module, self.optimizers)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_whole_optimizer(optimizer, state)
+            load_full_optimizer(optimizer, state)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -400,7 +402,7 @@ class FullyShardedStrategy(DDPStrategy):
         if not self._has_failed:
             self._finish_saving()
             if self._start_method != "popen" and self.lightning_module is not None:
-                _hand_back(self.lightning_module, keep=self.is_global_zero)
+                _return_full_weights(self.lightning_module, keep=self.is_global_zero)
         self._folder_to_load = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         if self._layer_sync and self.lightning_module is not None:
@@ -409,7 +411,7 @@ class FullyShardedStrategy(DDPStrategy):
         self.model = self.lightning_module
 
 
-def _require_no_whole_copies(trainer: L.Trainer) -> None:
+def _reject_weight_averaging(trainer: L.Trainer) -> None:
     copying = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]  # type: ignore[attr-defined]
     if copying:
         raise ValueError(
@@ -418,22 +420,22 @@ def _require_no_whole_copies(trainer: L.Trainer) -> None:
         )
 
 
-def _hand_back(module: L.LightningModule, keep: bool) -> None:
+def _return_full_weights(module: L.LightningModule, keep: bool) -> None:
     """Return full weights from ``module.state_dict``, for the parent process that started this one."""
-    whole = make_whole(module.state_dict(), keep)
+    whole = gather_full_state(module.state_dict(), keep)
     module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
 
-def _then(first: Future[Any], act: Callable[[], object]) -> Future[Any]:
+def _chain_future(first: Future[Any], act: Callable[[], object]) -> Future[Any]:
     """Return a future that is done once ``first`` is done and ``act`` has run."""
     both: Future[Any] = Future()
 
-    def go_on(done: Future[Any]) -> None:
+    def run_action(done: Future[Any]) -> None:
         try:
             done.result()
             both.set_result(act())
         except BaseException as error:
             both.set_exception(error)
 
-    first.add_done_callback(go_on)
+    first.add_done_callback(run_action)
     return both

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 Hook = Callable[..., torch.futures.Future[Tensor]]
 
 
-def send_as(dtype: torch.dtype) -> Hook:
+def cast_hook(dtype: torch.dtype) -> Hook:
     """Return a DDP communication hook that sends gradients in ``dtype``; torch's own hook requires CUDA."""
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -56,12 +56,12 @@ class PowerSGD:
         else:
             self._approximate(bucket)
         self.step += bucket.is_last()
-        return _done(bucket.buffer())
+        return _completed_future(bucket.buffer())
 
     def _approximate(self, bucket: Any) -> None:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         gradients = dict(zip(names, bucket.gradients(), strict=True))
-        matrices = {name: self._with_error(name, one) for name, one in gradients.items() if self._is_worth_it(one)}
+        matrices = {name: self._add_error(name, one) for name, one in gradients.items() if self._is_compressible(one)}
         whole = [gradient for name, gradient in gradients.items() if name not in matrices]
         # one message for the first factors and the uncompressed gradients
         lefts = [matrix @ self._basis(name, matrix) for name, matrix in matrices.items()]
@@ -75,11 +75,11 @@ class PowerSGD:
             self.errors[name] = matrix - approximation
             gradients[name].copy_(approximation.view_as(gradients[name]))
 
-    def _is_worth_it(self, gradient: Tensor) -> bool:
+    def _is_compressible(self, gradient: Tensor) -> bool:
         rows, columns = (len(gradient), gradient[0].numel()) if gradient.ndim > 1 and len(gradient) else (1, 1)
         return 2 * self.rank * (rows + columns) < rows * columns
 
-    def _with_error(self, name: str, gradient: Tensor) -> Tensor:
+    def _add_error(self, name: str, gradient: Tensor) -> Tensor:
         matrix = gradient.flatten(1).to(torch.promote_types(gradient.dtype, torch.float32))
         error = self.errors.get(name)
         return matrix if error is None else matrix + error.to(matrix)
@@ -122,7 +122,7 @@ def _average(tensor: Tensor) -> None:
     dist.all_reduce(tensor.div_(dist.get_world_size()))
 
 
-def _done(tensor: Tensor) -> torch.futures.Future[Tensor]:
+def _completed_future(tensor: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)
     return future

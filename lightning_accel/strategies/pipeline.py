@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_accel.strategies.batch_parts import num_rows, split_batch
-from lightning_accel.strategies.batch_samplers import deal_as_wanted
+from lightning_accel.strategies.batch_samplers import distribute_sampler
+from lightning_accel.strategies.batch_splitting import count_samples, split_batch
 from lightning_accel.strategies.pipeline_chain import (
     Chain,
     find_layers,
@@ -151,7 +151,7 @@ class PipelineStrategy(DDPStrategy):
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
     def process_dataloader(self, dataloader: object) -> object:
-        return deal_as_wanted(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
+        return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
         with waiting_for_processes(self.cluster_environment, self._timeout):
@@ -290,14 +290,14 @@ class PipelineStrategy(DDPStrategy):
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         revert_sync_batchnorm_(self.lightning_module)
         if self._start_method != "popen" and not self._has_failed:
-            self._hand_back(self.lightning_module)
+            self._return_full_weights(self.lightning_module)
         move_(self.lightning_module, torch.device("cpu"))
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _hand_back(self, module: pl.LightningModule) -> None:
+    def _return_full_weights(self, module: pl.LightningModule) -> None:
         """Return full weights from ``module.state_dict``, for the parent process that started this one."""
         whole: Any = self._whole().of_module()
         module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
@@ -445,7 +445,7 @@ class PipelineStrategy(DDPStrategy):
         if self.num_micro_batches == 1:
             return [batch]
         instead = "set num_micro_batches=1 with schedule='gpipe'"
-        rows = num_rows(batch, instead)
+        rows = count_samples(batch, instead)
         num = max(one for one in range(1, self.num_micro_batches + 1) if rows % one == 0)
         return [part.batch for part in split_batch(batch, num, instead)]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_accel.strategies.batch_parts import holds_graphs, leaves
+from lightning_accel.strategies.batch_splitting import contains_graphs, leaves
 from lightning_accel.strategies.pipeline_chain import Chain
 from lightning_accel.strategies.pipeline_message import parcels
 from lightning_accel.strategies.pipeline_random import StepRandom
@@ -103,7 +103,7 @@ class Pipeline:
 
     def _run(self, job: Job) -> None:
         # PipelineStage takes messages of one shape; graphs of unequal sizes need lockstep, where messages may differ
-        key = "" if job.loss_scale is None or holds_graphs(job.micro_batches[0]) else _signature(job)
+        key = "" if job.loss_scale is None or contains_graphs(job.micro_batches[0]) else _signature(job)
         plan = self._plans.get(key)
         if plan is not None:
             plan.run(job)

@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_accel.strategies.batch_parts import merge_outputs
+from lightning_accel.strategies.batch_splitting import merge_outputs
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum, torch.sum: torch.sum, sum: torch.sum,
@@ -22,7 +22,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-class MetricOfReplica:
+class ReplicaMetric:
     """Stand for a metric in a replica, recording its updates to apply them to the metric afterwards."""
 
     def __init__(self, metric: Any, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Replica:
     """
 
     def __init__(self, module: L.LightningModule, device: torch.device) -> None:
-        self.metrics: list[MetricOfReplica] = []
+        self.metrics: list[ReplicaMetric] = []
         self._device = device
         self._copies: dict[int, Any] = {}  # by id of the original, so that shared parts stay shared
         self.module = self._copy_module(module)
@@ -67,7 +67,7 @@ class Replica:
     def _copy_module(self, module: nn.Module) -> Any:
         if id(module) not in self._copies:
             if isinstance(module, (Metric, MetricCollection)):
-                self._copies[id(module)] = MetricOfReplica(module, self._device)
+                self._copies[id(module)] = ReplicaMetric(module, self._device)
                 self.metrics.append(self._copies[id(module)])
             else:
                 self._copies[id(module)] = self._copy_layer(module)
@@ -95,12 +95,12 @@ class Replica:
         return replica
 
 
-class LogOfReplicas:
+class ReplicaLog:
     """Record what the replicas log, and log it once, for the whole batch."""
 
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = rows
-        self.calls: list[dict[tuple[str, int], tuple[Any, dict[str, Any]]]] = [{} for _ in rows]
+    def __init__(self, num_samples: Sequence[int]) -> None:
+        self.num_samples = num_samples
+        self.calls: list[dict[tuple[str, int], tuple[Any, dict[str, Any]]]] = [{} for _ in num_samples]
 
     def recorder(self, number: int) -> Callable[..., None]:
         calls = self.calls[number]
@@ -118,16 +118,20 @@ class LogOfReplicas:
     def replay(self, module: L.LightningModule, device: torch.device) -> None:
         keys = dict.fromkeys(key for calls in self.calls for key in calls)
         for key in keys:
-            logged = [(*calls[key], rows) for calls, rows in zip(self.calls, self.rows, strict=True) if key in calls]
-            values, options, rows = zip(*logged, strict=True)
-            sizes = [given.get("batch_size") or own for given, own in zip(options, rows, strict=True)]
+            logged = [
+                (*calls[key], num_samples)
+                for calls, num_samples in zip(self.calls, self.num_samples, strict=True)
+                if key in calls
+            ]
+            values, options, num_samples = zip(*logged, strict=True)
+            sizes = [given.get("batch_size") or own for given, own in zip(options, num_samples, strict=True)]
             merged = _merge_logged(values, sizes, options[0].get("reduce_fx", "mean"), device)
             module.log(key[0], merged, **{**options[0], "batch_size": sum(sizes)})
 
 
 def _merge_logged(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
     first = values[0]
-    if isinstance(first, MetricOfReplica):
+    if isinstance(first, ReplicaMetric):
         return first.metric
     if isinstance(first, Metric):
         return first
@@ -144,7 +148,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.d
     Raises:
         BaseException: the exception of the first call that raised one.
     """
-    modes = _Modes(devices[0].type)
+    modes = _ThreadModes(devices[0].type)
     results: list[Any] = [None] * len(calls)
     failures: dict[int, BaseException] = {}
 
@@ -168,7 +172,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.d
     return results
 
 
-class _Modes:
+class _ThreadModes:
     """Capture torch's thread-local modes, to enter them in other threads."""
 
     def __init__(self, device_type: str) -> None:

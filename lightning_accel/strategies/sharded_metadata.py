@@ -79,7 +79,7 @@ def read_metadata(folder: str | Path) -> table.Metadata:
     return found
 
 
-def parts_of_items(folder: str | Path, metadata: table.Metadata) -> dict[str, list[tuple[str, int, int]]]:
+def items_by_file(folder: str | Path, metadata: table.Metadata) -> dict[str, list[tuple[str, int, int]]]:
     """Return name, start and length of each saved item, by the file of the folder that contains it.
 
     Raises:
@@ -113,7 +113,7 @@ def require_no_code(folder: str | Path) -> None:
     are_bytes = {
         name for name, kind in metadata.state_dict_metadata.items() if not isinstance(kind, table.TensorStorageMetadata)
     }
-    for part, items in parts_of_items(folder, metadata).items():
+    for part, items in items_by_file(folder, metadata).items():
         with open(Path(folder, part), "rb") as file:
             for name, start, length in items:
                 if name in are_bytes:
@@ -125,12 +125,12 @@ def _require_plain(folder: str | Path, name: str, content: bytes) -> None:
     try:
         torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UntrustedCheckpointError(f"{refused_object(error)} in {name}", folder) from None
+        raise UntrustedCheckpointError(f"{rejected_object(error)} in {name}", folder) from None
     except Exception as error:
         raise ValueError(f"{name} of the checkpoint {folder} is damaged: {error}") from error
 
 
-def refused_object(error: pickle.UnpicklingError) -> str:
+def rejected_object(error: pickle.UnpicklingError) -> str:
     """Return the name of the object in a checkpoint that torch, or this module, refused to load."""
     if isinstance(error, UntrustedCheckpointError):
         return error.held

@@ -23,7 +23,7 @@ from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 from lightning_accel.strategies.sharded_metadata import REST
 
 
-def make_whole(state: Any, keep: bool) -> Any:
+def gather_full_state(state: Any, keep: bool) -> Any:
     """Gather every sharded tensor of ``state`` on the CPU; without ``keep``, take part but return None for tensors.
 
     Every process of the mesh must call it.
@@ -36,7 +36,7 @@ def make_whole(state: Any, keep: bool) -> Any:
     return tree_map_only(Tensor, gather, state)
 
 
-def split_like(whole: Tensor, part: Tensor) -> Tensor:
+def shard_like(whole: Tensor, part: Tensor) -> Tensor:
     """Shard ``whole``, which all processes have, as ``part`` is sharded, without communication."""
     if not isinstance(part, DTensor):
         return whole
@@ -44,14 +44,14 @@ def split_like(whole: Tensor, part: Tensor) -> Tensor:
     return distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
 
 
-def load_whole_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def load_full_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load the ``state`` of an unsharded module into a sharded one."""
     own = module.state_dict()
-    split = {name: split_like(value, own[name]) if name in own else value for name, value in state.items()}
+    split = {name: shard_like(value, own[name]) if name in own else value for name, value in state.items()}
     module.load_state_dict(split, strict=strict)
 
 
-def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer ``state`` of unsharded parameters into an optimizer of sharded ones in the same order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -64,7 +64,7 @@ def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
     def split(number: int, value: Any) -> Any:
         part = part_of[number]
-        return split_like(value, part) if isinstance(value, Tensor) and value.shape == part.shape else value
+        return shard_like(value, part) if isinstance(value, Tensor) and value.shape == part.shape else value
 
     states = {
         number: {key: split(number, value) for key, value in one.items()} for number, one in state["state"].items()
@@ -78,7 +78,7 @@ def local_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any
     return state | {f"optimizer_{i}": get_optimizer_state_dict(module, one) for i, one in enumerate(optimizers)}
 
 
-def save_parts(
+def save_shards(
     state: dict[str, Any], folder: Path, in_background: dist.ProcessGroup | None = None
 ) -> Future[Any] | None:
     """Write the shards of each process to ``folder``; in the background if a group of CPU processes is given."""
@@ -88,12 +88,12 @@ def save_parts(
     return async_save(state, checkpoint_id=folder, process_group=in_background)  # type: ignore[return-value]
 
 
-def is_folder_of_parts(path: str | Path) -> bool:
-    """Return whether ``path`` is a checkpoint of :func:`save_parts`, or of Lightning's ModelParallelStrategy."""
+def is_sharded_checkpoint(path: str | Path) -> bool:
+    """Return whether ``path`` is a checkpoint of :func:`save_shards`, or of Lightning's ModelParallelStrategy."""
     return (Path(path) / REST).is_file()
 
 
-def load_parts(folder: Path, module: nn.Module, strict: bool) -> None:
+def load_model_shards(folder: Path, module: nn.Module, strict: bool) -> None:
     """Load the weights in ``folder`` into ``module``, however either is sharded."""
     state = {"state_dict": get_model_state_dict(module)}
     planner = DefaultLoadPlanner(allow_partial_load=not strict)
@@ -101,7 +101,7 @@ def load_parts(folder: Path, module: nn.Module, strict: bool) -> None:
     module.load_state_dict(state["state_dict"], strict=strict)
 
 
-def load_optimizer_parts(folder: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
+def load_optimizer_shards(folder: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
     """Load the optimizer states in ``folder``."""
     for number, optimizer in enumerate(optimizers):
         state = {f"optimizer_{number}": get_optimizer_state_dict(module, optimizer)}
@@ -109,6 +109,6 @@ def load_optimizer_parts(folder: Path, module: nn.Module, optimizers: list[Optim
         set_optimizer_state_dict(module, optimizer, state[f"optimizer_{number}"])
 
 
-def load_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+def load_trainer_state(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """Load what is neither weights nor optimizer states."""
     return read_checkpoint(folder / REST, weights_only)

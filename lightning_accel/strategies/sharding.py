@@ -95,7 +95,7 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     root = Sharded(module)
     sharding.apply(root, sharding.dtype, reshard_after_forward=False)
     root.numbers = numbers
-    _move_rest(module, sharding)
+    _move_unsharded(module, sharding)
     return root
 
 
@@ -121,7 +121,7 @@ def _shard_experts(name: str, experts: nn.Module, sharding: Sharding, mesh: Devi
         sharding.ignored.update(expert_parameters(experts).values())
 
 
-def _move_rest(module: nn.Module, sharding: Sharding) -> None:
+def _move_unsharded(module: nn.Module, sharding: Sharding) -> None:
     """Move what FSDP does not: experts without replicas, and buffers if parameters are kept on the CPU."""
     device_type = sharding.mesh.device_type
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
@@ -129,7 +129,7 @@ def _move_rest(module: nn.Module, sharding: Sharding) -> None:
         with torch.random.fork_rng():
             part = (sharding.mesh.get_coordinate() or [0])[-1]  # replicas of the model must draw the same
             torch.manual_seed(torch.initial_seed() + part)  # otherwise all shards of a weight would be equal
-            draw_weights(module, device)
+            initialize_meta_weights(module, device)
         broadcast_state(module, torch.device(device_type))  # unsharded tensors must be equal everywhere
     if not sharding.cpu_offload:
         module.to(device_type)
@@ -140,7 +140,7 @@ def _move_rest(module: nn.Module, sharding: Sharding) -> None:
 
 
 @torch.no_grad()
-def draw_weights(module: nn.Module, device: torch.device) -> None:
+def initialize_meta_weights(module: nn.Module, device: torch.device) -> None:
     """Allocate the submodules that were created on the meta device, and initialize their weights.
 
     Raises:

@@ -189,8 +189,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         mean, variance, count = _combine(_gather(_local_statistics(x), group), x)
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
-        y = (_wide(x) - _across(mean, x)) * _across(scale, x)
-        y = y if bias is None else y.add_(_across(bias.to(y.dtype), x))
+        y = (_wide(x) - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x)
+        y = y if bias is None else y.add_(_broadcast_channels(bias.to(y.dtype), x))
         ctx.group = group
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -202,7 +202,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         dims = _all_but_channels(x)
-        x_hat = (_wide(x) - _across(mean, x)) * _across(inverse, x)
+        x_hat = (_wide(x) - _broadcast_channels(mean, x)) * _broadcast_channels(inverse, x)
         wide_dy = _wide(dy)
         sums = torch.stack([wide_dy.sum(dims), (wide_dy * x_hat).sum(dims)])  # (2, C)
         d_weight = None if weight is None else sums[1].to(weight.dtype)
@@ -213,8 +213,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         dist.all_reduce(total, group=ctx.group)
         mean_dy, mean_dy_x_hat = total / count.clamp(min=1)
         scale = inverse if weight is None else inverse * weight
-        dx = wide_dy - _across(mean_dy, x) - x_hat.mul_(_across(mean_dy_x_hat, x))
-        return dx.mul_(_across(scale, x)).to(x.dtype), d_weight, d_bias, None, None
+        dx = wide_dy - _broadcast_channels(mean_dy, x) - x_hat.mul_(_broadcast_channels(mean_dy_x_hat, x))
+        return dx.mul_(_broadcast_channels(scale, x)).to(x.dtype), d_weight, d_bias, None, None
 
 
 def _local_statistics(x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(_wide_dtype(x))
 
 
-def _across(per_channel: Tensor, x: Tensor) -> Tensor:
+def _broadcast_channels(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.view(1, -1, *[1] * (x.ndim - 2))
 
 

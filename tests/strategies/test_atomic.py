@@ -18,7 +18,7 @@ from lightning_accel.strategies.atomic import (
     NotWrittenError,
     find_written,
     partial_path,
-    put_in_place,
+    replace_atomically,
     write_atomically,
 )
 
@@ -78,7 +78,7 @@ def test_an_exception_leaves_the_old_one_alone(tmp_path, folder):
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def save_parts(state, path):
+def save_shards(state, path):
     with write_atomically(path) as folder:
         dcp.save(state, checkpoint_id=folder)
 
@@ -88,7 +88,7 @@ def save_with_little_room(path, sharded):
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
     warnings.simplefilter("ignore")  # torch tells that there is one process alone
     with pytest.raises(NotWrittenError) as error:
-        (save_parts if sharded else AtomicCheckpointIO().save_checkpoint)({"weight": torch.ones(30_000)}, path)
+        (save_shards if sharded else AtomicCheckpointIO().save_checkpoint)({"weight": torch.ones(30_000)}, path)
     assert str(error.value).startswith(f"{path} could not be written: the disk of {path.parent} is full, or")
     assert " bytes are free)" in str(error.value)
 
@@ -128,7 +128,7 @@ def test_processes_meet_before_and_after_and_one_renames(tmp_path):
         write(partial, "new", folder=True)
         assert calls == [False]
     assert calls == [False] * 3  # the owner, another process, renames between the last two
-    put_in_place(partial, path)
+    replace_atomically(partial, path)
     assert read(path) == "new"
 
 

@@ -123,7 +123,7 @@ class Evil:
         return os.mkdir, (self.marker,)
 
 
-def save_parts(folder, layer, **more):
+def save_shards(folder, layer, **more):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells that there is one process alone
         dcp.save({"state_dict": layer.state_dict(), **more}, checkpoint_id=folder)
@@ -132,23 +132,23 @@ def save_parts(folder, layer, **more):
 
 
 def in_the_table(folder, layer, marker):
-    save_parts(folder, layer)
+    save_shards(folder, layer)
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
 
 
 def deep_in_the_table(folder, layer, marker):
-    save_parts(folder, layer)
+    save_shards(folder, layer)
     table = pickle.loads((folder / ".metadata").read_bytes())
     table.planner_data["state_dict.weight"] = Evil(marker)
     (folder / ".metadata").write_bytes(pickle.dumps(table))
 
 
 def in_a_plain_value(folder, layer, marker):
-    save_parts(folder, layer, optimizer_0={"lr": Evil(marker)})
+    save_shards(folder, layer, optimizer_0={"lr": Evil(marker)})
 
 
 def beside_the_parts(folder, layer, marker):
-    save_parts(folder, layer)
+    save_shards(folder, layer)
     torch.save({"epoch": Evil(marker)}, folder / "meta.pt")
 
 
@@ -181,7 +181,7 @@ def test_the_rest_of_a_sharded_folder_runs_no_code(tmp_path, layer):
 
 
 def test_a_damaged_sharded_folder_is_refused_and_passed_over(tmp_path, layer):
-    good = save_parts(tmp_path / "good.ckpt", layer, optimizer_0={"lr": 0.5, "betas": (0.9, 0.99)})
+    good = save_shards(tmp_path / "good.ckpt", layer, optimizer_0={"lr": 0.5, "betas": (0.9, 0.99)})
     assert find_damage(good) == ""
     assert FullyShardedStrategy().load_checkpoint(good)["epoch"] == 1
     os.utime(good, (1, 1))
@@ -217,7 +217,7 @@ def test_a_damaged_sharded_folder_is_refused_and_passed_over(tmp_path, layer):
 
 
 def test_a_part_elsewhere_on_the_disk_is_no_part_of_a_folder(tmp_path, layer):
-    folder = save_parts(tmp_path / "parts.ckpt", layer)
+    folder = save_shards(tmp_path / "parts.ckpt", layer)
     shutil.copy(folder / "__0_0.distcp", tmp_path / "elsewhere")
     table = pickle.loads((folder / ".metadata").read_bytes())
     for place in table.storage_data.values():

@@ -288,7 +288,7 @@ def test_errors(monkeypatch):
 
 
 def test_says_once_that_ddp_is_faster(monkeypatch, caplog):
-    monkeypatch.setattr(DataParallelStrategy, "_told", False)
+    monkeypatch.setattr(DataParallelStrategy, "_has_advised", False)
     with caplog.at_level(logging.INFO):
         fit(Plain(), 2)
         fit(Plain(), 2)

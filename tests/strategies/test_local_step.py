@@ -5,7 +5,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_accel.strategies.local_step import step_on_parts
+from lightning_accel.strategies.local_step import step_on_shards
 from tests.ranks import run_ranks
 
 OPTIMIZERS = [ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop]
@@ -22,7 +22,7 @@ def check_steps(rank, kind):
         unused = torch.nn.Parameter(split(torch.ones(2)))
         optimizer = kind([{"params": [*parameters[:2], unused]}, {"params": parameters[2:], "lr": 0.01}], **options)
         if locally:
-            step_on_parts(optimizer)
+            step_on_shards(optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         for step in grads:
 
@@ -60,7 +60,7 @@ def check_hooks(rank):
     mesh = init_device_mesh("cpu", (2,))
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     optimizer = SGD([parameter], lr=1.0)
-    step_on_parts(optimizer)
+    step_on_shards(optimizer)
     seen = []
 
     def look(one, *_):
@@ -92,5 +92,5 @@ class Normalised(SGD):
 def test_other_optimizers_are_left_alone():
     optimizer = Normalised([torch.nn.Parameter(torch.ones(2))])
     before = optimizer.step
-    step_on_parts(optimizer)
+    step_on_shards(optimizer)
     assert optimizer.step == before

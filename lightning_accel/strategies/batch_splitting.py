@@ -17,14 +17,14 @@ from torch.nn.utils.rnn import PackedSequence
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, PurePath, np.generic, torch.device, torch.dtype)
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Hold a part of a batch and its number of samples."""
 
     batch: Any
-    rows: int
+    num_samples: int
 
 
-def split_batch(batch: Any, num_parts: int, instead: str = "train with ddp") -> list[Part]:
+def split_batch(batch: Any, num_parts: int, instead: str = "train with ddp") -> list[BatchPart]:
     """Split ``batch`` in order into ``num_parts`` of about equal size, or into B parts if it has fewer samples.
 
     Samples are counted along the first dimension of its tensors and arrays, which must agree, or as the graphs of a
@@ -44,18 +44,18 @@ def split_batch(batch: Any, num_parts: int, instead: str = "train with ddp") -> 
     >>> [part.batch for part in split_batch({"x": torch.arange(3), "names": ["a", "b", "c"]}, 2)]
     [{'x': tensor([0, 1]), 'names': ['a', 'b']}, {'x': tensor([2]), 'names': ['c']}]
     """
-    rows = num_rows(batch, instead)
-    num_parts = max(1, min(num_parts, rows))
-    bounds = [rows // num_parts * i + min(i, rows % num_parts) for i in range(num_parts + 1)]
-    return [Part(_take(batch, first, last, rows), last - first) for first, last in pairwise(bounds)]
+    num_samples = count_samples(batch, instead)
+    num_parts = max(1, min(num_parts, num_samples))
+    bounds = [num_samples // num_parts * i + min(i, num_samples % num_parts) for i in range(num_parts + 1)]
+    return [BatchPart(_slice(batch, first, last, num_samples), last - first) for first, last in pairwise(bounds)]
 
 
-def num_rows(batch: Any, instead: str) -> int:
+def count_samples(batch: Any, instead: str) -> int:
     """Count the samples that :func:`split_batch` would split."""
     counts = {count for leaf in leaves(batch) if (count := _count(leaf)) is not None}
     if isinstance(batch, list) and not counts:
         counts = {len(batch)}
-    for one in _opaque(batch, max(counts, default=-1)):
+    for one in _unsplittable(batch, max(counts, default=-1)):
         advice = "give tensors, or lists, tuples, mappings or dataclasses of them, or batches of PyTorch Geometric"
         if isinstance(one, PackedSequence):
             advice = "give padded sequences and their lengths, and pack them in the module"
@@ -84,7 +84,7 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 def _items(batch: Any) -> list[Any] | None:
     """Return the items of a container; None if ``batch`` is no container."""
-    if isinstance(batch, PackedSequence) or is_graphs(batch):
+    if isinstance(batch, PackedSequence) or is_graph_batch(batch):
         return None
     if isinstance(batch, Mapping):
         return list(batch.values())
@@ -99,37 +99,37 @@ def _count(leaf: Any) -> int | None:
     """Return the number of samples in a leaf; None if it has none."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return len(leaf) if leaf.ndim else None
-    return int(leaf.num_graphs) if is_graphs(leaf) else None
+    return int(leaf.num_graphs) if is_graph_batch(leaf) else None
 
 
-def _has_rows(batch: Any) -> bool:
+def _has_samples(batch: Any) -> bool:
     return any(_count(leaf) is not None for leaf in leaves(batch))
 
 
-def _opaque(batch: Any, rows: int) -> Iterator[Any]:
+def _unsplittable(batch: Any, num_samples: int) -> Iterator[Any]:
     """Yield what cannot be split, except items of lists that are split themselves."""
     items = _items(batch)
     if items is None:
-        if not isinstance(batch, (Tensor, np.ndarray, *_PLAIN)) and not is_graphs(batch):
+        if not isinstance(batch, (Tensor, np.ndarray, *_PLAIN)) and not is_graph_batch(batch):
             yield batch
-    elif not _is_list_of_rows(batch, rows):
+    elif not _is_list_of_samples(batch, num_samples):
         for item in items:
-            yield from _opaque(item, rows)
+            yield from _unsplittable(item, num_samples)
 
 
-def _is_list_of_rows(batch: Any, rows: int) -> bool:
-    return isinstance(batch, (list, tuple)) and len(batch) == rows and not _has_rows(batch)
+def _is_list_of_samples(batch: Any, num_samples: int) -> bool:
+    return isinstance(batch, (list, tuple)) and len(batch) == num_samples and not _has_samples(batch)
 
 
-def _take(batch: Any, first: int, last: int, rows: int) -> Any:
+def _slice(batch: Any, first: int, last: int, num_samples: int) -> Any:
     items = _items(batch)
     if items is None:
-        if is_graphs(batch):
-            return take_graphs(batch, first, last)
+        if is_graph_batch(batch):
+            return slice_graphs(batch, first, last)
         return batch if _count(batch) is None else batch[first:last]
-    if _is_list_of_rows(batch, rows):
+    if _is_list_of_samples(batch, num_samples):
         return batch[first:last]
-    return _rebuild(batch, [_take(item, first, last, rows) for item in items])
+    return _rebuild(batch, [_slice(item, first, last, num_samples) for item in items])
 
 
 def _rebuild(like: Any, items: Sequence[Any]) -> Any:
@@ -152,37 +152,37 @@ def _rebuild(like: Any, items: Sequence[Any]) -> Any:
     return rebuilt
 
 
-def is_graphs(batch: Any) -> bool:
+def is_graph_batch(batch: Any) -> bool:
     """Return whether ``batch`` is a PyTorch Geometric batch of several graphs."""
     geometric: Any = sys.modules.get("torch_geometric.data")  # no object can be one before the package is imported
     return geometric is not None and isinstance(batch, geometric.Batch)
 
 
-def holds_graphs(batch: Any) -> bool:
+def contains_graphs(batch: Any) -> bool:
     """Return whether anything in ``batch`` is a PyTorch Geometric graph or a batch of them."""
     geometric: Any = sys.modules.get("torch_geometric.data.data")
     return geometric is not None and any(isinstance(leaf, geometric.BaseData) for leaf in leaves(batch))
 
 
-def take_graphs(batch: Any, first: int, last: int) -> Any:
+def slice_graphs(batch: Any, first: int, last: int) -> Any:
     """Return the graphs from ``first`` up to ``last`` as a batch of their own."""
     follow = [key.removesuffix("_batch") for key in batch.keys() if key.endswith("_batch")]  # noqa: SIM118
     geometric: Any = sys.modules["torch_geometric.data"]
     return geometric.Batch.from_data_list(batch.index_select(list(range(first, last))), follow_batch=follow)
 
 
-def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], device: torch.device) -> Any:
     """Merge ``outputs`` of several devices into what one device would return for the whole batch, on ``device``.
 
-    Numbers and tensors without dimensions become their mean, weighted by ``rows``, the samples of each part; other
-    tensors, and lists, are concatenated; mappings, tuples and dataclasses are merged item by item. If a mapping has the
-    key "weight", that is used as weight and summed. Anything else is taken from the first output.
+    Numbers and tensors without dimensions become their mean, weighted by ``num_samples``, the samples of each part;
+    other tensors, and lists, are concatenated; mappings, tuples and dataclasses are merged item by item. If a mapping
+    has the key "weight", that is used as weight and summed. Anything else is taken from the first output.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat([output.to(device) for output in outputs])
     if isinstance(first, (Tensor, int, float)) and not isinstance(first, bool):
-        return _mean(outputs, rows, device)
+        return _mean(outputs, num_samples, device)
     if isinstance(first, Mapping) and first.get("weight") is not None:
         weights = [torch.as_tensor(output["weight"]).to(device) for output in outputs]
         merged = {name: merge_outputs([output[name] for output in outputs], weights, device) for name in first}  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], device: torch.dev
         return [item for output in outputs for item in output]
     if isinstance(first, (Mapping, tuple)) or (dataclasses.is_dataclass(first) and not isinstance(first, type)):
         items = zip(*(_items(output) or [] for output in outputs), strict=True)
-        return _rebuild(first, [merge_outputs(item, rows, device) for item in items])
+        return _rebuild(first, [merge_outputs(item, num_samples, device) for item in items])
     return first
 
 

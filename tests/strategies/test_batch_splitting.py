@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch_geometric.data import Batch, Data, HeteroData
 
-from lightning_accel.strategies.batch_parts import holds_graphs, merge_outputs, split_batch
+from lightning_accel.strategies.batch_splitting import contains_graphs, merge_outputs, split_batch
 
 X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Record:
 def test_parts_keep_types_and_order():
     batch = [Pair(X, Y), {"names": list("abcde"), "k": 3}, OrderedDict(z=(X,)), Record(X, 2.0), torch.tensor(7)]
     parts = split_batch(batch, 2)
-    assert [part.rows for part in parts] == [3, 2]
+    assert [part.num_samples for part in parts] == [3, 2]
     for part, rows in zip(parts, (slice(0, 3), slice(3, 5)), strict=True):
         pair, named, ordered, record, scalar = part.batch
         assert type(pair) is Pair
@@ -61,7 +61,7 @@ def test_containers_that_cannot_be_made_from_their_items_alone():
     constant = MappingProxyType({"y": Y, "kind": Kind.A, "where": Path("a"), "dtype": torch.float64})
     batch = [counts, constant, np.arange(5), [object() for _ in range(5)]]
     parts = split_batch(batch, 2)
-    assert [part.rows for part in parts] == [3, 2]
+    assert [part.num_samples for part in parts] == [3, 2]
     for part, rows in zip(parts, (slice(0, 3), slice(3, 5)), strict=True):
         counted, fixed, numbers, things = part.batch
         assert (type(counted), counted.default_factory, list(counted)) == (defaultdict, list, ["x", 7])
@@ -87,7 +87,7 @@ def test_batches_and_outputs_of_transformers():
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, [1]), (2, [1, 1]), (4, [2, 1, 1]), (0, [0])])
 def test_fewer_rows_than_devices(rows, expected):
-    assert [part.rows for part in split_batch(X[:rows], 3)] == expected
+    assert [part.num_samples for part in split_batch(X[:rows], 3)] == expected
 
 
 def test_graphs_are_split_whole():
@@ -95,7 +95,7 @@ def test_graphs_are_split_whole():
     graphs = [Data(x=torch.randn(n, 3), edge_index=edges, y=torch.tensor([n])) for n in (2, 3, 4)]
     whole = Batch.from_data_list(graphs, follow_batch=["x"])
     parts = split_batch((whole, torch.arange(3)), 2)
-    assert [part.rows for part in parts] == [2, 1]
+    assert [part.num_samples for part in parts] == [2, 1]
     first, second = parts[0].batch[0], parts[1].batch[0]
     torch.testing.assert_close(first.batch, torch.tensor([0, 0, 1, 1, 1]))
     torch.testing.assert_close(first.x_batch, first.batch)
@@ -108,8 +108,8 @@ def test_graphs_are_found_wherever_they_are():
     assert split_batch([graph] * 3, 2)[1].batch == [graph]
     mixed = HeteroData(a={"x": torch.randn(2, 3)})
     for one in (graph, mixed, Batch.from_data_list([graph, graph]), Batch.from_data_list([mixed, mixed])):
-        assert holds_graphs({"k": (1, Record(one, 2.0))})
-    assert not holds_graphs({"k": (1, Record(X, 2.0))})
+        assert contains_graphs({"k": (1, Record(one, 2.0))})
+    assert not contains_graphs({"k": (1, Record(X, 2.0))})
 
 
 @pytest.mark.parametrize(
