@@ -1,4 +1,4 @@
-"""Smaller and faster forms of any ``nn.Module``, and what they cost; without Lightning."""
+"""Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
 from lightning_accel.compress.batchnorm import recalibrate_batchnorm_
 from lightning_accel.compress.channel_checkpoint import load_pruned

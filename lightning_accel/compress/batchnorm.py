@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, made anew."""
+"""Recalibration of the running statistics of batch norms."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,19 +14,19 @@ def recalibrate_batchnorm_(
 ) -> list[str]:
     """Set running means and variances of the batch norms in ``module`` to those of ``batches``.
 
-    They are the mean over batches of what each has, whatever the layers' momentum. Other layers run in the mode they
-    are in; modes and momenta stay as they were.
+    They are the plain averages over the batches, whatever the layers' momentum. Other layers run in their current mode;
+    modes and momenta are restored.
 
     Args:
-        module: on the device of the batches.
-        batches: a tensor each, or a tuple or list of positional arguments, or a mapping of keyword arguments.
-        call: runs the module on a batch of another kind.
+        module: module on the device of the batches.
+        batches: batches, each a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        call: function that runs the module on a batch of another type.
 
     Returns:
         The names of the layers.
 
     Raises:
-        ValueError: if there is no batch; the statistics then stay.
+        ValueError: if there is no batch; the statistics are then unchanged.
     """
     layers: dict[str, Any] = {
         name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.track_running_stats

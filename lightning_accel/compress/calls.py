@@ -1,4 +1,4 @@
-"""Calls of a module: their arguments, cut to any number of rows, and what they raise. Shapes: B rows."""
+"""Arguments of calls of a module, for any number of samples, and messages of their errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def num_rows(inputs: Inputs) -> int:
-    """Rows of a batch: the first dimension of the first tensor that has one.
+    """Return the number of samples of a batch: the first dimension of the first tensor that has one.
 
     Raises:
         ValueError: if no tensor has a dimension.
@@ -24,9 +24,10 @@ def num_rows(inputs: Inputs) -> int:
 
 
 def first_rows(inputs: Inputs, count: int) -> Inputs:
-    """``inputs`` with ``count`` rows in each tensor that has a row for each of the batch; repeated if there are fewer.
+    """Return ``inputs`` with the first ``count`` samples of each tensor, repeated if there are fewer.
 
-    Whole where integers have rows of their own, as the edges of graphs: they may point at rows that would be gone.
+    Inputs are returned whole if an integer tensor has another first dimension, as the edges of graphs have: it may hold
+    indices of samples that would be dropped.
 
     >>> first_rows(((torch.arange(3),), {}), 4)
     ((tensor([0, 1, 2, 0]),), {})
@@ -43,7 +44,7 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
 
 
 def smallest_call(module: nn.Module, inputs: Inputs) -> Inputs:
-    """Return ``inputs`` with one row, or whole where ``module`` cannot run on one, as with the nodes of graphs."""
+    """Return ``inputs`` with one sample, or whole if ``module`` cannot run on one, such as one node of a graph."""
     args, kwargs = one = first_rows(inputs, 1)
     try:
         with torch.no_grad():

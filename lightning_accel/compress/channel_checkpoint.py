@@ -1,4 +1,4 @@
-"""A module without its removed channels, from a checkpoint, without pickle."""
+"""Loading of channel-pruned modules from checkpoints, without pickle."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,25 +11,25 @@ from lightning_accel.compress.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 
-CHANNEL_PLAN = "channel_plan"  # under which a plan is in a checkpoint, however deep
+CHANNEL_PLAN = "channel_plan"  # key of a plan in a checkpoint, at any depth
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> Module:
-    """Bring ``module``, made as before training, to the shapes and weights of ``checkpoint``.
+    """Load a checkpoint of a channel-pruned model into ``module``, which is not pruned yet, in place.
 
     Args:
-        module: whole; changed in place.
-        checkpoint: a file, or what is in it: of a Trainer with :class:`~lightning_accel.callbacks.Pruning`, or
-            ``{"channel_plan": plan.state_dict(), "state_dict": module.state_dict()}``. Without a plan the weights are
-            loaded as they are.
+        module: module of the same sizes as before training.
+        checkpoint: a file or its content, of a Trainer with :class:`~lightning_accel.callbacks.Pruning`, or
+            ``{"channel_plan": plan.state_dict(), "state_dict": module.state_dict()}``. Without a plan, only the weights
+            are loaded.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: if the checkpoint has no weights, or the module is not as it was when channels were removed.
+        ValueError: if the checkpoint has no weights, or the module has not the shapes from before the pruning.
     """
     found = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
     if "state_dict" not in found:
@@ -38,13 +38,13 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     if plan is not None:
         apply_plan_(module, plan)
     weights = found["state_dict"]
-    with uncompiled(module) as plain:  # whether or not the run was compiled, too
+    with uncompiled(module) as plain:  # the run may have been compiled or not
         plain.load_state_dict({clean_name(name): value for name, value in weights.items()})
     return module
 
 
 def find_plan(state: Any) -> ChannelPlan | None:
-    """The plan that is somewhere in ``state``, of mappings and lists."""
+    """Find the plan in ``state``, at any depth of mappings and lists; return None if there is none."""
     if isinstance(state, Mapping):
         if state.get(CHANNEL_PLAN):
             return ChannelPlan.of_state(state[CHANNEL_PLAN])

@@ -1,4 +1,4 @@
-"""Which channels a module needs least. Shapes: G channels of a layer."""
+"""Scores of channels and the choice of those to remove. Shapes: G channels of a layer."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,13 +17,13 @@ CRITERIA = ("magnitude", "batchnorm", "taylor", "random")
 def score_channels(
     module: nn.Module, groups: ChannelGroups, criterion: ChannelCriterion = "magnitude", seed: int = 0
 ) -> dict[str, Tensor]:
-    """How much each channel of ``module`` matters, (G,) float64 on the CPU by name of its layer; the lowest go first.
+    """Score the importance of each channel of ``module``, (G,) float64 on the CPU by layer name.
 
-    ``magnitude`` is the L2 norm over all slices of a channel; ``batchnorm`` the size of its scale in batch norms, for
-    layers that have none its magnitude; ``taylor`` the square of what the loss changes by when the channel goes, to
-    first order, from the gradients that the parameters hold (Molchanov et al. 2019, https://arxiv.org/abs/1906.10771,
-    eq. 8); ``random`` draws from ``seed``. A function is called with the name and value of each parameter and returns
-    scores of its shape, which are summed over the slices.
+    ``magnitude`` is the L2 norm over all slices of a channel; ``batchnorm`` the magnitude of its scale in batch norms,
+    or of the channel in layers without one; ``taylor`` the squared first-order change of the loss if the channel is
+    removed, from the gradients of the parameters (Molchanov et al. 2019, https://arxiv.org/abs/1906.10771, eq. 8);
+    ``random`` draws from ``seed``. A function is called with the name and value of each parameter and returns scores of
+    its shape, which are summed over the slices.
 
     Raises:
         ValueError: if the criterion is unknown, or ``taylor`` finds no gradient.
@@ -59,7 +59,7 @@ def _scores(module: nn.Module, groups: ChannelGroups, criterion: ChannelCriterio
 
 @torch.no_grad()
 def first_order_terms(module: nn.Module, groups: ChannelGroups) -> dict[str, Tensor]:
-    """Sum over the slices of each channel of weight times gradient, (G,) float64 on the CPU by name of its layer.
+    """Sum weight times gradient over the slices of each channel, (G,) float64 on the CPU by layer name.
 
     Raises:
         ValueError: if no parameter holds a gradient.
@@ -77,14 +77,15 @@ def first_order_terms(module: nn.Module, groups: ChannelGroups) -> dict[str, Ten
 def choose_channels(
     scores: Mapping[str, Tensor], sparsity: float, scope: str = "layer", min_left: int = 1, round_to: int = 1
 ) -> dict[str, list[int]]:
-    """The channels to remove, numbers by name of the layer.
+    """Choose the channels to remove, those with the lowest scores; return their indices by layer name.
 
     Args:
-        scores: (G,) by name of the layer.
-        sparsity: share in [0, 1) of channels to remove, of each layer, or of all.
-        scope: ``layer``, or ``global``, where scores of a layer are relative to their mean.
-        min_left: channels that each layer keeps.
-        round_to: a layer keeps a multiple of this, the next higher one; 8 or more suits GPUs.
+        scores: (G,) by layer name.
+        sparsity: share in [0, 1) of the channels to remove, of each layer or of all.
+        scope: ``layer`` for the same share of each layer, or ``global`` to compare scores, relative to the mean of
+            their layer, over all layers.
+        min_left: smallest number of channels that each layer keeps.
+        round_to: round the number of channels that a layer keeps up to a multiple of this; 8 or more suits GPUs.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -133,7 +134,7 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
 
 
 def _sum(layer: ChannelLayer, values: Mapping[str, Tensor]) -> Tensor:
-    """Sum of ``values``, by name of the parameter, over the slices of each channel; overlaps count twice."""
+    """Sum ``values``, by parameter name, over the slices of each channel; overlaps count twice."""
     total = torch.zeros(len(layer), dtype=torch.float64)
     for (name, dim), rows in layer.slices.items():
         if name in values:

@@ -1,4 +1,4 @@
-"""Channels of a module that can be removed, each with all it takes along."""
+"""Groups of channels of a module that can be removed together."""
 
 import copy
 import warnings
@@ -20,19 +20,19 @@ from lightning_accel.compress.exclusion import excluded_parameters
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
 
 _STATES = ("state", "states")
-_CLOSE = 1e-3  # of the largest output; a channel that is mistaken for another changes far more
+_CLOSE = 1e-3  # relative to the largest output; mistaking a channel for another changes far more
 
 
 @dataclass(frozen=True)
 class ChannelLayer:
-    """Channels that are removed one by one, each from the same tensors: those of a layer, or of layers that are added.
+    """Describe G channels that can be removed one by one: those of a layer, or of layers whose outputs are added.
 
-    Row i of each of ``slices``, (G, n), says where in a dimension of a parameter or buffer channel i is.
+    Row i of each of ``slices``, (G, n), has the indices of channel i in a dimension of a parameter or buffer.
     """
 
-    name: str  # of the first module that makes these channels
-    slices: dict[tuple[str, int], Labels]  # by the name of a parameter or buffer and a dimension of it
-    made_by: tuple[str, ...]  # parameters that make the channels, rather than take them
+    name: str  # of the first module that outputs these channels
+    slices: dict[tuple[str, int], Labels]  # by name of a parameter or buffer, and dimension
+    made_by: tuple[str, ...]  # parameters that output the channels, in contrast to those that take them as input
 
     def __len__(self) -> int:
         return len(next(iter(self.slices.values())))
@@ -40,10 +40,10 @@ class ChannelLayer:
 
 @dataclass(frozen=True)
 class ChannelGroups:
-    """What :func:`find_channel_groups` found."""
+    """Hold the result of :func:`find_channel_groups`."""
 
     layers: list[ChannelLayer]
-    left_out: dict[str, str]  # why outputs stay as many as they are, by name of the parameter that makes them
+    left_out: dict[str, str]  # the reason why output channels cannot be removed, by name of the parameter
     counters: list[tuple[str, str, str, Labels]] = field(default_factory=list)  # module, attribute, layer, channels
 
     def __getitem__(self, name: str) -> ChannelLayer:
@@ -53,7 +53,7 @@ class ChannelGroups:
         raise KeyError(f"no layer {name!r} among {', '.join(one.name for one in self.layers)}")
 
     def prefixed(self, prefix: str) -> "ChannelGroups":
-        """The same, for a module of which this one is the submodule ``prefix``."""
+        """Return the groups for a parent module, in which this module is the submodule ``prefix``."""
         if not prefix:
             return self
         layers = [
@@ -72,11 +72,11 @@ class ChannelGroups:
         return ChannelGroups(layers, left_out, counters)
 
     def plan(self, module: nn.Module, removed: Mapping[str, Sequence[int]]) -> ChannelPlan:
-        """How ``module`` gets rid of channels ``removed``, numbers by the name of their layer.
+        """Make a plan that removes the channels ``removed``, indices by layer name, from ``module``.
 
         Raises:
             KeyError: if there is no such layer.
-            ValueError: if no channel of a layer would be left.
+            ValueError: if no channel of a layer would remain.
         """
         with uncompiled(module) as plain:
             return self._plan(plain, removed)
@@ -104,23 +104,24 @@ def find_channel_groups(
     exclude: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
 ) -> ChannelGroups:
-    """Find the channels of ``module`` that can be removed, each with the slices of parameters that go with it.
+    """Find the channels of ``module`` that can be removed, each with the slices of all parameters that belong to it.
 
-    A copy of the module is run on the CPU, once, and each operation followed. With what remains, a module from which
-    channels are removed computes what the whole one does with their slices at zero. Channels of the inputs and
-    outputs stay, those that are normalised over (layer norm), and those that an operation takes which is not known
-    here: :attr:`ChannelGroups.left_out` says why. Fields ``state`` and ``states`` of an output that is a named tuple or
-    a mapping are taken to be for the module itself to go on from, and become smaller with it.
+    A copy of the module is run on the CPU, once, and each operation is followed. After the removal of channels, the
+    module computes what the whole one computes with their slices set to zero. Channels of the inputs and outputs, those
+    that are normalized over (layer norm), and those of unknown operations cannot be removed;
+    :attr:`ChannelGroups.left_out` has the reasons. Fields ``state`` and ``states`` of an output that is a named tuple
+    or a mapping are taken for recurrent states, which become smaller with the module.
 
     Args:
-        module: on any device, in any mode; neither it nor a random generator is changed.
-        args: positional arguments to call it with; a row or two suffice.
+        module: module on any device and in any mode; neither it nor a random generator is changed.
+        args: positional arguments of a call; one or two samples suffice.
         kwargs: keyword arguments of the call.
-        exclude: names or globs of parameters or modules, or classes of modules or their names, whose outputs stay.
-        check: whether to remove some channels of a copy and compare what it puts out; layers that fail are left out.
+        exclude: names or globs of parameters or modules, or classes of modules or their names, whose output channels
+            are kept.
+        check: whether to remove some channels of a copy and compare its output; layers that fail are left out.
 
     Raises:
-        TypeError: if the module cannot be copied or run so, or puts out no tensor.
+        TypeError: if the module cannot be copied or run on the CPU, or outputs no tensor.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -145,7 +146,7 @@ def find_channel_groups(
 
 
 def _lasting(output: Any) -> Any:
-    """``output`` without states that the module hands to itself."""
+    """Return ``output`` without recurrent states."""
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         return [_lasting(value) for name, value in zip(output._fields, output, strict=True) if name not in _STATES]
     if isinstance(output, Mapping):
@@ -210,7 +211,7 @@ def _collect(trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | typ
 def _excluded_roots(
     trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | type[nn.Module]], taken: Labels
 ) -> set[int]:
-    """Of the channels that excluded modules make; those they take from others may go."""
+    """Return the roots of the output channels of excluded modules; their input channels may be removed."""
     found: set[int] = set()
     names = excluded_parameters(module, exclude)
     for (name, _), own in trace.own.items():
@@ -248,7 +249,7 @@ def _left_out(
 def _counters(trace: ChannelTrace, layer_of: dict[int, tuple[str, int]]) -> list[tuple[str, str, str, Labels]]:
     found: dict[tuple[str, str, str], Labels] = {}
     for module, attribute, nodes in trace.splits:
-        roots = trace.nodes.roots(np.unique(nodes)).tolist()  # some may be of one channel, each counts
+        roots = trace.nodes.roots(np.unique(nodes)).tolist()  # each node counts, even if several belong to one channel
         known = [layer_of[root] for root in roots if root in layer_of]
         for name in dict.fromkeys(name for name, _ in known):
             found[module, attribute, name] = np.array([number for of_layer, number in known if of_layer == name])
@@ -256,7 +257,7 @@ def _counters(trace: ChannelTrace, layer_of: dict[int, tuple[str, int]]) -> list
 
 
 def _leave_out_failures(module: nn.Module, found: ChannelGroups, args: Any, kwargs: Any) -> ChannelGroups:
-    """``found`` less the layers from which channels cannot be removed after all, as a trial shows."""
+    """Return ``found`` without the layers for which a trial removal of channels fails."""
     trial = _Trial(module, args, kwargs)
     if trial.failure(found, found.layers) is None:
         return found
@@ -277,7 +278,7 @@ def _leave_out_failures(module: nn.Module, found: ChannelGroups, args: Any, kwar
 
 
 class _Trial:
-    """Removes channels from a copy with noise on its weights, so that none is without effect, and compares."""
+    """Remove channels from a copy and compare outputs; noise on its weights gives every channel an effect."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.module = copy.deepcopy(module)
@@ -314,7 +315,7 @@ class _Trial:
 
 
 def _some_of(count: int, number: int) -> list[int]:
-    """About half of the channels, of each layer another share, neither the first nor the last alone."""
+    """Draw about half of the channels, with a share that varies by layer."""
     share = (0.5, 0.3, 0.7)[number % 3]
     gone = max(1, min(count - 1, round(count * share)))
     return sorted(torch.randperm(count, generator=torch.Generator().manual_seed(number))[:gone].tolist())
@@ -322,7 +323,7 @@ def _some_of(count: int, number: int) -> list[int]:
 
 @torch.no_grad()
 def zero_channels_(module: nn.Module, groups: ChannelGroups, removed: Mapping[str, Sequence[int]]) -> None:
-    """Set what belongs to channels ``removed``, numbers by the name of their layer, to zero; buffers stay."""
+    """Set the parameters of the channels ``removed``, indices by layer name, to zero; buffers are kept."""
     with uncompiled(module) as plain:
         parameters = dict(plain.named_parameters(remove_duplicate=False))
     for name, numbers in removed.items():

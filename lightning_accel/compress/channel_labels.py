@@ -1,4 +1,4 @@
-"""Which indices of tensors have to be removed together: a union-find over arrays of nodes."""
+"""Union-find over the indices of tensors that must be removed together."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,7 @@ Labels = npt.NDArray[np.int64]
 
 
 class Nodes:
-    """A node for each index of each dimension of a tensor; those that must go together are united."""
+    """Track a node for each index of each dimension of a tensor; indices that must be removed together are united."""
 
     def __init__(self) -> None:
         self._parent: Labels = np.zeros(0, dtype=np.int64)
@@ -20,7 +20,7 @@ class Nodes:
         return made
 
     def roots(self, nodes: Labels) -> Labels:
-        """The node that stands for each of ``nodes`` and all that are united with it."""
+        """Return the representative of the set of each of ``nodes``."""
         nodes = self._parent[nodes]
         while True:
             above = self._parent[nodes]
@@ -29,7 +29,7 @@ class Nodes:
             nodes = above
 
     def unite(self, first: Labels, second: Labels) -> None:
-        """Have ``first[i]`` and ``second[i]`` removed together, for each i; the two broadcast."""
+        """Unite ``first[i]`` with ``second[i]``, for each i; the two broadcast."""
         first, second = (side.ravel() for side in np.broadcast_arrays(first, second))
         while True:
             one, other = self.roots(first), self.roots(second)
@@ -37,14 +37,14 @@ class Nodes:
             if not differ.any():
                 return
             one, other = one[differ], other[differ]
-            self._parent[np.maximum(one, other)] = np.minimum(one, other)  # of several, the last holds: go on
+            self._parent[np.maximum(one, other)] = np.minimum(one, other)  # of several writes the last wins: repeat
 
     def pin(self, nodes: Labels, reason: str) -> None:
-        """Never remove ``nodes``."""
+        """Exclude ``nodes`` from removal."""
         self._pins.append((nodes.ravel(), reason))
 
     def pinned(self) -> dict[int, str]:
-        """By root of what is pinned, the first reason."""
+        """Return the first reason of each pinned set, by its representative."""
         reasons: dict[int, str] = {}
         for nodes, reason in self._pins:
             for root in np.unique(self.roots(nodes)).tolist():

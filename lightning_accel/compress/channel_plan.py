@@ -1,4 +1,4 @@
-"""What is left of each parameter when channels are removed, as plain numbers, and the removal itself."""
+"""Plans of channels to remove, as plain numbers, and their application to modules and optimizers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.nn.recurrent_layer import RecurrentLayer
 
-Kept = dict[int, list[int]]  # indices that stay, in order, by dimension
+Kept = dict[int, list[int]]  # indices that are kept, in order, by dimension
 
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Which indices stay of which dimension of which parameter or buffer; of numbers, strings, lists and dicts alone.
+    """Hold the indices to keep in each dimension of each pruned parameter or buffer.
 
-    ``state_dict`` and :meth:`of_state` bring it to JSON, or to a checkpoint, and back.
+    ``state_dict`` and :meth:`of_state` convert it to JSON or a checkpoint, and back.
     """
 
-    kept: dict[str, Kept] = field(default_factory=dict)
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # before, of each in ``kept``
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)  # afterwards, by name of the module
+    kept: dict[str, Kept] = field(default_factory=dict)  # by name of the parameter or buffer
+    shapes: dict[str, list[int]] = field(default_factory=dict)  # of each in ``kept``, before the removal
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)  # by name of the module, after the removal
 
     def __bool__(self) -> bool:
         return bool(self.kept)
 
     def then(self, later: "ChannelPlan") -> "ChannelPlan":
-        """Both in one: ``later`` was made for the module that this plan leaves."""
+        """Combine this plan with ``later``, which was made for the module that this plan results in."""
         kept = {name: dict(dims) for name, dims in self.kept.items()}
         shapes = dict(self.shapes)
         for name, dims in later.kept.items():
@@ -52,7 +52,7 @@ class ChannelPlan:
         return [len(self.kept[name].get(dim, range(size))) for dim, size in enumerate(self.shapes[name])]
 
     def prefixed(self, prefix: str) -> "ChannelPlan":
-        """The same, for a module of which the one that it was made for is the submodule ``prefix``."""
+        """Return the plan for a parent module, in which the module of this plan is the submodule ``prefix``."""
         if not prefix:
             return self
         return ChannelPlan(
@@ -76,12 +76,12 @@ def plan_of_kept(
     gone: Mapping[tuple[str, int], Iterable[int]],
     attributes: Mapping[tuple[str, str], int] | None = None,
 ) -> ChannelPlan:
-    """The plan that removes indices ``gone``, by name and dimension, and sets what modules know of their sizes.
+    """Make a plan that removes the indices ``gone``, and updates size attributes such as ``out_features``.
 
     Args:
-        module: not changed.
-        gone: of parameters and buffers.
-        attributes: more of them, by name of a module and of its attribute.
+        module: module, which is not changed.
+        gone: indices by name of a parameter or buffer, and dimension.
+        attributes: values of further attributes, by name of a module and of its attribute.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     kept: dict[str, Kept] = {}
@@ -101,7 +101,7 @@ def plan_of_kept(
         if values:
             plan.attributes.setdefault(owner, {}).update(values)
     for name, part in module.named_modules():
-        if isinstance(part, DynamicRNN):  # knows the size of its layers
+        if isinstance(part, DynamicRNN):  # has attributes with the sizes of its layers
             of_layer = plan.attributes.get(f"{name}.layers.0" if name else "layers.0", {})
             if "hidden_size" in of_layer:
                 plan.attributes.setdefault(name, {})["hidden_size"] = of_layer["hidden_size"]
@@ -112,7 +112,7 @@ def plan_of_kept(
 
 
 def _sizes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapping[str, int]) -> dict[str, int]:
-    """What a module of torch's, or ours, knows of the shapes of its parameters."""
+    """Return the size attributes of a module of torch, or of this library, for the given shapes of its parameters."""
     weight = shapes.get("weight", [])
     if isinstance(owner, nn.Linear) and weight:
         return {"out_features": weight[0], "in_features": weight[1]}
@@ -146,19 +146,19 @@ _CONVOLUTION = "out_channels", "in_channels"
 
 @torch.no_grad()
 def apply_plan_(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Remove from ``module`` what ``plan`` does not keep, and from what ``optimizers`` know of its parameters.
+    """Remove all channels that ``plan`` does not keep from ``module``, and from the state of ``optimizers``.
 
-    Parameters whose shape changes are new objects under the old names, in the old order; param groups then hold the
-    new ones, with moments sliced like them, and gradients, too. Nothing is changed if any of it cannot be.
+    Parameters whose shape changes become new objects under the old names, in the old order, and replace the old ones in
+    param groups; gradients and optimizer moments are sliced alike. If any part cannot be changed, nothing is.
 
     Args:
-        module: the one that the plan was made for, or another of the same shapes.
-        plan: what stays.
-        optimizers: that hold parameters of the module.
+        module: the module that the plan was made for, or another of the same shapes.
+        plan: the indices to keep.
+        optimizers: optimizers of the module's parameters.
 
     Raises:
-        KeyError: if the module has no parameter or buffer of a name in the plan.
-        ValueError: if its shape is another, or an optimizer keeps what cannot be sliced, as LBFGS does.
+        KeyError: if the module lacks a parameter or buffer of the plan.
+        ValueError: if a shape differs, or the state of an optimizer cannot be sliced, such as that of LBFGS.
     """
     with uncompiled(module) as plain:
         _apply_plan(plain, plan, optimizers)
@@ -177,7 +177,7 @@ def _apply_plan(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optim
         for own in (part._parameters, part._buffers):
             for name, tensor in list(own.items()):
                 if tensor is not None and id(tensor) in new:
-                    setattr(part, name, new[id(tensor)])  # a recurrent layer keeps a list of its weights up to date
+                    setattr(part, name, new[id(tensor)])  # recurrent layers update a list of weights in it
     for name, values in plan.attributes.items():
         for attribute, value in values.items():
             setattr(module.get_submodule(name), attribute, value)
@@ -212,7 +212,7 @@ def _smaller(tensor: Tensor, dims: Kept) -> Tensor:
 
 
 def take(tensor: Tensor, dims: Kept) -> Tensor:
-    """A copy with the indices that ``dims`` keeps."""
+    """Return a copy with only the indices ``dims``."""
     for dim, indices in dims.items():
         tensor = tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
     return tensor

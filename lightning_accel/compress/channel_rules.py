@@ -1,4 +1,4 @@
-"""Where channels go in the operations that compute; :data:`RULES` has all that are known."""
+"""Rules that follow channels through operations that compute; :data:`RULES` has all known operations."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def _pointwise(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]
 
 
 def _fresh(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
-    """Filled with one number, of a size that the code asks for: it will ask for less where channels go."""
+    """Follow a constant tensor: the code that makes it will ask for a smaller size once channels are removed."""
     return [[trace.nodes.make(size) for size in out.shape]]
 
 
@@ -73,7 +73,7 @@ def _mv(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
 
 
 def _decide(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
-    """Over all of a tensor, for code to choose what to do; the choice is taken to be the same for fewer channels."""
+    """Follow a reduction over a whole tensor, on which code branches; fewer channels are assumed to branch alike."""
     return _reduce(trace, given, out) if given.get("dim") is not None else [None, None]
 
 
@@ -91,14 +91,14 @@ def _convolution(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | 
     one, two = weight[0], weight[1]
     assert one is not None
     assert two is not None
-    into, of = (one, two) if given["transposed"] else (two, one)  # what it sums over, what it makes
+    into, of = (one, two) if given["transposed"] else (two, one)  # input channels, output channels
     trace.pin_dims(weight[2:], KERNEL)
     channels = given["input"].shape[1]
     spread = len(of) * groups if given["transposed"] else len(of)
     result: Labels = np.tile(of, groups) if given["transposed"] else of
     if groups == 1:
         trace.contract(given["input"], x[1], given["weight"], into)
-    elif groups == channels and x[1] is not None:  # depthwise: each makes its own
+    elif groups == channels and x[1] is not None:  # depthwise: each input channel has outputs of its own
         makers = np.repeat(x[1], spread // groups)
         trace.nodes.pin(two, KERNEL)
         if given["transposed"]:
@@ -110,7 +110,7 @@ def _convolution(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | 
         trace.splits.append((name, "groups", x[1]))
     elif x[1] is None:
         trace.pin_dims(weight, "what it is multiplied with has a fixed size")
-    else:  # all groups stay equally wide
+    else:  # all groups must keep equally many channels
         within = x[1].reshape(groups, -1)
         trace.nodes.unite(within[:1], within)
         if given["transposed"]:
@@ -168,7 +168,7 @@ def _reduce(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
 
 
 def _along(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
-    """As :func:`_reduce`, but of the shape of the input."""
+    """Follow an operation along a dimension that keeps the shape of its input, such as softmax."""
     dims, asked = list(trace.of(given["self"])), given["dim"] if "dim" in given else given["dims"]
     for dim in [asked] if isinstance(asked, int) else asked:
         trace.pin_dims([dims[dim]], f"{trace.where()} normalises over it, so that the rest would change")
@@ -176,7 +176,7 @@ def _along(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
 
 
 def _spatial(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
-    """Pooling, scaling, padding: what has another size afterwards, or could, has no channels."""
+    """Follow pooling and resizing; dimensions whose size changes, or could, have no channels."""
     tensor = given["self"] if "self" in given else given["input"]
     dims, channel = trace.of(tensor), 1
     if out is None:
@@ -257,7 +257,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(func: Any) -> Rule | None:
-    """What is known of an operation of torch's dispatcher: one of :data:`RULES`, or that it works by element."""
+    """Return the rule of an operation of torch's dispatcher: one of :data:`RULES`, the pointwise one, or None."""
     name = func._schema.name.removeprefix("aten::")
     if (rule := RULES.get(name)) is not None:
         return rule

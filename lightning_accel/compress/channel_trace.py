@@ -1,6 +1,6 @@
-"""Follow channels through the operations of a module while it runs.
+"""Tracing of channels through the operations of a running module.
 
-Each dimension of a tensor has an array of nodes, one for each of its indices, or None where none can be removed.
+Each dimension of a tensor has an array of nodes, one for each of its indices, or None if no index can be removed.
 """
 
 import warnings
@@ -20,21 +20,21 @@ from lightning_accel.ops.native import KERNELS
 
 Dims = list[Labels | None]
 Given = dict[str, Any]  # arguments of an operation, by name
-Rule = Callable[["ChannelTrace", Given, Any], list[Dims | None]]  # dimensions of its results, in their order
+Rule = Callable[["ChannelTrace", Given, Any], list[Dims | None]]  # returns the dimensions of each result
 KERNEL = "size of a kernel"
 _HEADS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads", "num_key_value_heads")
 _SAY_NOTHING = {"_local_scalar_dense", "equal", "promote_types", "is_same_size", "sym_size", "prim::device"}
 
 
 class ChannelTrace(TorchDispatchMode):
-    """What was seen of a module that ran under :meth:`watch`.
+    """Follow channels through the operations of a module that runs under :meth:`watch`.
 
-    An operation that is not known keeps the dimensions of its inputs as they are, and so does one that depends on
-    their size, such as a normalisation over them.
+    Unknown operations pin the dimensions of their inputs, and so do those that depend on their size, such as a
+    normalization over them: their indices are never removed.
 
     Args:
-        module: that is to run.
-        rule_of: what is known of an operation, if anything.
+        module: module to run.
+        rule_of: function that returns the rule of an operation, or None.
     """
 
     def __init__(self, module: nn.Module, rule_of: Callable[[Any], Rule | None]) -> None:
@@ -42,9 +42,9 @@ class ChannelTrace(TorchDispatchMode):
         self._rule_of = rule_of
         self.nodes = Nodes()
         self.own: dict[tuple[str, int], Labels] = {}  # nodes of parameters and buffers, by name and dimension
-        self.contracted: list[Labels] = []  # nodes over which a product sums
-        self.taken: list[Labels] = []  # of them, those of parameters: what a layer takes rather than makes
-        self.splits: list[tuple[str, str, Labels]] = []  # module, attribute that counts them, a node for each
+        self.contracted: list[Labels] = []  # nodes that a product sums over
+        self.taken: list[Labels] = []  # those of them in parameters: the inputs of layers
+        self.splits: list[tuple[str, str, Labels]] = []  # module, attribute with the number of groups, one node of each
         self._dims = WeakTensorKeyDictionary()
         self._places = {one.untyped_storage().data_ptr() for one in module.parameters()}
         self._module = module
@@ -56,13 +56,13 @@ class ChannelTrace(TorchDispatchMode):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Follow what runs inside, in evaluation mode and by plain operations in place of fused ones."""
+        """Follow the operations in this context, where plain ones replace fused ones and gradients are disabled."""
         fast = torch.backends.mha.get_fastpath_enabled()
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(KERNELS.switched_off())
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of a flag of another device as it sets this one
+                warnings.simplefilter("ignore")  # setting this flag, torch warns of one of another device
                 stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
@@ -91,7 +91,7 @@ class ChannelTrace(TorchDispatchMode):
         return [None] * tensor.ndim if found is None else found
 
     def pin(self, tensor: Any, reason: str) -> None:
-        """Keep all dimensions of the tensors in ``tensor``."""
+        """Exclude all dimensions of the tensors in ``tensor`` from removal."""
         for one in tree_leaves(tensor):
             if isinstance(one, Tensor):
                 self.pin_dims(self.of(one), reason)
@@ -102,7 +102,7 @@ class ChannelTrace(TorchDispatchMode):
                 self.nodes.pin(nodes, reason)
 
     def unite(self, first: Labels | None, second: Labels | None, reason: str) -> Labels | None:
-        """Tie two dimensions of one size; where one cannot be removed, neither can the other."""
+        """Unite two dimensions of equal size; if one cannot be removed, neither can the other."""
         if first is None or second is None or len(first) != len(second):
             self.pin_dims([first, second], reason)
             return first if second is None else second
@@ -110,7 +110,7 @@ class ChannelTrace(TorchDispatchMode):
         return first
 
     def contract(self, one: Tensor, first: Labels | None, other: Tensor, second: Labels | None) -> None:
-        """A product of two tensors sums over these dimensions: what is zero in one adds nothing."""
+        """Record that a product of two tensors sums over these dimensions, so that zeros in one add nothing."""
         self.unite(first, second, "what it is multiplied with has a fixed size")
         for tensor, nodes in ((one, first), (other, second)):
             if nodes is not None:
@@ -122,7 +122,7 @@ class ChannelTrace(TorchDispatchMode):
         return self.running[-1][0] or type(self._module).__name__
 
     def split(self, flat: Labels, shape: tuple[int, ...]) -> Dims:
-        """Labels of each of the dimensions ``shape`` that ``flat`` is viewed as; one of them can have any."""
+        """Return the labels of each of the dimensions ``shape`` that ``flat`` is viewed as; at most one has any."""
         full = flat.reshape(shape)
         roots = self.nodes.roots(full)
         long = [dim for dim, size in enumerate(shape) if size > 1]
@@ -146,7 +146,7 @@ class ChannelTrace(TorchDispatchMode):
         return [labels if other == dim else None for other in range(full.ndim)]
 
     def _dim_to_keep(self, shape: tuple[int, ...], long: list[int]) -> tuple[int, tuple[str, str] | None]:
-        """Heads of an attention, if the module that runs has a number of them; else what is outermost."""
+        """Return the dimension of attention heads, if a running module has as many, else the outermost dimension."""
         for name, part in reversed(self.running):
             for attribute in _HEADS:
                 count = vars(part).get(attribute)
@@ -162,12 +162,12 @@ class ChannelTrace(TorchDispatchMode):
                 made = rule(self, given, out)
                 _require_fit(made, out)
                 return made
-            except Exception:  # a case that the rule was not written for: what it is about stays as it is
+            except Exception:  # a case that the rule does not cover: pin its inputs
                 self.pin(given, f"{self.where()} runs {func._schema.name} in a way that is not followed")
         elif name not in _SAY_NOTHING:
             self.pin(given, f"{self.where()} runs {func._schema.name}, through which channels are not followed")
         if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
-            for one in tree_leaves(out):  # what it held before counts no longer
+            for one in tree_leaves(out):  # overwritten, so that its previous dimensions are void
                 if isinstance(one, Tensor):
                     self._dims[one] = [None] * one.ndim
         return None
@@ -178,7 +178,7 @@ def _as_list(out: Any) -> list[Any]:
 
 
 def _require_fit(made: list[Dims | None], out: Any) -> None:
-    """Refuse nodes that are not one for each index of each dimension."""
+    """Raise a ValueError unless there is one node for each index of each dimension."""
     for result, dims in zip(_as_list(out), made, strict=False):
         if isinstance(result, Tensor) and dims is not None:
             for nodes, size in zip(dims, result.shape, strict=True):

@@ -1,4 +1,4 @@
-"""Where channels go when data is moved: views, cuts, joins."""
+"""Rules that follow channels through operations that move data: views, splits, concatenations and indexing."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -40,7 +40,7 @@ def _view_block(trace: ChannelTrace, before: Any, dims: Dims, after: tuple[int, 
 
 
 def _blocks(before: Any, after: Any) -> Iterator[tuple[int, int, int, int]]:
-    """Parts of two shapes of one size, as small as they go, that hold the same number."""
+    """Yield the smallest parts of two shapes, as ranges of dimensions, that have equally many elements."""
     i = j = 0
     while i < len(before) or j < len(after):
         start, first = i, j
@@ -89,7 +89,7 @@ def _expand(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]
     for back in range(out.ndim, 0, -1):
         if back <= tensor.ndim and tensor.shape[-back] == out.shape[-back]:
             made.append(dims[-back])
-        else:  # the same number again and again, as many as are asked for
+        else:  # repeated, as often as the code asks for
             if back <= tensor.ndim:
                 trace.pin_dims([dims[-back]], f"{trace.where()} broadcasts it")
             made.append(trace.nodes.make(out.shape[-back]))
@@ -157,7 +157,7 @@ def _slice(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     start = min(max(start + size if start < 0 else start, 0), size)
     if nodes is None or size == length:
         return [dims]
-    if length and given["step"] == 1 and start % length == size % length == 0:  # one of equal parts, as of a gate
+    if length and given["step"] == 1 and start % length == size % length == 0:  # an equal part, such as a gate
         rows = nodes.reshape(-1, length)
         trace.nodes.unite(rows[:1], rows)
         dims[dim] = nodes[start : start + length]
@@ -209,7 +209,7 @@ def _glu(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
 
 
 def _index(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
-    """Rows, by their numbers; the dimensions after those stay."""
+    """Follow indexing of the first dimensions by tensors; the dimensions after them keep their channels."""
     dims, indices = trace.of(given["self"]), given["indices"]
     reason = f"{trace.where()} takes parts of it by their numbers"
     trace.pin([one for one in indices if one is not None], reason)
@@ -229,7 +229,7 @@ def _index_select(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims |
 
 
 def _write_rows(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
-    """Rows of ``source`` put, or added, at places of ``self``."""
+    """Follow a copy, or an addition, of slices of ``source`` to indices of ``self``."""
     dim = given["dim"] % out.ndim
     dims, source = list(trace.of(given["self"])), trace.of(given["source"])
     trace.pin_dims([dims[dim], source[dim]], f"{trace.where()} puts parts of it where numbers say")

@@ -1,4 +1,4 @@
-"""Files of :func:`lightning_accel.compress.export`, read without pickle. Shapes: B rows, C classes."""
+"""Loading of files of :func:`lightning_accel.compress.export`, without pickle. Shapes: B samples, C classes."""
 
 import json
 import os
@@ -23,12 +23,12 @@ _OF_TORCHAO = b"quantized_decomposed", b"torchao"
 
 
 class Compressed:
-    """A model read from a file, called as its ``forward`` was.
+    """Run a model loaded from a file, with the arguments of its ``forward``.
 
     Attributes:
-        metadata: what :func:`lightning_accel.compress.export` wrote: ``inputs`` with names, dtypes and shapes,
-            ``output_names``, versions, and the user's own under ``metadata``.
-        class_names: of the classes, in order, if they are inside.
+        metadata: metadata of the file: ``inputs`` with names, dtypes and shapes, ``output_names``, versions, and the
+            user's own under ``metadata``.
+        class_names: names of the classes, in order, if the file has them.
     """
 
     def __init__(self, path: Path, metadata: dict[str, Any], run: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -43,10 +43,10 @@ class Compressed:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``forward`` returned; its NamedTuples and dataclasses as NamedTuples, None for what was left out.
+        """Return the output of ``forward``, with dataclasses as NamedTuples and None for outputs not in the file.
 
         Raises:
-            TypeError: if arguments are missing, or are of another dtype than the file takes.
+            TypeError: if arguments are missing, or have another dtype than the file takes.
             ValueError: if a tensor has another shape.
         """
         outputs = self._run(self._tensors(args, kwargs))
@@ -54,14 +54,14 @@ class Compressed:
         return rebuild(self.metadata["outputs"], tensors)
 
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The likeliest class of each row.
+        """Predict the most probable class of each sample.
 
         Returns:
-            ``class``, names, or numbers (B,) where the file has no names; ``probability`` of each, (B,); and all
+            ``class``, the names, or indices (B,) if the file has no names; ``probability`` of these, (B,); and all
             ``probabilities``, (B, C).
 
         Raises:
-            TypeError: if the first output is not one score for each row and class.
+            TypeError: if the first output does not have one score per sample and class.
         """
         output = self(*args, **kwargs)
         scores = next(value for value in named_tensors(output).values())
@@ -108,16 +108,16 @@ def load_compressed(
     Nothing in it is unpickled, evaluated or imported: a program of ``torch.export`` is checked before torch reads it.
 
     Args:
-        path: ``.pt2`` or ``.onnx``.
-        compiled: compile a program of ``torch.export`` when it is first called, as quantized ones need to be fast.
-        allow_machine_code: load a file of AOTInductor (``format="aoti"``), a library of machine code, which runs:
-            allow it for files of people whom you trust.
+        path: ``.pt2`` or ``.onnx`` file.
+        compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast.
+        allow_machine_code: load a file of AOTInductor (``format="aoti"``), a library of machine code that is run; allow
+            it only for files from people you trust.
 
     Raises:
-        FileNotFoundError: if it is not there.
-        ValueError: if it is another kind of file, damaged, a newer version's, compiled for another CPU, or machine
-            code that is not allowed; and if it holds what :func:`lightning_accel.compress.export` does not write.
-        ModuleNotFoundError: if the package that runs it is missing.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is of another kind, damaged, of a newer version, compiled for another CPU, contains
+            machine code that is not allowed, or anything that :func:`lightning_accel.compress.export` does not write.
+        ModuleNotFoundError: if the package to run it is missing.
     """
     path = Path(path)
     if not path.is_file():
@@ -174,7 +174,7 @@ def _load_aoti(path: Path) -> Compressed:
 
 
 def _require_machine(built_for: Mapping[str, str], path: Path) -> None:
-    """Refuse machine code for another kind of processor, before it is loaded and dies of it."""
+    """Raise a ValueError if machine code is for another kind of processor, on which it would crash."""
     machine, device = built_for.get("AOTI_MACHINE", ""), built_for.get("AOTI_DEVICE_KEY", "")
     system = built_for.get("AOTI_PLATFORM", "")
     if (machine and machine != platform.machine()) or (system and system != platform.system().lower()):
@@ -211,7 +211,7 @@ def _load_onnx(path: Path) -> Compressed:
         ) from error
     text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
     about = _read_metadata(text, path)
-    used = [one.name for one in session.get_inputs()]  # what no output depends on is left out
+    used = [one.name for one in session.get_inputs()]  # inputs that no output depends on are missing
     renamed = about.get("onnx_inputs", {})
     kept = about.get("onnx_outputs")
 
@@ -224,7 +224,7 @@ def _load_onnx(path: Path) -> Compressed:
 
 
 def _import_torchao(path: Path) -> None:
-    """Register the operators of quantized programs."""
+    """Import torchao, which registers the operators of quantized programs."""
     if find_spec("torchao") is None:
         raise ModuleNotFoundError(f'{path} needs torchao: pip install "lightning_accel[compress]"', name="torchao")
     import torchao.quantization.pt2e  # noqa: F401

@@ -1,4 +1,4 @@
-"""Parameters that a user names, in a few ways."""
+"""Selection of parameters by names, patterns and classes."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -9,15 +9,15 @@ from lightning_accel.ops.names import list_of_names
 
 
 def excluded_parameters(module: nn.Module, exclude: Sequence[str | type[nn.Module]]) -> set[str]:
-    """Names of the parameters and buffers that ``exclude`` means.
+    """Return the names of the parameters and buffers that ``exclude`` matches.
 
     Args:
-        module: that has them.
+        module: module with the parameters.
         exclude: names or globs of parameters or submodules (``"network.6"``, ``"*.head"``), classes of modules, or
-            names of classes; of a submodule, all that it holds.
+            names of classes; a submodule stands for all its parameters and buffers.
 
     Raises:
-        ValueError: if an entry means nothing in ``module``.
+        ValueError: if an entry matches nothing in ``module``.
 
     >>> sorted(excluded_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["Linear"]))
     ['0.bias', '0.weight']

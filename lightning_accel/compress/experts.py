@@ -1,4 +1,4 @@
-"""Experts taken out of a mixture. Shapes: E experts."""
+"""Removal of experts from a mixture of experts. Shapes: E experts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from lightning_accel.ops.evaluation import evaluating
 
 
 def plan_of_experts(mixture: MixtureOfExperts, keep: Sequence[int]) -> ChannelPlan:
-    """The plan that leaves the experts ``keep`` of ``mixture``; its gate then asks for no more than there are.
+    """Make a plan that keeps only the experts ``keep`` of ``mixture``, and lowers the k of its gate if it must.
 
     Raises:
-        ValueError: if ``keep`` is empty, names an expert twice or one that is not there, or leaves groups of experts
+        ValueError: if ``keep`` is empty, repeats an expert, names one that does not exist, or leaves groups of experts
             of unequal size.
-        TypeError: if the gate is of a kind with no row for each expert.
+        TypeError: if the parameters of the gate do not have a row for each expert.
     """
     gate: Any = mixture.gate
     number = mixture.num_experts
@@ -51,14 +51,14 @@ def plan_of_experts(mixture: MixtureOfExperts, keep: Sequence[int]) -> ChannelPl
 def remove_experts_(
     mixture: MixtureOfExperts, keep: Sequence[int], optimizers: Sequence[Optimizer] = ()
 ) -> ChannelPlan:
-    """Leave the experts ``keep`` of ``mixture``: their weights, their rows of the gate, what optimizers know of them.
+    """Remove all experts but ``keep`` from ``mixture``, with their rows of the gate and their optimizer state.
 
     Returns:
-        The plan, which does the same to another mixture of these sizes.
+        The plan, which can be applied to another mixture of the same sizes.
 
     Raises:
         ValueError: as :func:`plan_of_experts`.
-        TypeError: likewise.
+        TypeError: as :func:`plan_of_experts`.
     """
     plan = plan_of_experts(mixture, keep)
     apply_plan_(mixture, plan, optimizers)
@@ -66,10 +66,9 @@ def remove_experts_(
 
 
 def busiest_experts(load: Tensor, number: int) -> list[int]:
-    """The ``number`` experts with most of ``load``, (E,), in order of their numbers.
+    """Return the sorted indices of the ``number`` experts with the highest ``load``, (E,).
 
-    The load is what :func:`measure_expert_load` gives, or the ``load`` of
-    :class:`~lightning_accel.nn.expert_load.LoadStatistics`.
+    The load is that of :func:`measure_expert_load`, or of :class:`~lightning_accel.nn.expert_load.LoadStatistics`.
 
     Raises:
         ValueError: if ``number`` is not in [1, E].
@@ -86,12 +85,12 @@ def busiest_experts(load: Tensor, number: int) -> list[int]:
 def measure_expert_load(
     module: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], object] | None = None
 ) -> dict[str, Tensor]:
-    """Share of the slots that each expert is asked for, (E,) float64, by name of the mixture in ``module``.
+    """Measure the share of assignments of each expert, (E,) float64, by name of the mixture in ``module``.
 
     Args:
-        module: is run in evaluation mode, and left in the mode it was in.
-        batches: a tensor each, or a tuple or list of positional arguments, or a mapping of keyword arguments.
-        call: runs the module on a batch of another kind.
+        module: module to run in evaluation mode; its mode is restored.
+        batches: batches, each a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        call: function that runs the module on a batch of another type.
 
     Raises:
         ValueError: if the module has no mixture of experts, or none ran.

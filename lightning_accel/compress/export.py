@@ -1,4 +1,4 @@
-"""Files that run without the classes of a model, each checked before it is kept. Shapes: B rows, C classes."""
+"""Export of models to files that run without their classes. Shapes: B samples, C classes, T tokens."""
 
 import json
 import math
@@ -34,24 +34,24 @@ _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 
 
 class ExportError(RuntimeError):
-    """A module that cannot be exported, or a file that does not give what the module gives."""
+    """Report that a module cannot be exported, or that the outputs of its file differ from the module's."""
 
 
 class Exported(NamedTuple):
-    """A file that was checked and is in its place."""
+    """Describe a file that was written and verified."""
 
     path: Path
     format: Format
     file_bytes: int
-    outputs: list[str]  # names of the tensors that it gives
-    left_out: list[str]  # of those that the module gives besides
-    largest_difference: float  # of an output from the module's, as a share of the output's largest value
-    num_checked: int  # calls that were compared
-    unused: Sequence[str] = ()  # arguments of the module that the file does without, such as labels
+    outputs: list[str]  # names of the output tensors of the file
+    left_out: list[str]  # names of the other output tensors of the module
+    largest_difference: float  # of an output from the module's, relative to the output's largest value
+    num_checked: int  # number of compared calls
+    unused: Sequence[str] = ()  # arguments of the module that the file does not need, such as labels
 
 
 class Probabilities(nn.Module):
-    """Scores (B, C), or the first output if there are several, to probabilities: what ``postprocess`` often is."""
+    """Convert scores (B, C), or the first of several outputs, to probabilities; often used as ``postprocess``."""
 
     def forward(self, output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -80,46 +80,47 @@ def export(
     verify: bool = True,
     tolerance: float | None = None,
 ) -> Exported:
-    """Write ``module`` to a file that runs without its class, once it gives what the module gives on ``inputs``.
+    """Write ``module`` to a file that runs without its class, after verification of its outputs on ``inputs``.
 
-    The file is written beside its place, loaded, and compared with the module on each of ``inputs`` and on 1 and on an
-    odd number of their rows; then it is renamed. What fails leaves no file, and an earlier one as it was.
+    The file is written under a temporary name, loaded, and compared with the module on each of ``inputs`` and on 1 and
+    an odd number of their samples; then it is renamed. If anything fails, no file is written, and an existing file is
+    kept.
 
-    Arguments that no output of the file depends on, and that the module can do without, such as labels for a loss, are
-    left out; a call of the file may have them. The length of token sequences, integers (B, T), is free if the module
-    takes another.
+    Arguments that no output depends on, and that the module does not need, such as labels for a loss, are removed; a
+    call of the file may still pass them. The length of token sequences, integers (B, T), is dynamic if the module
+    accepts others.
 
     Args:
-        module: run in evaluation mode, and left as it is.
-        inputs: calls, each with positional and keyword arguments as the file takes them. Sizes in which they differ are
-            free in the file.
-        path: ends in ``.pt2``, or ``.onnx`` for ONNX.
-        format: ``pt2`` is read by ``torch.export.load``; ``aoti``, compiled for this kind of CPU or GPU, by
-            ``torch._inductor.aoti_load_package``, also from C++, but for operations of ours, such as recurrent layers,
-            which are Python; ``onnx`` by ONNX Runtime and others.
-        dynamic: whether the rows of a batch are free; else the file takes batches as the first of ``inputs`` alone.
-        preprocess: takes the first argument and returns what the module takes, such as a normalisation.
-        postprocess: takes what the module returns, such as :class:`Probabilities`.
-        outputs: names of the tensors to give, such as ``logits``. By default all that have a row for each of the
-            batch's; what is summed over a batch is left out.
-        class_names: kept in the file, for :meth:`Compressed.predict`.
-        metadata: plain values, kept in the file.
-        quantized: written in place of ``module``: a program that takes and returns what it does, or the bytes of an
-            ONNX file whose inputs are the tensors of a call, each named so that it ends in ``__`` and its place, and
-            whose outputs are those of the output, in order.
-        reference: stands for ``module`` in the comparison, as it has to where ``quantized`` is given: another form of
-            the same, that takes and returns what ``module`` does.
-        verify: whether it is compared at all.
-        tolerance: largest difference of an output, as a share of its largest absolute value; none for integers. By
-            default 0.001; for what is ``quantized``, 0.02, or twice the difference of ``reference`` from ``module``
-            where that is more: what rounds in another order may be as far off on the other side.
+        module: module to export; it is run in evaluation mode and not changed.
+        inputs: calls, each with positional and keyword arguments as the file takes them. Sizes that differ among them
+            are dynamic in the file.
+        path: file name, with the suffix ``.pt2``, or ``.onnx`` for ONNX.
+        format: ``pt2`` is read by ``torch.export.load``; ``aoti``, compiled for this type of CPU or GPU, by
+            ``torch._inductor.aoti_load_package``, also from C++ unless the model has custom Python operators, such as
+            the recurrent layers of this library; ``onnx`` by ONNX Runtime and others.
+        dynamic: whether the batch size is dynamic; else the file takes only the batch size of the first of ``inputs``.
+        preprocess: module that converts the first argument to the input of ``module``, such as a normalization.
+        postprocess: module that takes the output of ``module``, such as :class:`Probabilities`.
+        outputs: names of the output tensors of the file, such as ``logits``. By default all whose size depends on that
+            of the batch, which excludes sums over the batch.
+        class_names: names to store in the file, for :meth:`Compressed.predict`.
+        metadata: plain values to store in the file.
+        quantized: written instead of ``module``: a program with the same inputs and outputs, or the bytes of an ONNX
+            file whose inputs are the tensors of a call, with names that end in ``__`` and their index, and whose
+            outputs are the tensors of the output, in order.
+        reference: compared with the file instead of ``module``, which ``quantized`` needs: another form with the inputs
+            and outputs of ``module``.
+        verify: whether to compare outputs.
+        tolerance: largest difference of an output, relative to its largest absolute value; integers must be equal. By
+            default 0.001; for ``quantized``, 0.02, or twice the difference between ``reference`` and ``module`` if that
+            is more, since rounding in another order may differ as much in the other direction.
 
     Raises:
-        ValueError: if the format is unknown, ``path`` does not end as it should, there are no ``inputs``, or
-            ``quantized`` cannot be of this format.
+        ValueError: if the format is unknown, ``path`` has another suffix, there are no ``inputs``, or ``quantized``
+            does not fit the format.
         TypeError: if arguments or outputs are not made of tensors.
         ModuleNotFoundError: if a package is missing.
-        ExportError: if the module cannot be traced, or the file gives something else.
+        ExportError: if the module cannot be traced, or outputs of the file differ.
     """
     path = Path(path)
     require_exportable(format, path)
@@ -151,7 +152,7 @@ def export(
                 replace_atomically(written, path)
             break
         except ExportError:
-            if not traced.free_length:  # which may be what the format cannot have
+            if not traced.free_length:  # a dynamic length may be what the format cannot have
                 raise
     compared = len(calls) if verify else 0
     size = path.stat().st_size
@@ -169,14 +170,14 @@ def try_export(
     postprocess: nn.Module | None = None,
     outputs: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trace ``module`` as :func:`export` does, and translate it where the format needs it, but write nothing.
+    """Trace ``module`` as :func:`export` does, and translate it to ONNX for that format, but write nothing.
 
     Returns:
-        ``name``, ``dtype`` and ``shape`` of each tensor that the file would take, with None for a size that is free.
+        ``name``, ``dtype`` and ``shape`` of each input tensor of the file, with None for dynamic sizes.
 
     Raises:
         TypeError: as :func:`export`.
-        ExportError: likewise.
+        ExportError: as :func:`export`.
     """
     traced = _trace_call(module, inputs, format, dynamic, preprocess, postprocess, outputs, None, None)
     assert traced.program is not None
@@ -218,7 +219,7 @@ def _trace_call(
     free_length: bool = True,
     unused: Sequence[str] = (),
 ) -> _Traced:
-    """Decide on inputs, outputs and free sizes, and trace, unless what was ``quantized`` is an ONNX file."""
+    """Determine inputs, outputs and dynamic sizes, and trace the module, unless ``quantized`` is an ONNX file."""
     flat = FromTensors(module, preprocess, postprocess, dense=format == "onnx")
     plain = partial(flat.whole, run=flat.module)
     live = plain if reference is None else partial(flat.whole, run=reference)
@@ -252,7 +253,7 @@ def _trace_call(
 
 
 def _other_length(live: Run, call: Inputs) -> Inputs | None:
-    """Return ``call`` with shorter sequences of tokens, integers (B, T), if there are any and it runs with them."""
+    """Return ``call`` with shorter token sequences, integers (B, T); None if there are none or it fails with them."""
     tensors = [value for value in tree_flatten(call)[0] if isinstance(value, Tensor)]
     tokens = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
     lengths = {value.shape[1] for value in tokens if value.dtype != torch.bool}
@@ -267,13 +268,13 @@ def _other_length(live: Run, call: Inputs) -> Inputs | None:
     )
     try:
         outputs_of(live, cut)
-    except Exception:  # a module for sequences of one length
+    except Exception:  # the module requires one length
         return None
     return cut
 
 
 def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, inputs: Sequence[Inputs]) -> list[str]:
-    """Return arguments that no kept output depends on, and without which the module gives the same outputs."""
+    """Return arguments that no kept output depends on, and without which the module returns the same outputs."""
     nodes = {node.name: node for node in program.graph.nodes}
     needed, left = set(), [node for node in program.graph.nodes if node.op == "output"]
     while left:
@@ -295,13 +296,13 @@ def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, in
             expected, given = outputs_of(live, call), outputs_of(live, _without(call, found, flat))
             if not all(name in given and torch.equal(given[name], expected[name]) for name in flat.kept):
                 return []
-    except Exception:  # which it asks for all the same
+    except Exception:  # forward requires them nevertheless
         return []
     return found
 
 
 def _without(call: Inputs, names: Sequence[str], flat: FromTensors) -> Inputs:
-    """Return ``call`` without some arguments: those at the end, and those given by name."""
+    """Return ``call`` without the arguments ``names``, as far as they are the last positional ones or keywords."""
     args, kwargs = call
     order = list(bind(flat.signature, *call))
     while args and order[len(args) - 1] in names:
@@ -314,7 +315,7 @@ def _is_call(call: tuple[Any, ...]) -> bool:
 
 
 def require_exportable(format: str, path: Path | None = None) -> None:
-    """Refuse a format that cannot be written here, or a ``path`` that does not end as it should."""
+    """Raise if the format is unknown, a package for it is missing, or ``path`` has another suffix."""
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}; got {format!r}")
     missing = [name for name in _PACKAGES.get(format, ()) if find_spec(name) is None]
@@ -331,7 +332,7 @@ def _size(call: Inputs) -> int:
 
 
 def _other_sizes(live: Run, call: Inputs) -> list[Inputs]:
-    """The call with 1 and with an odd number of rows; none where rows cannot be taken apart, as nodes of graphs."""
+    """Return the call with 1 and an odd number of samples; none if samples cannot be separated, as nodes of graphs."""
     rows = num_rows(call)
     sizes = [size for size in (1, 3 if rows != 3 else 5) if size != rows]
     calls = [first_rows(call, size) for size in sizes]
@@ -343,7 +344,7 @@ def _other_sizes(live: Run, call: Inputs) -> list[Inputs]:
 
 
 def _free_sizes(flat: FromTensors, calls: Sequence[Inputs], sliced: bool) -> list[dict[int, Any]]:
-    """For each tensor of a call, its dimensions that are free: that of the rows, and those in which calls differ."""
+    """Return the dynamic dimensions of each tensor of a call: that of the batch, and those in which calls differ."""
     found = [flat.tensors_of(call) for call in calls]
     names = list(found[0])
     for one in found[1:]:
@@ -398,7 +399,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _specs(flat: FromTensors, example: Inputs, shapes: list[dict[int, Any]] | None) -> list[dict[str, Any]]:
-    """Name, dtype and shape of each tensor that goes in; None for a size that is free."""
+    """Return name, dtype and shape of each input tensor, with None for dynamic sizes."""
     tensors = flat.tensors_of(example)
     free: Sequence[Mapping[int, Any]] = shapes or [{}] * len(tensors)
     return [
@@ -418,7 +419,7 @@ def _about(
     format: Format,
     class_names: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """What :func:`load_compressed` has to know of a file, kept in it as JSON."""
+    """Return the metadata for :func:`load_compressed`, which the file stores as JSON."""
     return {
         "lightning_accel": __version__,
         "format_version": FORMAT_VERSION,
@@ -449,7 +450,7 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
                 configs = {"aot_inductor.metadata": {METADATA: text}}
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
             else:
-                program.example_inputs = None  # which would be written as a pickle
+                program.example_inputs = None  # they would be written as a pickle
                 torch.export.save(program, path, extra_files={METADATA: text})
     except Exception as error:
         raise ExportError(f"{name} cannot be written as {format}: {first_line(_innermost(error))}") from error
@@ -492,7 +493,7 @@ def _verify(
     tolerances: Callable[[Inputs, dict[str, Tensor]], dict[str, float]],
     path: Path,
 ) -> float:
-    loaded = load_compressed(written, allow_machine_code=True)  # which was written just now
+    loaded = load_compressed(written, allow_machine_code=True)  # it was just written
     largest = 0.0
     for call in calls:
         expected = outputs_of(live, call)
@@ -517,7 +518,7 @@ def _verify(
 def _allowed(
     plain: Run, tolerance: float | None, quantized: bool, call: Inputs, expected: dict[str, Tensor]
 ) -> dict[str, float]:
-    """The tolerance of each output of a call."""
+    """Return the tolerance of each output of a call."""
     if tolerance is None and quantized:
         exact = outputs_of(plain, call)
         found = {name: max(0.02, min(0.5, 2 * _difference(exact[name], value))) for name, value in expected.items()}
@@ -527,7 +528,7 @@ def _allowed(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference as a share of the largest finite value; infinite where shapes or what is not finite differ."""
+    """Return the largest difference relative to the largest finite value; inf if shapes or non-finite values differ."""
     if found.shape != expected.shape:
         return math.inf
     a, b = (value.detach().to("cpu", torch.float64) for value in (found, expected))
@@ -541,10 +542,10 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A path that ends as ``path`` does, which loaders ask for; nothing stays there."""
+    """Yield a temporary path in the same folder with the same suffix, which loaders require, and delete it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.stem}.partial{path.suffix}")
-    written.unlink(missing_ok=True)  # of a process that was killed
+    written.unlink(missing_ok=True)  # left by a killed process
     try:
         yield written
     finally:

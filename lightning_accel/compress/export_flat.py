@@ -1,4 +1,4 @@
-"""A module as a function from tensors to tensors, which is what files hold. Shapes: B rows."""
+"""A module with preprocessing and postprocessing as a function from tensors to tensors, as files hold it."""
 
 import copy
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lightning_accel.ops.names import list_of_names
 
 
 class FromTensors(nn.Module):
-    """``module``, and what comes before and after it, as a function from tensors to a tuple of tensors."""
+    """Wrap ``module``, its preprocessing and its postprocessing as a function from tensors to a tuple of tensors."""
 
     def __init__(
         self, module: nn.Module, preprocess: nn.Module | None, postprocess: nn.Module | None, dense: bool
@@ -24,19 +24,19 @@ class FromTensors(nn.Module):
         self.preprocess = copy.deepcopy(preprocess)
         self.postprocess = copy.deepcopy(postprocess)
         for one in self.modules():
-            one.training = False  # programs of torch.export refuse eval()
+            one.training = False  # programs of torch.export reject eval()
             if dense and isinstance(one, Experts):
-                one.backend = "dense"  # of operators that every runtime has
+                one.backend = "dense"  # uses only operators of all runtimes
         self.signature = module.forward
         self.example: Inputs = (), {}
         self.arguments: dict[str, Any] = {}
         self.output: Any = None
         self.kept: list[str] = []
         self.left_out: list[str] = []
-        self.unused: list[str] = []  # arguments that the file does without
+        self.unused: list[str] = []  # arguments that the file does not need
 
     def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs], outputs: Sequence[str] | None) -> None:
-        """Decide which outputs the file gives: ``outputs``, or those whose size follows that of the call."""
+        """Choose the outputs of the file: ``outputs``, or those whose size depends on that of the call."""
         outputs = None if outputs is None else list_of_names(outputs)
         self.example = example
         self.arguments = bind(self.signature, *example)
@@ -58,7 +58,7 @@ class FromTensors(nn.Module):
         return output if self.postprocess is None else self.postprocess(output)
 
     def preprocessed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """The call of the module that a call of the whole leads to."""
+        """Return the arguments of the module, after preprocessing."""
         if self.preprocess is None:
             return args, kwargs
         if args:
@@ -67,12 +67,12 @@ class FromTensors(nn.Module):
         return args, {**kwargs, first: self.preprocess(kwargs[first])}
 
     def inner_output(self) -> Any:
-        """What the module returns, in a call like the example."""
+        """Return the output of the module for the example."""
         args, kwargs = self.preprocessed(*self.example)
         return self.module(*args, **kwargs)
 
     def replace_module(self, program: ExportedProgram) -> None:
-        """Let a program from tensors to tensors stand in the place of the module."""
+        """Replace the module by a program with the same inputs and output tensors."""
         self.module = _Structured(program, self.inner_output())
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ class FromTensors(nn.Module):
 
 
 class _Structured(nn.Module):
-    """A program whose output is in the classes of the module's that it stands for."""
+    """Run a program and return its output in the classes of the module that it replaces."""
 
     def __init__(self, program: ExportedProgram, output: Any) -> None:
         super().__init__()
@@ -94,6 +94,6 @@ class _Structured(nn.Module):
 
 
 def outputs_of(run: Run, call: Inputs) -> dict[str, Tensor]:
-    """Return the tensors that ``run`` gives, by name; what else it gives, such as a cache, no file can hold."""
+    """Return the output tensors of ``run`` by name; other outputs, such as a cache, are dropped."""
     args, kwargs = call
     return named_tensors(run(*args, **kwargs), others=[])

@@ -1,4 +1,4 @@
-"""What comes before and after a model, in one ONNX file with a model that others quantized."""
+"""Preprocessing and postprocessing around a quantized model, in one ONNX file."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,17 +14,17 @@ from lightning_accel.compress.structure import named_tensors, restore
 
 
 def around_quantized(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:
-    """The model in ``content``, with the preprocessing and postprocessing of ``flat`` as nodes of the same graph.
+    """Add the preprocessing and postprocessing of ``flat`` to the graph of the ONNX model in ``content``.
 
     Args:
-        content: an ONNX file. Names of its inputs end in ``__`` and the place of the tensor among those of a call of
-            the module; its outputs are the tensors that the module returns.
-        flat: the whole, from tensors to tensors.
-        calls: of the whole, that differ in the sizes that are free.
+        content: an ONNX file. Names of its inputs end in ``__`` and the index of the tensor in a call of the module;
+            its outputs are the tensors that the module returns.
+        flat: the whole model as a function of tensors.
+        calls: calls of the whole model, which differ in dynamic sizes.
 
     Returns:
-        An ``onnx.ModelProto``, and what has to be known to run it: ``onnx_inputs``, the tensor of a call for each of
-        its inputs, and ``onnx_outputs``, the place among its outputs of each tensor that the file gives.
+        An ``onnx.ModelProto``, and metadata to run it: ``onnx_inputs`` maps its inputs to the tensors of a call, and
+        ``onnx_outputs`` has the index among its outputs of each output of the file, None if they are the same.
     """
     import onnx
 
@@ -51,7 +51,7 @@ def around_quantized(content: bytes, flat: FromTensors, calls: Sequence[Inputs])
 
 
 class _Before(nn.Module):
-    """From the tensors of a call to those of them, preprocessed, that the module uses."""
+    """Map the tensors of a call to those that the quantized model uses, after preprocessing."""
 
     def __init__(self, flat: FromTensors, places: Sequence[int]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Before(nn.Module):
 
 
 class _After(nn.Module):
-    """From the tensors that the module returns to those that the file gives."""
+    """Map the output tensors of the quantized model to those of the file, after postprocessing."""
 
     def __init__(self, flat: FromTensors, output: Any) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _After(nn.Module):
 
 
 def _graph(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str) -> Any:
-    """``module`` as ONNX; its inputs are called ``name`` with ``__`` and their place."""
+    """Export ``module`` to ONNX; its inputs are named ``name__0``, ``name__1``, ..."""
     largest = max(calls, key=lambda tensors: sum(one.numel() for one in tensors))
     shapes = []
     for number in range(len(largest)):
@@ -99,7 +99,7 @@ def _graph(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str) -> A
 
 
 def _joined(first: Any, second: Any, connections: Mapping[str, str]) -> Any:
-    """``second`` after ``first``: outputs of one go into inputs of the other."""
+    """Compose two models: outputs of ``first`` become inputs of ``second``, as ``connections`` maps their names."""
     import onnx
     from onnx.compose import add_prefix
 

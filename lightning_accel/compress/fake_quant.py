@@ -1,8 +1,8 @@
-"""Layers that train as if they were int8 already, without a change to their parameters or their names.
+"""Fake quantization for quantization-aware training, which keeps parameters and their names.
 
-Source: B. Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3. Departure: a batch norm is not folded while
-training, since the grid of a weight is symmetric and one per output channel: folding scales the grid with the channel
-and leaves its integers as they are.
+Source: B. Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3. Departure: batch norms are not folded during
+training, since weights have a symmetric grid per output channel: folding scales the grid with the channel and keeps its
+integers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from lightning_accel.compress.quant_layers import round_input, round_weight
 
-DECAY = 0.99  # of the ranges of inputs, at each step
+DECAY = 0.99  # of the moving average of input ranges, per step
 
 
 class FakeQuantized:
-    """Stands in for the ``forward`` of one linear layer or convolution.
+    """Replace the ``forward`` of one linear layer or convolution by one with rounded weights and inputs.
 
-    Its tensors belong to no module, so that ``state_dict`` stays as it was. Ranges follow what steps of training see:
-    :meth:`take_seen` between them.
+    Its tensors belong to no module, so that ``state_dict`` does not change. The input range is a moving average over
+    training steps; call :meth:`take_seen` after each.
 
     Attributes:
-        enabled: else the layer is as it was.
+        enabled: whether to round; else the layer computes as before.
         ready: whether ``range`` is known.
-        range: (2,) float32, lowest and highest input that has an integer of its own; not finite before the first step.
-        seen: (2,) float32, the negative of the highest, and the lowest input of this step.
+        range: (2,) float32, ends of the input grid; not finite before the first step.
+        seen: (2,) float32, the negative of the largest, and the smallest input of this step.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -48,15 +48,15 @@ class FakeQuantized:
             self.see(x)
         return self.compute(round_input(x, *self.range_now()), round_weight(cast(Tensor, self.layer.weight)))
 
-    # nn.Module calls what its instance has as ``forward``. A bound method is copied with the object that it is bound
-    # to, and that object with the copied layer; a closure would keep the first layer.
+    # nn.Module calls the attribute ``forward`` of its instance. deepcopy copies a bound method with the object that it
+    # is bound to, and so with the copied layer; a closure would refer to the original layer.
     def forward(self, x: Tensor) -> Tensor:
         return self(x)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
         if isinstance(self.layer, nn.Linear):
             return F.linear(x, weight, self.layer.bias)
-        return self.layer._conv_forward(x, weight, self.layer.bias)  # type: ignore[operator]  # knows padding modes
+        return self.layer._conv_forward(x, weight, self.layer.bias)  # type: ignore[operator]  # handles padding modes
 
     @torch.no_grad()
     def see(self, x: Tensor) -> None:
@@ -64,29 +64,29 @@ class FakeQuantized:
         self.seen.copy_(torch.minimum(self.seen, torch.stack([-x.amax(), x.amin()])))
 
     def range_now(self) -> Tensor:
-        """``range``, or before the first step what this call has seen."""
+        """Return ``range``, or before the first step, the range of the inputs seen so far."""
         high, low = self.seen.unbind()
         return torch.where(self.range.isfinite(), self.range, torch.stack([low, -high]))
 
     @torch.no_grad()
     def take_seen(self, seen: Tensor) -> None:
-        """Move ``range`` towards what was ``seen`` by all processes in this step."""
+        """Update ``range`` by the inputs ``seen`` on all processes in this step, and reset ``self.seen``."""
         high, low = seen.unbind()
         now = torch.stack([low, -high])
         moved = torch.where(self.range.isfinite(), self.range.lerp(now, 1 - DECAY), now)
         self.range.copy_(torch.where(now.isfinite(), moved, self.range))
         self.seen.fill_(torch.inf)
-        if not self.ready:  # asked for once or twice alone, since the answer is waited for
+        if not self.ready:  # tested only until it is True, since the test waits for the GPU
             self.ready = bool(self.range.isfinite().all())
 
     def load(self, range: Tensor) -> None:
-        """Take ``range`` from a checkpoint."""
+        """Load ``range``, such as from a checkpoint."""
         self.range.copy_(range)
         self.ready = bool(self.range.isfinite().all())
 
 
 def attach(layers: Mapping[str, nn.Module]) -> dict[str, FakeQuantized]:
-    """Put a :class:`FakeQuantized` in place of each ``forward``; by the names of the layers."""
+    """Replace the ``forward`` of each layer by a :class:`FakeQuantized`; return them by layer name."""
     attached = {name: FakeQuantized(layer) for name, layer in layers.items()}
     for one in attached.values():
         one.layer.forward = MethodType(FakeQuantized.forward, one)
@@ -94,7 +94,7 @@ def attach(layers: Mapping[str, nn.Module]) -> dict[str, FakeQuantized]:
 
 
 def detach(module: nn.Module) -> None:
-    """Give all layers in ``module`` their own ``forward`` back."""
+    """Restore the ``forward`` of all layers in ``module``."""
     for layer, _ in list(_attached(module)):
         del layer.forward
 

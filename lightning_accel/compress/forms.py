@@ -1,4 +1,4 @@
-"""The plain forms of a model that any smaller one is held to, and the latency of all, measured side by side."""
+"""Baseline forms of a model, compiled and in bfloat16, and latency measurements of all forms."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -17,14 +17,14 @@ from lightning_accel.compress.quant_form import Compiled
 from lightning_accel.compress.report import Row, count_parameters
 from lightning_accel.ops.names import list_of_names
 
-MAX_REPEATS = 2  # of what is too close to call
+MAX_REPEATS = 2  # further measurements of forms that are tied
 
 
 def plain_forms(module: nn.Module, compiled: bool = True) -> dict[str, Run]:
-    """``module`` as it is, compiled, and both in bfloat16, by the names of their rows in a report.
+    """Return ``module``, a compiled copy, and both in bfloat16, by their row names in a report.
 
-    Each takes what ``module`` takes and returns the same, in the same dtypes. What cannot be compiled fails when it is
-    first called.
+    Each takes the inputs of ``module`` and returns its outputs, in the same dtypes. A form that cannot be compiled
+    fails at its first call.
     """
     forms: dict[str, Run] = {"fp32 eager": module, "bf16 eager": InBfloat16(module)}
     if compiled:
@@ -34,7 +34,7 @@ def plain_forms(module: nn.Module, compiled: bool = True) -> dict[str, Run]:
 
 
 class InBfloat16(nn.Module):
-    """A copy of ``module`` in bfloat16 that takes and returns floats."""
+    """Run a copy of ``module`` in bfloat16 that takes and returns float32."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -56,24 +56,24 @@ def measure_forms(
     contenders: Collection[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Row]:
-    """Latency of ``module``, of its plain forms and of ``forms``, side by side, at batch 1 and at the user's batch.
+    """Measure the latency of ``module``, its baseline forms and ``forms`` together, at batch size 1 and of ``inputs``.
 
-    A form that cannot run has a row that says so, and no latency. Where the rows of a call cannot be taken apart, as
-    the nodes of graphs, the whole call is measured alone.
+    A form that cannot run gets a row with a note and no latency. If the samples of a call cannot be separated, such as
+    the nodes of graphs, only the whole call is measured.
 
     Args:
-        module: the float one, in evaluation mode.
-        inputs: positional and keyword arguments of one call, on the device of ``module``.
-        forms: others, by name; each takes what ``module`` takes.
-        plain: what :func:`plain_forms` makes of ``module``, if it has been called already.
-        batches: rows of a batch; by default 1, and as many as ``inputs`` have.
-        seconds: of measurement for each form and batch.
-        contenders: names of forms whose fastest at the last batch is to be known: those that are too close to call are
-            measured again, at most twice.
-        progress: tells what is being done.
+        module: the floating-point module, in evaluation mode.
+        inputs: positional and keyword arguments of a call, on the device of ``module``.
+        forms: further forms by name, which take the inputs of ``module``.
+        plain: the result of :func:`plain_forms` for ``module``, if it has been called already.
+        batches: batch sizes; by default 1 and that of ``inputs``.
+        seconds: measurement time per form and batch size.
+        contenders: names of forms of which the fastest at the last batch size is needed: ties among them are measured
+            again, at most twice.
+        progress: reporter of progress.
 
     Returns:
-        Rows by name: latencies and notes of all, and of the plain ones parameters and multiply-accumulates too.
+        Rows by name: latencies and notes of all forms; for the baselines also parameters and multiply-accumulates.
     """
     contenders = list_of_names(contenders)
     plain = plain_forms(module) if plain is None else plain
@@ -104,7 +104,7 @@ def measure_forms(
 def _running(
     runs: Mapping[str, Run], rows: dict[str, Row], inputs: Inputs, batch: int, progress: Progress
 ) -> dict[str, Run]:
-    """Call each form once; those that fail get a note in ``rows``, and are left out from then on."""
+    """Call each form once and return those that run; others get a note in ``rows`` and are not tried again."""
     args, kwargs = inputs
     calls: dict[str, Run] = {}
     for name, run in runs.items():

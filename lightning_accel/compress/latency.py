@@ -1,4 +1,4 @@
-"""How long calls take, in rounds of blocks, and whether one is faster than another or only seemed so."""
+"""Latency measurements, in rounds of blocks, and comparisons with confidence intervals."""
 
 import math
 import random
@@ -11,26 +11,26 @@ import torch
 
 ROUNDS = 11
 CONFIDENCE = 0.98
-# Two copies of one program differ by as much within one process, by where their buffers happen to lie
+# Two copies of the same program differ by as much within one process, depending on where their buffers lie in memory
 TIE = 1.03
 
 
 class Latency(NamedTuple):
-    """Milliseconds of one call: the median, and what 95 of 100 calls stay below."""
+    """Hold the latency of one call in milliseconds: its median and its 95th percentile."""
 
     p50_ms: float
     p95_ms: float
     num_calls: int
-    rounds_ms: tuple[float, ...] = ()  # the median of each round, in which all that is compared had its turn
+    rounds_ms: tuple[float, ...] = ()  # the median of each round, in which all compared calls take turns
 
     @property
     def is_noisy(self) -> bool:
-        """Whether so many calls took much longer than others that something else must have run."""
+        """Return whether so many calls took much longer than others that something else must have run."""
         return self.p95_ms > 3 * self.p50_ms
 
 
 class Speedup(NamedTuple):
-    """How many times faster one is than another, with an interval that holds the truth in 98 of 100 measurements."""
+    """Hold how many times faster one call is than another, with its 98% confidence interval."""
 
     ratio: float
     low: float = 0.0
@@ -38,12 +38,12 @@ class Speedup(NamedTuple):
 
     @property
     def is_faster(self) -> bool:
-        """Whether the interval excludes a tie."""
+        """Return whether the interval excludes a tie."""
         return self.low > TIE
 
     @property
     def margin(self) -> float | None:
-        """How far the interval reaches to its farther side, as a share of the ratio; None if it has no end."""
+        """Return the distance to the farther end of the interval, as a share of the ratio; None if it is unbounded."""
         if not self.low or not math.isfinite(self.high):
             return None
         return max(self.high / self.ratio, self.ratio / self.low) - 1
@@ -52,13 +52,13 @@ class Speedup(NamedTuple):
 def speedup(latency: Latency, reference: Latency) -> Speedup:
     """Compare two latencies of one measurement, round by round.
 
-    The interval is that of the sign test for the median of the ratios: it asks nothing of their distribution, so that
-    rounds in which something else ran widen it instead of moving it.
+    The interval is that of the sign test for the median of the ratios: it assumes nothing about their distribution, so
+    that rounds disturbed by other processes widen it instead of shifting it.
 
     >>> speedup(Latency(1.0, 1.0, 8, (1.0,) * 8), Latency(2.0, 2.0, 8, (2.0,) * 8))
     Speedup(ratio=2.0, low=2.0, high=2.0)
     """
-    pairs = zip(latency.rounds_ms, reference.rounds_ms, strict=False)  # what was measured again has further rounds
+    pairs = zip(latency.rounds_ms, reference.rounds_ms, strict=False)  # one may have further rounds
     ratios = sorted(other / own for own, other in pairs)
     outside = _ranks_outside(len(ratios))
     if not outside:
@@ -67,7 +67,7 @@ def speedup(latency: Latency, reference: Latency) -> Speedup:
 
 
 def ties(latencies: Mapping[str, Latency], names: Collection[str]) -> list[str]:
-    """Return the fastest of ``names``, first, and those that it cannot be said to be faster than."""
+    """Return the fastest of ``names``, followed by those that are not significantly slower."""
     if not names:
         return []
     fastest = min(names, key=lambda name: latencies[name].p50_ms)
@@ -76,11 +76,11 @@ def ties(latencies: Mapping[str, Latency], names: Collection[str]) -> list[str]:
 
 
 class Stopwatch:
-    """Measure calls against each other, without gradients, and go on where that was not enough.
+    """Measure calls against each other, without gradients, and add further rounds where they are needed.
 
     Args:
-        calls: by the name under which each is reported; none takes arguments.
-        warmup: calls of each before the first that counts; a compiler works in them.
+        calls: functions without arguments, by name.
+        warmup: untimed calls of each function, in which compilers run.
     """
 
     def __init__(self, calls: Mapping[str, Callable[[], object]], warmup: int = 3) -> None:
@@ -93,16 +93,16 @@ class Stopwatch:
                     call()
 
     def run(self, seconds: float, rounds: int = ROUNDS, names: Collection[str] | None = None) -> None:
-        """Add ``rounds`` to what was measured.
+        """Measure ``rounds`` further rounds.
 
-        In each, every call is repeated in a row for its share of ``seconds``, as a server repeats one model's. The
-        order of the blocks differs from round to round. The first call of a block, which finds the caches full of
-        another's data, does not count where there is a second one.
+        In each round, every function is called repeatedly in a block of its share of ``seconds``, as a server repeats
+        one model. The order of the blocks is random in each round. The first call of a block, which finds the caches
+        filled with other data, is discarded unless it is the only one.
 
         Args:
-            seconds: for each call, if that is enough for one in each round.
-            rounds: how many to add.
-            names: of the calls to measure; by default all.
+            seconds: total time per function; each block has at least one call.
+            rounds: number of rounds to add.
+            names: functions to measure; by default all.
         """
         names = list(self.calls if names is None else names)
         with torch.inference_mode():
@@ -111,20 +111,20 @@ class Stopwatch:
                     self._rounds[name].append(_block(self.calls[name], seconds / rounds))
 
     def latencies(self) -> dict[str, Latency]:
-        """Return what was measured of each call so far."""
+        """Return the latency of each function, over all rounds so far."""
         return {name: _latency(blocks) for name, blocks in self._rounds.items()}
 
 
 def measure_latency(
     calls: Mapping[str, Callable[[], object]], seconds: float = 0.5, rounds: int = ROUNDS, warmup: int = 3
 ) -> dict[str, Latency]:
-    """Time each of ``calls``, in blocks of one call in a row, which take turns.
+    """Measure the latency of each of ``calls``, in blocks of repeated calls that take turns.
 
     Args:
-        calls: by the name under which each is reported; none takes arguments.
-        seconds: of measurement for each of them; a block that has begun has at least one call.
-        rounds: blocks of each.
-        warmup: calls of each before the first that counts; a compiler works in them.
+        calls: functions without arguments, by name.
+        seconds: total time per function; each block has at least one call.
+        rounds: blocks per function.
+        warmup: untimed calls of each function, in which compilers run.
 
     >>> list(measure_latency({"sum": lambda: sum(range(9))}, seconds=0.01))
     ['sum']
@@ -135,9 +135,9 @@ def measure_latency(
 
 
 def _block(call: Callable[[], object], seconds: float) -> list[float]:
-    """Milliseconds of calls in a row.
+    """Return the times of consecutive calls in milliseconds.
 
-    ``torch.utils.benchmark.Timer`` times blocks as a whole, and so knows no tail of single calls.
+    ``torch.utils.benchmark.Timer`` times whole blocks, which hides the tail of single calls.
     """
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -157,7 +157,7 @@ def _latency(blocks: list[list[float]]) -> Latency:
 
 
 def _ranks_outside(count: int) -> int:
-    """How many of ``count`` sorted values lie on each side of an interval for their median, that one included."""
+    """Return the rank, from each end of ``count`` sorted values, of the ends of an interval for their median."""
     tail, rank = 0.0, 0
     while rank < count:
         tail += math.comb(count, rank) / 2**count

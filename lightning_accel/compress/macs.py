@@ -1,4 +1,4 @@
-"""Multiplications that one call of a module makes. Shapes: G groups, M rows, K and N features."""
+"""Counts of the multiply-accumulates of a module. Shapes: G groups, M rows, K and N features."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,10 +24,10 @@ _WITH_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 class Macs(NamedTuple):
-    """Multiply-accumulates of one call, in all and of each submodule's own, those of its children left out."""
+    """Hold the multiply-accumulates of one call, in total and for each submodule without its children."""
 
     total: int
-    of_layer: dict[str, int]  # by its name in the module; "" is the module itself
+    of_layer: dict[str, int]  # by name of the submodule; "" is the module itself
 
 
 @torch.no_grad()
@@ -36,15 +36,15 @@ def count_macs(
 ) -> Macs:
     """Count the multiply-accumulates of ``module(*args, **kwargs)``, which is run once, in evaluation mode.
 
-    Counted are those of convolutions and products of matrices, whatever calls them: layers, recurrent cells, attention,
-    experts. A zero counts as any other weight.
+    All convolutions and matrix products count, whatever calls them: layers, recurrent cells, attention, experts. Zero
+    weights count like others.
 
     Args:
-        module: on any device; its mode is left as it was.
-        args: of one call, with one row for the figure that papers give.
-        kwargs: of the same call.
-        elementwise: add, as Torch-Pruning does, 2 for each element of a normalisation with weights and 1 without, 1 for
-            each element of an activation's output and of a pooling's input, and 1 for each bias that is added.
+        module: module on any device; its mode is restored.
+        args: positional arguments of a call; papers report the count for one sample.
+        kwargs: keyword arguments of the call.
+        elementwise: add, as Torch-Pruning does, 2 for each element of a normalization with weights and 1 without, 1 for
+            each element of an activation's output and of a pooling's input, and 1 for each addition of a bias.
 
     >>> count_macs(nn.Linear(3, 2), (torch.ones(5, 3),)).total
     30
@@ -85,7 +85,7 @@ def _own_counts(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
 
 @contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Without the kernels that do a whole recurrent layer or attention at once, in which no product is seen."""
+    """Disable fused kernels of recurrent layers and attention, whose products are not dispatched one by one."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -103,12 +103,12 @@ def _plain_kernels() -> Iterator[None]:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TF32 acceleration", category=UserWarning)  # of a build without it
+        warnings.filterwarnings("ignore", message="TF32 acceleration", category=UserWarning)  # in builds without it
         yield
 
 
 class _Elements:
-    """Counts what a layer does besides products."""
+    """Count the elementwise operations of a layer, as a forward hook."""
 
     def __init__(self, counts: dict[nn.Module, int]) -> None:
         self.counts = counts
@@ -141,7 +141,7 @@ def _added_vector_flops(added: Any, matrix: Any, *rest: Any, **options: Any) -> 
 
 
 def _grouped_flops(first: Any, second: Any, *rest: Any, **options: Any) -> int:
-    """Rows (M, K) by (G, K, N), or (G, M, K) by columns (K, N), each in one group; or K in groups, or all in G."""
+    """Count the operations of a grouped product: (M, K) by (G, K, N), (G, M, K) by (K, N), both 2-D, or both 3-D."""
     rows = first[1:] if len(first) > len(second) else first
     return 2 * prod(rows) * second[-1]
 

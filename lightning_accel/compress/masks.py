@@ -1,4 +1,4 @@
-"""Which weights are pruned. Shapes: N of M weights are kept in a group of neighbours along the input dimension."""
+"""Choice of the weights to prune. Shapes: N of M consecutive weights along the input dimension are kept."""
 
 import math
 import re
@@ -29,22 +29,23 @@ def prune_(
     """Set the least important weights of ``module`` to zero, once.
 
     Args:
-        module: any; see :func:`~lightning_accel.compress.find_prunable` for which of its parameters are weights.
-        sparsity: share of all weights that is zero afterwards, but for one in each layer at least (of all under
-            ``"global"``); only a ``structure`` such as ``"2:4"``, which says it, lets it be left out.
-        structure: ``"unstructured"``, or ``"2:4"`` and such: two of four neighbours along the input are kept.
-        criterion: ``"magnitude"``, ``"random"``, or a function of a parameter's name and value that returns scores
-            of its shape, of which the lowest go.
-        scope: where shares are equal: in each ``"layer"``, over all layers (``"global"``), or with more left in
-            smaller layers (``"erk"``).
+        module: any module; :func:`~lightning_accel.compress.find_prunable` says which of its parameters are weights.
+        sparsity: share of the weights to set to zero; at least one weight of each layer, or in all with ``"global"``,
+            is kept. It may be omitted only with a ``structure`` such as ``"2:4"``, which implies it.
+        structure: ``"unstructured"``, or N:M such as ``"2:4"``, which keeps two of four consecutive weights along the
+            input.
+        criterion: ``"magnitude"``, ``"random"``, or a function of a parameter's name and value that returns scores of
+            its shape, of which the lowest are pruned.
+        scope: ``"layer"`` for the same sparsity in each layer, ``"global"`` for the lowest scores over all layers, or
+            ``"erk"`` for a lower sparsity in smaller layers.
         exclude: see :func:`~lightning_accel.compress.find_prunable`.
-        seed: of ``"random"``.
+        seed: seed of ``"random"``.
 
     Returns:
-        What is kept, bool, by the name of the parameter.
+        Boolean masks of the weights that are kept, by the name of the parameter.
 
     Raises:
-        TypeError: if neither ``sparsity`` nor ``structure`` says how much goes.
+        TypeError: if neither ``sparsity`` nor ``structure`` says how much to prune.
         ValueError: if ``sparsity`` is not in [0, 1) or does not fit the structure, or there is no weight to prune.
 
     >>> layer = nn.Linear(4, 5)
@@ -89,9 +90,10 @@ def prune_(
 def score(
     criterion: str | ScoreFunction, name: str, value: Tensor, number: int, seed: int, places: Tensor | None = None
 ) -> Tensor:
-    """Importance of each element of ``value``, float32, by a criterion that needs nothing but the weights.
+    """Return the importance of each element of ``value``, float32, by a criterion that depends on the weights alone.
 
-    ``number`` is that of the parameter; ``places`` (int64, shape of ``value``) are those of its elements in the whole.
+    ``number`` is the index of the parameter; ``places`` (int64, shape of ``value``) are the indices of the elements in
+    the whole parameter, where ``value`` is a shard.
     """
     if callable(criterion):
         scores = criterion(name, value)
@@ -109,7 +111,7 @@ def score(
 
 
 def parse_structure(structure: str) -> tuple[int, int] | None:
-    """``(2, 4)`` of ``"2:4"``, None of ``"unstructured"``.
+    """Parse ``"2:4"`` as ``(2, 4)``, and ``"unstructured"`` as None.
 
     Raises:
         ValueError: if it is neither.
@@ -126,7 +128,7 @@ def parse_structure(structure: str) -> tuple[int, int] | None:
 
 
 def require_target(target: float | None, pattern: tuple[int, int] | None) -> float:
-    """The share that is pruned; by default 0.9, or what ``pattern`` says."""
+    """Return the sparsity, by default 0.9, or that of ``pattern``; raise a ValueError if it is out of range."""
     if pattern is not None:
         share = 1 - pattern[0] / pattern[1]
         if target is not None and not math.isclose(target, share, abs_tol=1e-6):
@@ -147,9 +149,9 @@ def require_scope(scope: str) -> None:
 
 
 def counts_by_erk(shapes: Mapping[str, Sequence[int]], sparsity: float, is_stacked: Sequence[str] = ()) -> list[int]:
-    """How many weights of each layer are pruned, such that small layers keep more.
+    """Return how many weights of each layer to prune, such that smaller layers keep a larger share.
 
-    What is kept of a layer is proportional to the sum of its dimensions over their product, and at most all: the
+    The share that a layer keeps is proportional to the sum of its dimensions over their product, and at most 1: the
     Erdos-Renyi-Kernel of Evci et al. 2020, https://arxiv.org/abs/1911.11134, section 3.
 
     >>> counts_by_erk({"small": (4, 4), "large": (40, 40)}, 0.9)
@@ -182,7 +184,7 @@ def choose_weights(
     device: torch.device | str | None = None,
     is_stacked: Sequence[str] = (),
 ) -> dict[str, Tensor | None]:
-    """Mark the lowest scores: a share of ``sparsity``, rounded, of each layer or of all; one weight at least stays."""
+    """Mark the lowest scores, a share ``sparsity`` of each layer or of all; at least one weight is kept."""
     if scope == "global":
         total = sum(part.numel for part in parts.values())
         chosen = choose_lowest([[*parts.values()]], [min(round(sparsity * total), total - 1)], reduce, device)[0]
@@ -204,7 +206,7 @@ def choose_groups(
     reduce: Reduce | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor | None]:
-    """Mark the M - N lowest scores in a ``share`` of the groups of each layer: those in which least is lost."""
+    """Mark the M - N lowest scores in a ``share`` of the groups of each layer, those with the lowest sum of them."""
     kept, size = pattern
     groups: list[list[Part]] = []
     lowest: dict[str, Tensor | None] = {}
@@ -233,7 +235,7 @@ def choose_groups(
 
 
 class _Compose:
-    """Positions of groups to those of their first elements in the whole tensor."""
+    """Map indices of groups to those of their first elements in the whole tensor."""
 
     def __init__(self, first: Tensor, to_whole: Callable[[Tensor], Tensor] | None) -> None:
         self.first = first

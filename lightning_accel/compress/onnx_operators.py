@@ -1,4 +1,4 @@
-"""Our operators in those of ONNX. Shapes: S steps, B rows, I inputs, H hidden, G gates."""
+"""Translations of this library's operators to ONNX. Shapes: S steps, B sequences, I inputs, H hidden, G gates."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 
 import lightning_accel.ops  # noqa: F401  # its operators
 
-_OPSET = 18  # which torch writes unless told otherwise
-# The places in torch of the gates that ONNX wants in this order: input, output, forget, cell; update, reset, hidden.
+_OPSET = 18  # torch's default
+# The indices in torch of the gates in the order of ONNX: input, output, forget, cell; update, reset, hidden.
 _GATES = {"rnn": (0,), "gru": (1, 0, 2), "lstm": (0, 3, 1, 2)}
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What ``torch.onnx.export`` takes as ``custom_translation_table``; needs onnxscript."""
+    """Return the ``custom_translation_table`` for ``torch.onnx.export``, which needs onnxscript."""
     return {torch.ops.lightning_accel.recurrent_layer.default: _recurrent_layer}
 
 
@@ -29,10 +29,10 @@ def _recurrent_layer(
     cell: str,
     backwards: bool,
 ) -> Sequence[Any]:
-    """One ``RNN``, ``GRU`` or ``LSTM``, in one direction."""
+    """Translate a recurrent layer in one direction to ``RNN``, ``GRU`` or ``LSTM``."""
     import onnxscript
 
-    op: Any = onnxscript.opset18  # its annotations know no lists
+    op: Any = onnxscript.opset18  # its annotations do not allow lists
     hidden_size = weight_hh.shape[1]
     order = _GATES[cell]
 
@@ -57,7 +57,7 @@ def _recurrent_layer(
         **options,
     )
     last = [op.Squeeze(one, [0]) for one in new]
-    if lengths is not None:  # what ONNX Runtime gives for a row of length 0 is 0, whatever it began with
+    if lengths is not None:  # for a sequence of length 0, ONNX Runtime returns 0 instead of the initial state
         empty = op.Unsqueeze(op.Equal(lengths, op.Constant(value_ints=[0])), [1])
         last = [one if given is None else op.Where(empty, given, one) for one, given in zip(last, (h, c), strict=False)]
     return op.Squeeze(out, [1]), *last, *(op.Constant(value_floats=[]) for _ in range(2 - len(last)))

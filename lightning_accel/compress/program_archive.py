@@ -1,9 +1,9 @@
-"""Archives of ``torch.export.save``, read without running what a hostile one would have run.
+"""Safe loading of archives of ``torch.export.save``.
 
 torch 2.13 unpickles sample inputs, weights and constants that an archive marks so, evaluates its symbolic sizes as
-Python, imports the modules that its trees name, and turns names and targets into source code. Here each entry is
-checked against what :func:`lightning_accel.compress.export` writes, and torch is given a new archive of the checked
-entries, so that two readers of one file cannot see two contents.
+Python, imports the modules that its trees name, and turns names and targets into source code, so that a malicious
+archive can run code. Here each entry is checked against what :func:`lightning_accel.compress.export` writes, and torch
+reads a new archive of the checked entries, so that it cannot see another content than the check.
 """
 
 import ast
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-METADATA = "lightning_accel.json"  # where a file keeps what it tells of itself
+METADATA = "lightning_accel.json"  # entry with the metadata of a file
 
 _MODEL, _INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 _PAYLOADS = {"weights": "weight_", "constants": "tensor_"}
@@ -28,11 +28,11 @@ _ENTRIES = re.compile(
     r"data/constants/(tensor_\d+|model_constants_config\.json)"
 )
 _IDENTIFIER = re.compile(r"[^\W\d]\w*|")
-_DOTTED = re.compile(r"[\w.:/ +-]*")  # names of weights; torch writes them into source code, between quotes at most
+_DOTTED = re.compile(r"[\w.:/ +-]*")  # names of weights, which torch writes into source code, at most between quotes
 _SYMBOL = re.compile(r"[a-z]+\d{1,6}")
-_FREE_TEXT = {"as_string", "as_strings"}  # which torch quotes wherever it writes source code
+_FREE_TEXT = {"as_string", "as_strings"}  # always quoted in the source code that torch writes
 
-# Operators reach tensors alone, but for these.
+# Operators have no effect beyond tensors, except these.
 _REFUSED_OPERATORS = re.compile(
     r"(aten\.(from_file|save|_print|warn|wait)"
     r"|(c10d|_c10d_functional\w*|symm_mem|profiler|debugprims|inductor|static_runtime|export|prim|_test)\.\w+)\.\w+"
@@ -58,10 +58,10 @@ _MAX_EXPRESSION = 20_000  # characters
 
 
 def checked_archive(path: Path) -> io.BytesIO:
-    """Copy the program in ``path`` to memory, with nothing in it that torch would unpickle, evaluate or import.
+    """Copy the program in ``path`` to memory, without anything that torch would unpickle, evaluate or import.
 
     Raises:
-        ValueError: if it holds anything that :func:`lightning_accel.compress.export` does not write, or is damaged.
+        ValueError: if it contains anything that :func:`lightning_accel.compress.export` does not write, or is damaged.
     """
     try:
         entries = _read_entries(path)
@@ -92,28 +92,28 @@ def _changed(path: Path, error: Exception) -> ValueError:
 
 
 class _Refused(Exception):
-    """What an archive must not hold."""
+    """Report content that an archive must not have."""
 
 
 def _read_entries(path: Path) -> dict[str, bytes]:
     entries: dict[str, bytes] = {}
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
-            name = info.filename.partition("/")[2]  # within the folder of the archive's own name
+            name = info.filename.partition("/")[2]  # without the top folder, which has the archive's name
             if not _ENTRIES.fullmatch(name):
                 raise _Refused(f"it holds {info.filename!r}")
             if name in entries:
                 raise _Refused(f"it holds {name!r} twice")
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 0x1:
-                raise _Refused(f"{name!r} is compressed or encrypted")  # else a small file may unpack to a large one
-            entries[name] = archive.read(info)  # which compares its checksum
+                raise _Refused(f"{name!r} is compressed or encrypted")  # a small file could unpack to a large one
+            entries[name] = archive.read(info)  # verifies its checksum
     if entries[_INPUTS]:
         raise _Refused("it holds sample inputs, which torch would unpickle")
     return entries
 
 
 def _require_program(model: Any) -> None:
-    model["guards_code"] = []  # Python of the traced module's guards, which are not checked again
+    model["guards_code"] = []  # Python code of guards, which are not needed
     graph_module = model["graph_module"]
     graph_module["metadata"] = {}
     graph_module["treespec_namedtuple_fields"] = {}
@@ -126,10 +126,10 @@ def _require_program(model: Any) -> None:
 
 
 def _require_values(value: Any, key: str) -> None:
-    """Check every text in a program by the key that it stands under."""
+    """Check every text in a program by the rule for its key."""
     if isinstance(value, dict):
         if isinstance(value.get("target"), str) and "metadata" in value:  # a node
-            value["metadata"] = {}  # where it came from in the sources; torch looks up the names in it
+            value["metadata"] = {}  # its origin in the source code; torch looks up the names in it
         for name, part in value.items():
             if not _DOTTED.fullmatch(name):
                 raise _Refused(f"{name!r} is no name")
@@ -175,7 +175,7 @@ def _require_tree(tree: Any) -> None:
 
 
 def _require_expression(text: str) -> None:
-    """Accept calls of SymPy's functions on numbers and symbols, as its ``srepr`` prints them, which torch evaluates."""
+    """Raise unless a text, which torch evaluates, has only SymPy functions of numbers and symbols, as of ``srepr``."""
     if len(text) > _MAX_EXPRESSION:
         raise _Refused(f"a size of {len(text)} characters")
     try:
@@ -187,7 +187,7 @@ def _require_expression(text: str) -> None:
 
 
 def _parts(tree: ast.expr) -> Iterator[ast.expr]:
-    """Yield the calls, names and constants of an expression, and whatever is neither."""
+    """Yield the calls, names and constants of an expression, and any other part as a whole."""
     yield tree
     if isinstance(tree, ast.Call):
         for part in [*tree.args, *(keyword.value for keyword in tree.keywords)]:
@@ -208,7 +208,7 @@ def _is_harmless(part: ast.expr) -> bool:
 
 
 def _is_small_power(arguments: list[ast.expr]) -> bool:
-    """Tell whether SymPy can work a power out in no time; 9**9**9 would take for ever."""
+    """Return whether SymPy computes a power quickly; 9**9**9 would never end."""
     if len(arguments) != 2:
         return False
     base, exponent = map(ast.unparse, arguments)
@@ -227,7 +227,7 @@ def _require_payload(payload: Any, prefix: str, sizes: Mapping[str, int], folder
             raise _Refused(f"{name!r} is in {entry['path_name']!r}")
         meta = entry["tensor_meta"]
         count = math.prod(size["as_int"] for size in meta["sizes"])
-        if count and not sizes[file]:  # torch would make that many zeros
+        if count and not sizes[file]:  # torch would allocate that many zeros
             raise _Refused(f"{name!r} has {count} values in an entry of 0 bytes")
         strides = [stride["as_int"] for stride in meta["strides"]]
         last = sum((size["as_int"] - 1) * stride for size, stride in zip(meta["sizes"], strides, strict=True))
@@ -237,7 +237,7 @@ def _require_payload(payload: Any, prefix: str, sizes: Mapping[str, int], folder
 
 
 def read_graph(archive: io.BytesIO) -> bytes:
-    """Read the JSON of the graph from what :func:`checked_archive` returned."""
+    """Read the JSON of the graph from the result of :func:`checked_archive`."""
     with zipfile.ZipFile(archive) as entries:
         graph = entries.read(f"model/{_MODEL}")
     archive.seek(0)
@@ -245,9 +245,9 @@ def read_graph(archive: io.BytesIO) -> bytes:
 
 
 def load_program(archive: io.BytesIO, path: Path) -> tuple[torch.export.ExportedProgram, str]:
-    """Load the program and its metadata from what :func:`checked_archive` returned for ``path``."""
+    """Load the program and its metadata from the result of :func:`checked_archive` for ``path``."""
     extra = {METADATA: ""}
     try:
         return torch.export.load(archive, extra_files=extra), extra[METADATA]
-    except Exception as error:  # whatever torch raises of a graph that does not fit together
+    except Exception as error:  # torch raises all kinds of exceptions for inconsistent graphs
         raise _changed(path, error) from error

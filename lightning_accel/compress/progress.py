@@ -1,17 +1,17 @@
-"""Lines that tell what a long phase is at."""
+"""Progress messages of long computations."""
 
 import time
 from collections.abc import Callable
 
-PAUSE = 2.0  # seconds between lines that are told only where work is slow
+PAUSE = 2.0  # seconds without a message after which one with if_slow is reported
 
 
 class Progress:
-    """Tell what is being done, with the seconds since this was made.
+    """Report what is being done, with the seconds since the start.
 
     Args:
-        tell: takes each line; None tells nobody.
-        title: stands before each.
+        tell: function that takes each message; None for no messages.
+        title: prefix of each message.
     """
 
     def __init__(self, tell: Callable[[str], None] | None, title: str = "") -> None:
@@ -20,7 +20,7 @@ class Progress:
         self.start = self.last = time.perf_counter()
 
     def __call__(self, text: str, if_slow: bool = False) -> None:
-        """Tell ``text``, or, ``if_slow``, only where no line was told for a while."""
+        """Report ``text``; if ``if_slow``, only if nothing was reported for a while."""
         now = time.perf_counter()
         if self.tell is None or (if_slow and now - self.last < PAUSE):
             return

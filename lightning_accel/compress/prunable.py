@@ -1,4 +1,4 @@
-"""Which parameters of a module are weights to prune, and why the others are not."""
+"""Selection of the parameters of a module that can be pruned, with reasons for the others."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -17,32 +17,33 @@ _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 class Prunable(NamedTuple):
-    """A weight, of which a layer's output is a product with its input."""
+    """Describe a weight that a layer multiplies with its input."""
 
-    name: str  # of the parameter, without what torch.compile puts in
+    name: str  # of the parameter, without the prefixes of torch.compile
     weight: nn.Parameter
-    input_dim: int  # of the weight, along which it meets the layer's input
-    module: nn.Module  # that holds it
+    input_dim: int  # the dimension of the weight that is contracted with the input
+    module: nn.Module  # the owner of the parameter
 
 
 def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple[list[Prunable], dict[str, str]]:
-    """The weights of layers that multiply, and why each other parameter is none.
+    """Find the weights that can be pruned, and the reason for each other parameter.
 
-    Weights are parameters of at least two dimensions whose name tells so: ``weight`` of linear layers and
-    convolutions, ``weight_ih_l0`` and such of recurrent ones, ``in_proj_weight`` of attention; and the stacked weights
-    of experts, whatever their name. Embeddings, normalisations, gates and routers, vectors, and what does not train
-    are none. The last layer is a layer like the others.
+    Weights are parameters of at least two dimensions whose name contains ``weight``: ``weight`` of linear layers and
+    convolutions, ``weight_ih_l0`` and the like of recurrent ones, ``in_proj_weight`` of attention; and the stacked
+    weights of experts, whatever their name. Embeddings, normalizations, gates and routers, vectors, and frozen
+    parameters are not. The last layer is treated like the others.
 
     Args:
-        module: whose parameters may be on the meta device.
+        module: module, whose parameters may be on the meta device.
         exclude: names of parameters or submodules, or patterns of them (``"head"``, ``"blocks.*.out"``,
-            ``"*.weight_hh_l*"``), names of classes (``"Conv2d"``), or classes: what such a module holds is left out.
+            ``"*.weight_hh_l*"``), names of classes (``"Conv2d"``), or classes; all parameters of such a module are
+            excluded.
 
     Returns:
-        The weights in the order of ``module.named_parameters()``, and reasons by names of parameters.
+        The weights in the order of ``module.named_parameters()``, and reasons by names of the other parameters.
 
     Raises:
-        ValueError: if an entry of ``exclude`` fits nothing.
+        ValueError: if an entry of ``exclude`` matches nothing.
 
     >>> found, left_out = find_prunable(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)))
     >>> [one.name for one in found], left_out
@@ -81,12 +82,12 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
 
 
 def clean_name(name: str) -> str:
-    """Without what ``torch.compile`` puts into names."""
+    """Remove the prefixes of ``torch.compile`` from a name."""
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
 
 
 def _excluded(modules: dict[str, nn.Module], exclude: Sequence[Exclusion]) -> tuple[dict[str, str], set[Exclusion]]:
-    """Reasons by the names of excluded modules, and entries that fit none."""
+    """Return reasons by the names of excluded modules, and the entries that match no module."""
     excluded: dict[str, str] = {}
     unused = set(exclude)
     for entry in exclude:
@@ -125,7 +126,7 @@ def _unfit(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
 
 
 def is_stacked(owner: nn.Module, parameter: Tensor) -> bool:
-    """Whether a parameter holds one matrix for each expert of ``owner``, as fused experts of transformers do.
+    """Return whether a parameter holds one matrix for each expert of ``owner``, as fused experts of transformers do.
 
     >>> import torch
     >>> layer = nn.Module()

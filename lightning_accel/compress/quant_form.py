@@ -1,4 +1,4 @@
-"""One form of a module that runs in its place, and what makes such forms run fast on this machine."""
+"""Forms that run in place of a module, their compilation and export."""
 
 import inspect
 import io
@@ -16,20 +16,20 @@ from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.quant_inputs import Flat, shapes_to_export, tensors_of
 from lightning_accel.compress.quiet import quietly
 
-MAX_NODES = 3000  # of a graph that is compiled: more would take many minutes
+MAX_NODES = 3000  # of a graph to compile; more would take many minutes
 
 
 @dataclass
 class Form:
-    """What runs in place of a module.
+    """Hold a form of a module that runs in its place.
 
     Attributes:
         name: such as ``"int8 PT2E static"``.
-        run: takes what ``forward`` of the module takes, and returns the same.
-        program: that can be saved as a ``.pt2``, if there is one.
-        onnx: the bytes of a ``.onnx``, if there is one.
-        file_bytes: size of either.
-        left_float: layers that were not quantized, with the reason.
+        run: function with the inputs and outputs of the module's ``forward``.
+        program: program that can be saved as a ``.pt2`` file, if there is one.
+        onnx: bytes of an ``.onnx`` file, if there is one.
+        file_bytes: size of the file in bytes.
+        left_float: reason by name, for layers that were not quantized.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Form:
 
 
 class CannotConvertError(RuntimeError):
-    """A form that this machine, or this module, has not."""
+    """Report that a form is not available on this machine or for this module."""
 
 
 class Compiled:
-    """Calls of a module, compiled by inductor with its weights folded in, once for each size of inputs.
+    """Compile a module by inductor with constant weights, once for each size of inputs.
 
     Args:
-        module: not changed, nor to be changed afterwards: its weights are constants of what is compiled.
-        max_sizes: after which calls of other sizes run uncompiled.
+        module: module to compile. It is not changed, and must not be changed later: its weights become constants.
+        max_sizes: number of sizes to compile for; calls of further sizes run uncompiled.
     """
 
     def __init__(self, module: nn.Module, max_sizes: int = 16) -> None:
@@ -60,12 +60,12 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves: Sequence[Any] = args
         key: Any
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # most calls: spare them microseconds
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call, faster by microseconds
             key = (args[0].shape, args[0].dtype)
         else:
             leaves, spec = tree_flatten((args, kwargs))
             key = (spec, *((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in leaves))
-        # Tensors of inference mode would ask for a second compilation
+        # Tensors of inference mode would need a second compilation
         with torch.inference_mode(False), torch.no_grad():
             if key not in self._compiled:
                 if len(self._compiled) == self.max_sizes:
@@ -83,16 +83,16 @@ class Compiled:
 
 
 def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile for tensors of these sizes.
+    """Compile ``flat`` for tensors of these sizes.
 
-    An exported graph goes to inductor itself: called through dynamo, a small model takes twice as long, since guards
-    are checked. What cannot be exported goes through dynamo.
+    An exported graph is compiled by inductor directly: through dynamo, whose guards are checked in each call, a small
+    model takes twice as long. Modules that cannot be exported are compiled through dynamo.
     """
     try:
         graph = torch.export.export(flat, tuple(tensors), strict=False).module()
     except Exception:
         compiled = torch.compile(flat, dynamic=False)
-        with torch._inductor.config.patch(freezing=True):  # as an option of compile it would not reach dynamo
+        with torch._inductor.config.patch(freezing=True):  # an option of torch.compile has no effect here
             compiled(*tensors)
         return compiled
     assert isinstance(graph, torch.fx.GraphModule)
@@ -106,7 +106,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
 
 
 def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) -> ExportedProgram:
-    """Trace ``module`` for any number of rows, and any of the sizes that differ among ``inputs``, where it can be.
+    """Trace ``module`` with a dynamic batch size, and dynamic sizes that differ among ``inputs``, if possible.
 
     Raises:
         CannotConvertError: if it cannot be traced at all.
@@ -118,7 +118,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) ->
         try:
             with quietly(), torch.no_grad(), _with_names(module, inputs[0]):
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
-                program.example_inputs = None  # rows of the user's, which a file would carry along
+                program.example_inputs = None  # the user's data, which a file would include
                 return program
         except Exception as error:
             failure = failure or error
@@ -127,7 +127,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) ->
 
 @contextmanager
 def _with_names(module: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Name the arguments that ``forward`` takes as ``*args`` or ``**kwargs``, whose sizes torch cannot free."""
+    """Temporarily name the arguments of ``*args`` and ``**kwargs`` of ``forward``, whose sizes cannot be dynamic."""
     args, kwargs = inputs
     own = module.forward
     starred = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -155,8 +155,8 @@ def _with_names(module: nn.Module, inputs: Inputs) -> Iterator[None]:
 
 
 def size_of(program: ExportedProgram, inputs: Inputs) -> int:
-    """Bytes of the ``.pt2`` file that takes the tensors of a call like ``inputs``, one by one."""
-    flat = Flat(program.module(), inputs)  # classes of results have no place in a file
+    """Return the size in bytes of the ``.pt2`` file of a program that takes the tensors of a call one by one."""
+    flat = Flat(program.module(), inputs)  # a file cannot hold the classes of results
     flat.see_result(inputs)
     file = io.BytesIO()
     with quietly(), torch.no_grad():

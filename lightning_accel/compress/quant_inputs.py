@@ -1,4 +1,4 @@
-"""Calls of a module as flat lists of tensors, whatever structures its arguments and results have. Shapes: B rows."""
+"""Conversion between calls of a module and flat lists of tensors."""
 
 import inspect
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from lightning_accel.compress.calls import Inputs, num_rows
 
 
 class Flat(nn.Module):
-    """Takes the tensors of a call one by one, and returns those of the result in a tuple.
+    """Call a module with the tensors of a call as separate arguments, and return those of its result as a tuple.
 
     Args:
-        module: that is called.
-        inputs: positional and keyword arguments; what is no tensor in them is the same in every call.
+        module: module to call.
+        inputs: positional and keyword arguments; values other than tensors are the same in every call.
     """
 
     out_spec: TreeSpec
-    out_leaves: list[Any]  # of the last call; None in the places of tensors
+    out_leaves: list[Any]  # of the last call, with None in place of tensors
 
     def __init__(self, module: nn.Module, inputs: Inputs) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Flat(nn.Module):
         return tuple(leaf for leaf in out if isinstance(leaf, Tensor))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The result as ``module`` returns it."""
+        """Return the result of ``module`` with its structure, from its tensors."""
         if self.out_spec.is_leaf() and self.is_out_tensor[0]:
             return tensors[0]
         rest = iter(tensors)
@@ -56,7 +56,7 @@ class Flat(nn.Module):
 
     @torch.no_grad()
     def see_result(self, inputs: Inputs) -> Any:
-        """Call once, so that the structure of the result is known."""
+        """Call the module and return its result, whose structure :meth:`rebuild` needs."""
         args, kwargs = inputs
         out = self.module(*args, **kwargs)
         register_dataclasses(out)
@@ -65,12 +65,12 @@ class Flat(nn.Module):
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in a structure, in order."""
+    """Return all tensors in a structure, in order."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def register_dataclasses(value: Any) -> None:
-    """Let ``torch.export`` see the tensors in dataclasses, which it takes for opaque objects otherwise."""
+    """Register dataclasses with ``torch.export``, for which they are opaque objects otherwise."""
     for leaf in tree_flatten(value)[0]:
         if is_dataclass(leaf) and not isinstance(leaf, type) and type(leaf) not in SUPPORTED_NODES:
             torch.export.register_dataclass(type(leaf))
@@ -78,9 +78,9 @@ def register_dataclasses(value: Any) -> None:
 
 
 def dynamic_sizes(inputs: Sequence[Inputs]) -> list[dict[int, tuple[int, ...]]]:
-    """For each tensor, dimensions that calls of other sizes may change, with the sizes seen.
+    """Return the dynamic dimensions of each tensor, with their sizes in ``inputs``.
 
-    Those are rows, and whatever differs among ``inputs``; equal tuples change together.
+    They are the batch dimension, and those that differ among ``inputs``; dimensions with equal tuples are equal.
     """
     calls = [tensors_of(one) for one in inputs]
     rows = tuple(num_rows(one) for one in inputs)
@@ -92,11 +92,11 @@ def dynamic_sizes(inputs: Sequence[Inputs]) -> list[dict[int, tuple[int, ...]]]:
 
 
 def shapes_to_export(inputs: Sequence[Inputs], named: bool = True) -> ShapesCollection:
-    """What ``torch.export`` is told of sizes: rows, and what differs among ``inputs``, are not fixed.
+    """Return the dynamic shapes for ``torch.export``: batch dimensions, and those that differ among ``inputs``.
 
     Args:
-        inputs: the program is traced on the first.
-        named: say which dimensions are equal; else the tracer finds out, and may fix some.
+        inputs: calls, of which the first is traced.
+        named: specify which dimensions are equal; else the tracer infers it, and may specialize some.
     """
     dims: dict[tuple[int, ...], Any] = {}
     shapes = ShapesCollection()
@@ -109,7 +109,7 @@ def shapes_to_export(inputs: Sequence[Inputs], named: bool = True) -> ShapesColl
 
 
 def argument_names(module: nn.Module, inputs: Inputs) -> list[str]:
-    """A name for each tensor of a call, from the signature of ``forward``."""
+    """Return a name for each tensor of a call, from the signature of ``forward``."""
     args, kwargs = inputs
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -124,7 +124,7 @@ def argument_names(module: nn.Module, inputs: Inputs) -> list[str]:
 
 
 def noise_share(wanted: Any, found: Any) -> float:
-    """Power of the error of floating outputs, as a share of the power of what varies in them."""
+    """Return the squared error of floating outputs relative to their squared deviations from the mean."""
     error = power = 0.0
     for one, other in zip(tensors_of(wanted), tensors_of(found), strict=True):
         if one.is_floating_point():

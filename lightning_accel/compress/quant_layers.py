@@ -1,4 +1,4 @@
-"""Which layers of a module are quantized, and the grid that their weights and inputs lie on."""
+"""Selection of the layers to quantize, and rounding of their weights and inputs to integer grids."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -12,26 +12,28 @@ from lightning_accel.ops.names import list_of_names
 
 Skip = Iterable[str | type[nn.Module]]
 QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
-WEIGHT_LIMIT = 127  # as far below zero as above: zeros stay zeros, and the folding of a batch norm keeps the integers
+WEIGHT_LIMIT = 127  # a symmetric grid: zeros stay zeros, and folding of a batch norm keeps the integers
 INPUT_LIMIT = 255
 _SMALLEST_SCALE = torch.finfo(torch.float32).eps
 
 
 class Layers(NamedTuple):
+    """Hold the layers to quantize, and the reasons for those that stay in floating point."""
+
     quantized: dict[str, nn.Module]  # by name
-    left_float: dict[str, str]  # name of each other that has weights, with the reason
-    skipped: frozenset[str]  # those of them that were to be left out
+    left_float: dict[str, str]  # reason by name, of each other module with weights
+    skipped: frozenset[str]  # names in left_float that the user excluded
 
 
 def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
-    """Linear layers and convolutions of ``module``, and what else has weights; names as if nothing were compiled.
+    """Find the linear layers and convolutions of ``module``; names are without prefixes of ``torch.compile``.
 
     Args:
-        module: that is to be quantized.
-        skip: names, patterns of names such as ``"head.*"``, types, or names of types, of layers or of what holds them.
+        module: module to quantize.
+        skip: names, patterns of names such as ``"head.*"``, types, or names of types, of layers or modules around them.
 
     Raises:
-        ValueError: if an entry of ``skip`` is no layer's, or nothing is left.
+        ValueError: if an entry of ``skip`` matches no module.
     """
     skip = list_of_names(skip)
     skipped = _skipped(module, skip)
@@ -82,20 +84,20 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def weight_scale(weight: Tensor) -> Tensor:
-    """Step of the int8 grid of each output channel, (out,) float32."""
+    """Return the step of the int8 grid of each output channel, (out,) float32."""
     largest = weight.detach().abs().flatten(1).amax(dim=1).float()
     return (largest / WEIGHT_LIMIT).clamp(min=_SMALLEST_SCALE)
 
 
 def input_grid(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Step and integer of zero of the uint8 grid that reaches from ``low`` to ``high``, and holds zero."""
+    """Return step and zero point of the uint8 grid from ``low`` to ``high``, extended to include zero."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = ((high - low) / INPUT_LIMIT).clamp(min=_SMALLEST_SCALE)
     return scale, (-low / scale).round().clamp(0, INPUT_LIMIT).to(torch.int32)
 
 
 def round_weight(weight: Tensor) -> Tensor:
-    """``weight`` on its grid; the gradient passes as if nothing had been rounded.
+    """Round ``weight`` to its int8 grid; the gradient passes straight through.
 
     >>> round_weight(torch.tensor([[127.0, 1.4, 0.0, -2.6]]))
     tensor([[127.,   1.,   0.,  -3.]])
@@ -109,6 +111,6 @@ def round_weight(weight: Tensor) -> Tensor:
 
 
 def round_input(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """``x`` on the grid from ``low`` to ``high``; no gradient passes where it lies outside."""
+    """Round ``x`` to the uint8 grid from ``low`` to ``high``; gradients are zero outside."""
     scale, zero = input_grid(low, high)
     return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, INPUT_LIMIT).to(x.dtype)

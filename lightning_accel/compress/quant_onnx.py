@@ -1,4 +1,4 @@
-"""Forms that ONNX Runtime runs on CPUs."""
+"""Forms of a module for ONNX Runtime on CPUs, in float and int8."""
 
 import copy
 import tempfile
@@ -24,8 +24,8 @@ from lightning_accel.compress.quiet import quietly
 from lightning_accel.nn.moe import Experts
 from lightning_accel.nn.recurrent_layer import RecurrentLayer
 
-_SAME_GRID = ("MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")  # as what goes in
-_STATIC = [  # what stands between products and is as good in int8, so that it need not go through floats
+_SAME_GRID = ("MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")  # output has the input's grid
+_STATIC = [  # operators to quantize: products, and those between them that are as accurate in int8
     *("Conv", "Gemm", "MatMul", "Relu", "Clip", "AveragePool", "GlobalAveragePool", "Add", "Concat"),
     *_SAME_GRID,
 ]
@@ -35,7 +35,7 @@ _WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
 class _FloatFiles(NamedTuple):
     flat: Flat
     written: Path
-    ready: Path  # as ONNX Runtime optimizes it
+    ready: Path  # after ONNX Runtime's optimization
 
 
 class _Shared(NamedTuple):
@@ -47,12 +47,12 @@ _SHARED: ContextVar[_Shared | None] = ContextVar("float files that forms share",
 
 
 class _Plan(NamedTuple):
-    skipped: list[str]  # nodes that stay in float
-    inputs: dict[str, str]  # the layer that each tensor goes into, unchanged but for its shape
+    skipped: list[str]  # nodes to keep in float
+    inputs: dict[str, str]  # by tensor, the layer that it is the input of, possibly after a change of shape
 
 
 class OnnxCall:
-    """Runs the bytes of an ONNX file; takes and returns what the module that it was made of does."""
+    """Run the bytes of an ONNX file, with the inputs and outputs of the module that it was made from."""
 
     def __init__(self, content: bytes, flat: Flat) -> None:
         import onnxruntime
@@ -63,11 +63,11 @@ class OnnxCall:
         options.log_severity_level = 3
         self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
-        self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # what is not used has no input
+        self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
         self.flat = flat
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_flat = not kwargs and all(isinstance(one, Tensor) for one in args)  # most calls: spare them microseconds
+        is_flat = not kwargs and all(isinstance(one, Tensor) for one in args)  # the usual call, faster by microseconds
         tensors = args if is_flat else tensors_of((args, kwargs))
         feed = {name: tensors[place].detach().numpy() for name, place in zip(self.names, self.kept, strict=True)}
         return self.flat.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
@@ -75,7 +75,7 @@ class OnnxCall:
 
 @contextmanager
 def sharing_export() -> Iterator[None]:
-    """Write a module as ONNX once for all forms that are made of it while this is open; it must not change then."""
+    """Write a module as ONNX only once for all forms made of it in this context, in which it must not change."""
     with tempfile.TemporaryDirectory() as folder:
         token = _SHARED.set(_Shared(Path(folder), {}))
         try:
@@ -85,7 +85,7 @@ def sharing_export() -> Iterator[None]:
 
 
 def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Floats, as ONNX Runtime optimizes them: what its int8 is to be compared with."""
+    """Make a float form for ONNX Runtime, the baseline of its int8 forms."""
     require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, quietly():
         made = _float_files(module, inputs, Path(folder))
@@ -94,11 +94,11 @@ def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> F
 
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Weights of linear layers and LSTMs in int8, inputs rounded by the range that each call has."""
+    """Make a form with linear layers and LSTMs in int8 and input ranges computed in each call."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     def convert(source: Path, target: Path, plan: _Plan) -> None:
-        # Of convolutions, its dynamic kernel is several times slower than that in floats
+        # Without convolutions, whose dynamic kernel is several times slower than the float one
         kinds = ["MatMul", "Gemm", "LSTM"]
         quantize_dynamic(
             source,
@@ -116,9 +116,9 @@ def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
 
 
 def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
-    """Weights (int8) and inputs (uint8) of linear layers and convolutions, the ranges of inputs fixed.
+    """Make a form with weights (int8) and inputs (uint8) of linear layers and convolutions, and fixed input ranges.
 
-    Args: as :func:`lightning_accel.compress.quant_torch.pt2e_static` takes them.
+    Arguments are those of :func:`lightning_accel.compress.quant_torch.pt2e_static`.
     """
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
@@ -131,7 +131,7 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
             op_types_to_quantize=_STATIC,
             per_channel=True,
             reduce_range=not has_vnni(),
-            activation_type=QuantType.QUInt8,  # with int8 there are no quick kernels on CPUs
+            activation_type=QuantType.QUInt8,  # int8 inputs have no fast kernels on CPUs
             weight_type=QuantType.QInt8,
             nodes_to_exclude=plan.skipped,
             calibrate_method=CalibrationMethod.MinMax,
@@ -159,7 +159,7 @@ def _form(
         flat, written, ready = _float_files(module, inputs, Path(folder))
         int8 = Path(folder, "int8.onnx")
         nodes = list(_products(written, ready))
-        # Gemm becomes MatMul and Add before a dynamic form is made
+        # quantize_dynamic replaces Gemm by MatMul and Add first
         left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
         convert(ready, int8, _Plan(left, _tensors_into(ready, nodes)))
         content = int8.read_bytes()
@@ -174,14 +174,14 @@ def _form(
 
 
 def _float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
-    """Write ``module`` to ``folder``, or take what was written while :func:`sharing_export` is open."""
+    """Write ``module`` to ``folder``, or return the files of an earlier call within :func:`sharing_export`."""
     shared = _SHARED.get()
     key = module, *map(id, inputs)
     if shared is not None:
         if key in shared.made:
             return shared.made[key]
         folder = shared.folder / str(len(shared.made))
-        folder.mkdir(exist_ok=True)  # an earlier try to write it may have failed
+        folder.mkdir(exist_ok=True)  # an earlier attempt may have failed
     written, ready = folder / "float.onnx", folder / "ready.onnx"
     made = _FloatFiles(write_float(module, inputs, written), written, ready)
     _fuse(written, ready)
@@ -191,25 +191,25 @@ def _float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _
 
 
 def _fuse(source: Path, target: Path) -> None:
-    """Write the graph as ONNX Runtime optimizes it, with shapes of what is in it."""
+    """Write the graph after ONNX Runtime's optimization and shape inference."""
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     try:
         quant_pre_process(source, target)
-    except Exception:  # its symbolic shapes fail at a range up to a size that is free, as torch 2.11 writes it
+    except Exception:  # symbolic shapes fail at a Range up to a dynamic size, as torch 2.11 writes it
         model = onnx.load(source)
-        del model.graph.value_info[:]  # which contradict what is inferred without them
+        del model.graph.value_info[:]  # they contradict the shapes inferred without them
         onnx.save(model, source)
         quant_pre_process(source, target, skip_symbolic_shape=True)
 
 
 def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat:
-    """Write ``module`` as ONNX. Names of inputs end in ``__`` and the place of the tensor among those of a call."""
+    """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call."""
     module = copy.deepcopy(module)
     for one in module.modules():
         if isinstance(one, Experts):
-            one.backend = "dense"  # of operators that ONNX has
+            one.backend = "dense"  # uses only operators of ONNX
     flat = Flat(module, inputs[0])
     flat.see_result(inputs[0])
     tensors = tuple(tensors_of(inputs[0]))
@@ -237,14 +237,14 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat
 
 
 def require_onnxruntime() -> None:
-    """Refuse where one of the packages is missing."""
+    """Raise a CannotConvertError if one of the packages is missing."""
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
     if missing:
         raise CannotConvertError(f'needs {", ".join(missing)}: pip install "lightning_accel[compress]"')
 
 
 class _Reader:
-    """Calls, as ONNX Runtime's calibration reads them."""
+    """Provide calls to ONNX Runtime's calibration."""
 
     def __init__(self, path: Path, inputs: Sequence[Inputs]) -> None:
         import onnx
@@ -262,10 +262,9 @@ class _Reader:
 
 
 def _products(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
-    """Nodes of ``ready`` with products, and the names of the modules that they come from.
+    """Yield the nodes of ``ready`` with products, and the names of the modules that they were traced from.
 
-    Optimization, between the files, drops what nodes say of their origin, but keeps their names, as beginnings of what
-    is fused.
+    The optimization drops the metadata of nodes, but keeps their names as prefixes of fused ones.
     """
     import onnx
 
@@ -277,7 +276,7 @@ def _products(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _tensors_into(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str]:
-    """The name of the layer that each tensor goes into, and that which it has the grid of: only its shape changes."""
+    """Map the input tensor of each node to the name of its layer, with tensors that differ from it only in shape."""
     import onnx
 
     makers = {node.output[0]: node for node in onnx.load(path).graph.node}
@@ -292,7 +291,7 @@ def _tensors_into(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str
 
 
 def _module_of(node: Any) -> str:
-    """Name of the module that a node was traced from: of that which has its weight, since batch norms are folded."""
+    """Return the name of the module that a node was traced from: the owner of its weight, as batch norms are folded."""
     for name in node.input:
         if name.startswith("module.") and name.endswith(".weight"):
             return name.removeprefix("module.").removesuffix(".weight")
@@ -302,7 +301,7 @@ def _module_of(node: Any) -> str:
 
 
 def _is_lstm(module: nn.Module) -> bool:
-    """Whether ONNX Runtime quantizes it as a whole; its GRU and RNN stay float."""
+    """Return whether a module becomes an LSTM node, which ONNX Runtime quantizes, unlike GRU and RNN."""
     return isinstance(module, nn.LSTM) or (
         isinstance(module, RecurrentLayer) and module.cell == "lstm" and module.has_kernel
     )
@@ -313,7 +312,7 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _overrides(inputs: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
-    """Ranges of the tensors that go into layers, in ONNX Runtime's terms."""
+    """Return ONNX Runtime's overrides of the ranges of the layers' input tensors."""
     return {
         tensor: [{"rmin": np.float32(min(ranges[name][0], 0.0)), "rmax": np.float32(max(ranges[name][1], 0.0))}]
         for tensor, name in inputs.items()

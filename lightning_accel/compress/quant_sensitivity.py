@@ -1,4 +1,4 @@
-"""Which layers cost most when they are quantized."""
+"""Sensitivity of the output to the quantization of single layers."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from lightning_accel.compress.quant_inputs import noise_share
 from lightning_accel.compress.uncompiled import uncompile_
 from lightning_accel.ops.names import list_of_names
 
-MAX_INPUTS = 4  # calls that the error is measured on
+MAX_INPUTS = 4  # number of calls to measure the error on
 
 
 @torch.no_grad()
@@ -22,13 +22,13 @@ def rank_layers(
     names: Sequence[str] | Mapping[str, nn.Module],
     ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[str, float]:
-    """Share of the power of the output that is error if one layer alone is int8, by its name; the worst first.
+    """Return the relative error power of the output if a single layer is int8, by layer name, the largest first.
 
     Args:
-        module: in evaluation mode; not changed.
-        inputs: calls of it.
-        names: of layers.
-        ranges: of what goes into them, where training found them.
+        module: module in evaluation mode, which is not changed.
+        inputs: calls to measure on.
+        names: names of the layers.
+        ranges: input ranges of layers, where training found them.
     """
     copied = uncompile_(copy.deepcopy(module))
     attached = attach({name: copied.get_submodule(name) for name in list_of_names(names)})

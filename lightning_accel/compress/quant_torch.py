@@ -1,4 +1,4 @@
-"""Forms that torch runs: compiled float, bfloat16, and int8 by torchao."""
+"""Forms of a module for torch: compiled float32 and bfloat16, and int8 and float8 by torchao."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,23 +18,23 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def compiled_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Compiled, weights folded in."""
+    """Make a compiled form with constant weights."""
     return _form("fp32 compiled", copy.deepcopy(module), inputs)
 
 
 def compiled_bfloat16(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """In bfloat16, compiled; takes and returns floats."""
+    """Make a compiled form in bfloat16 that takes and returns float32."""
     return _form("bf16 compiled", InBfloat16(module), inputs)
 
 
 def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
-    """Weights and inputs of linear layers and convolutions in int8, the ranges of inputs fixed.
+    """Make a form with weights and inputs of linear layers and convolutions in int8, and fixed input ranges.
 
     Args:
-        module: not changed.
-        inputs: calls that the ranges are found on.
-        layers: of ``module``.
-        ranges: of the inputs of layers, by name, that were found in training.
+        module: module to convert, which is not changed.
+        inputs: calls to determine input ranges on.
+        layers: layers of ``module`` to quantize.
+        ranges: input ranges found in training, by layer name.
     """
     graph = _prepare(module, inputs, layers, dynamic=False)
     with torch.no_grad():
@@ -46,16 +46,16 @@ def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
 
 
 def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Weights of linear layers in int8, inputs rounded by the range that each call has."""
+    """Make a form with linear layers in int8 and input ranges computed in each call."""
     graph = _prepare(module, inputs, layers, dynamic=True)
     args, kwargs = inputs[0]
     with torch.no_grad():
-        graph(*args, **kwargs)  # the ranges of weights are found in a call, too
+        graph(*args, **kwargs)  # observers of weights need a call, too
     return _convert("int8 PT2E dynamic", graph, inputs, layers, "this form has linear layers alone")
 
 
 def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Weights of linear layers in int8, inputs rounded row by row."""
+    """Make a form with linear layers in int8 and input ranges computed for each row of an input."""
     quantization = _torchao().quantization
     return _by_torchao(
         "int8 torchao dynamic", module, inputs, layers, quantization.Int8DynamicActivationInt8WeightConfig()
@@ -63,14 +63,14 @@ def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers)
 
 
 def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Weights of linear layers in int8, products in floats."""
+    """Make a form with weights of linear layers in int8 and products in floating point."""
     return _by_torchao(
         "int8 torchao weight-only", module, inputs, layers, _torchao().quantization.Int8WeightOnlyConfig()
     )
 
 
 def torchao_float8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Weights and inputs of linear layers in float8 (e4m3), one scale for each, on GPUs of compute capability 8.9."""
+    """Make a form with linear layers in float8 (e4m3), one scale per tensor; needs GPU compute capability 8.9."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         raise CannotConvertError(f"float8 needs compute capability 8.9; this GPU has {'.'.join(map(str, capability))}")
@@ -88,7 +88,7 @@ def _form(name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: di
     try:
         form.program = export(module, inputs)
         form.file_bytes = size_of(form.program, inputs[0])
-    except Exception:  # it may still compile; files are optional
+    except Exception:  # the form may still compile; files are optional
         form.program = None
     args, kwargs = inputs[0]
     form.run(*args, **kwargs)
@@ -100,7 +100,7 @@ def _by_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: 
     if not linear:
         raise CannotConvertError("no linear layer to quantize")
     copied, prefix = copy.deepcopy(module), ""
-    if next(module.parameters()).is_cuda:  # where what stands between the products is quicker in it, too
+    if next(module.parameters()).is_cuda:  # other operations are also faster in bfloat16 there
         copied, prefix = InBfloat16(module), "module."
     with quietly():
         _torchao().quantization.quantize_(copied, config, filter_fn=lambda one, key: key.removeprefix(prefix) in linear)
@@ -109,7 +109,7 @@ def _by_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: 
 
 
 def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynamic: bool) -> Any:
-    """A graph of ``module`` that finds the ranges of what goes through it."""
+    """Return a graph of ``module`` with observers of ranges."""
     _torchao()
     with quietly():
         from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
@@ -117,8 +117,8 @@ def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynami
         chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
         if not chosen:
             raise CannotConvertError("no layer that it can quantize")
-        # Before torch 2.13 graphs that are not strict say too little of their layers, and of a layer without weights
-        # that is called twice (the ReLU of a residual block) they make one part with two results, which is refused
+        # Before torch 2.13, non-strict graphs lack some metadata of their layers, and merge two calls of a layer
+        # without weights (the ReLU of a residual block) into one partition with two results, which is rejected
         failure: Exception = CannotConvertError("no layer of its graph was found to be one that can be quantized")
         for strict in (False, True):
             try:
@@ -164,7 +164,7 @@ def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
 
 
 def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], layers: Layers, others: str) -> Form:
-    """Make integers of what is observed; ``others`` is the reason why layers that are not linear stay in float."""
+    """Convert an observed graph to int8; ``others`` is the reason why layers other than linear ones stay in float."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
     observed = {layer for layer, _ in _input_observers(prepared)}
@@ -180,7 +180,7 @@ def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], layers: Layers,
 
 
 def _forget_unused(graph: torch.fx.GraphModule) -> None:
-    """Delete the float weights, which the converted graph keeps beside those in int8, and where its nodes came from."""
+    """Delete the float weights, which a converted graph keeps beside those in int8, and metadata of its nodes."""
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
     for path in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
         holder, _, name = path.rpartition(".")
@@ -190,7 +190,7 @@ def _forget_unused(graph: torch.fx.GraphModule) -> None:
 
 
 def _set_ranges(graph: Any, ranges: Ranges) -> None:
-    """Give the observers of what goes into layers the ranges that training found."""
+    """Set the ranges of the observers of layers' inputs to those found in training."""
     for name, observer in _input_observers(graph):
         if name in ranges:
             low, high = ranges[name]
@@ -199,7 +199,7 @@ def _set_ranges(graph: Any, ranges: Ranges) -> None:
 
 
 class _Fixed:
-    """In place of ``calculate_qparams`` of an observer."""
+    """Replace ``calculate_qparams`` of an observer by one for a fixed range."""
 
     def __init__(self, observer: Any, low: Tensor, high: Tensor) -> None:
         self.observer, self.low, self.high = observer, low, high
@@ -209,7 +209,7 @@ class _Fixed:
 
 
 def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
-    """The name of each layer in the graph, with what observes its input."""
+    """Yield the name of each layer in the graph, and the observer of its input."""
     targets = {
         torch.ops.aten.linear.default,
         torch.ops.aten.conv1d.default,
@@ -222,7 +222,7 @@ def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def has_vnni() -> bool:
-    """Whether this CPU multiplies int8 without overflow of sums of two."""
+    """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
 

@@ -1,4 +1,4 @@
-"""Quantize a module: make its forms on this machine, measure them, and pick one."""
+"""Quantization of a module: creation, measurement and choice among forms for this machine."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ class _Maker(NamedTuple):
     make: Callable[..., Form]
     devices: tuple[str, ...] = ("cpu",)
     files: tuple[str, ...] = ("pt2", "aoti")
-    float_row: str = ""  # of what is quantized: what the same runtime computes in floats
+    float_row: str = ""  # for a quantized form, the name of the float form of the same runtime
 
 
 _ANY = ("cpu", "cuda")
@@ -51,7 +51,7 @@ _MAKERS = {
     "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "aoti", "onnx")),
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
-    # AOTInductor computes its convolutions wrongly where the rows of a batch are free
+    # AOTInductor computes its convolutions wrongly if the batch size is dynamic
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, files=("pt2",), float_row="fp32 compiled"),
     "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic, float_row="fp32 compiled"),
     "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
@@ -64,24 +64,24 @@ _MAKERS = {
         "dynamic", "onnxruntime", onnx_dynamic, files=("onnx",), float_row="fp32 ONNX Runtime"
     ),
 }
-# From the simplest: weights alone ask for no integers between layers, and a range for no calibration
+# From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
 _SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
-_LIKE_SIZE = 1.05  # files within it count as equally large
+_LIKE_SIZE = 1.05  # files within this factor count as equally large
 _EAGER = "fp32 eager"
 
 
 @dataclass
 class Quantized(Form):
-    """The form that was picked, and what was measured of all.
+    """Hold the picked form, and the measurements of all forms.
 
     Attributes:
-        report: rows of all forms; one that has no latency says why in its note.
-        refused: forms that were not made, or may not be picked, with the reason.
-        ties: forms that were as fast, as far as could be measured; of them the smallest file was picked, and of files
-            of like size the simplest.
-        faster_float: a form that is not quantized and is faster, where ``mode`` or ``backend`` asked for another.
-        deployed: name of the module in that which holds it.
-        device: that it runs on.
+        report: rows of all forms; the note of one without latency has the reason.
+        refused: reason by name, for forms that could not be made, or may not be picked.
+        ties: forms that are not significantly slower or faster; the smallest file among them was picked, and of equally
+            large files the simplest form.
+        faster_float: a faster form without quantization, if ``mode`` or ``backend`` excluded it.
+        deployed: name of the module within its parent.
+        device: device of the module.
     """
 
     report: Report | None = None
@@ -93,7 +93,7 @@ class Quantized(Form):
 
 
 class NothingPickedError(RuntimeError):
-    """No form could be picked; ``report`` has what was measured of all, and why each was refused."""
+    """Report that no form could be picked; ``report`` has the measurements, and the reason for each form."""
 
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
@@ -101,13 +101,13 @@ class NothingPickedError(RuntimeError):
 
 
 class Limit(NamedTuple):
-    """How much worse than the float module a form may be.
+    """Limit how much worse than the float module a form may be.
 
     Attributes:
-        evaluate: the figures of what runs in place of the module.
-        monitor: the figure that counts.
-        max_drop: by how much it may be worse, in its own unit; None for any.
-        higher_is_better: of the figure.
+        evaluate: function that returns the metrics of a form that runs in place of the module.
+        monitor: name of the metric to compare.
+        max_drop: largest deterioration of the metric, in its unit; None for any.
+        higher_is_better: whether higher values of the metric are better.
     """
 
     evaluate: Callable[[Run], Mapping[str, float]]
@@ -116,7 +116,7 @@ class Limit(NamedTuple):
     higher_is_better: bool = True
 
     def drop(self, float_figures: Mapping[str, float], figures: Mapping[str, float]) -> float:
-        """By how much ``figures`` are worse; NaN counts as infinitely so."""
+        """Return by how much the metric in ``figures`` is worse; infinity for NaN."""
         if self.monitor is None:
             return 0.0
         worse = float_figures[self.monitor] - figures[self.monitor]
@@ -124,7 +124,7 @@ class Limit(NamedTuple):
         return math.inf if math.isnan(worse) else worse
 
     def allows(self, float_figures: Mapping[str, float], figures: Mapping[str, float]) -> bool:
-        # Figures are means of float32: half of the last digit of one in ten million is no drop
+        # Metrics are float32 means: a difference within their rounding is no drop
         return self.max_drop is None or self.drop(float_figures, figures) <= self.max_drop + 1e-7
 
 
@@ -145,31 +145,31 @@ def quantize(
 ) -> Quantized:
     """Make the forms of ``module`` that this machine can run, measure them, and pick the fastest.
 
-    Compiled fp32 and bfloat16 are always measured, and win under ``mode="auto"`` where they are fastest. Each int8 form
-    is held to the floats of its own runtime, too. Forms take turns, in each a block of calls in a row; one is faster
-    only if that holds in round after round (an interval of 98% excludes a tie). What is too close to call is measured
-    again, at most twice; of what still ties the smallest file is picked, and of files of like size the simplest form.
+    Compiled fp32 and bfloat16 are always measured, and are picked under ``mode="auto"`` if they are fastest. Int8 forms
+    are also compared with the float form of their runtime. Forms are measured in turns, in blocks of repeated calls;
+    one is faster only if its speedup is significant (its 98% interval excludes a tie). Ties are measured again, at most
+    twice; of remaining ties, the smallest file is picked, and of equally large files the simplest form.
 
     Args:
-        module: on a CPU or GPU, whose forms are made, in evaluation mode; not changed.
-        inputs: calls, as positional and keyword arguments: ranges are found on all, and the first is what is measured.
-        mode: ``static`` fixes the ranges of what goes into layers, ``dynamic`` finds them in each call,
-            ``weight_only`` rounds weights alone, ``auto`` is any.
-        backend: what runs it: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no
-            int8), or ``auto``, any. On GPUs ``torchao`` and ``inductor``.
-        skip: names, patterns of names, or types of layers that stay in float.
-        limit: the figures of forms, and how much worse they may be. Where a static form is worse, the layers that
-            cost most are left in float until it is not.
-        batch_sizes: by default 1, and that of the first input. The latency of the last one decides.
-        seconds: that each form is measured for, at each size.
-        ranges: of what goes into layers, where training found them.
-        file_format: ``pt2``, ``aoti`` or ``onnx``, where the form that is picked has to be written as one.
-        title: of the report.
-        progress: tells which form is being made, validated, measured.
+        module: module in evaluation mode, on a CPU or GPU, which is not changed.
+        inputs: calls, as positional and keyword arguments; input ranges are determined on all, latency on the first.
+        mode: ``static`` fixes the input ranges of layers, ``dynamic`` computes them in each call, ``weight_only``
+            rounds only weights, ``auto`` is any.
+        backend: runtime: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no int8),
+            or ``auto`` for any. On GPUs, ``torchao`` and ``inductor``.
+        skip: names, patterns of names, or types of layers to keep in float.
+        limit: metrics of forms, and how much worse they may be. If a static form is too bad, its most sensitive layers
+            are kept in float until it is not.
+        batch_sizes: batch sizes to measure, by default 1 and that of the first input. The last one decides.
+        seconds: measurement time per form and batch size.
+        ranges: input ranges of layers, where training found them.
+        file_format: ``pt2``, ``aoti`` or ``onnx``, if the picked form must be written in that format.
+        title: title of the report.
+        progress: reporter of progress.
 
     Raises:
-        ValueError: if an option is none of its values, no form is of this mode and backend on this device, there are no
-            inputs, or ``skip`` names no layer.
+        ValueError: if an option has an unknown value, no form has this mode and backend on this device, there are no
+            inputs, or ``skip`` matches no layer.
         ModuleNotFoundError: if a package of ``backend`` is missing.
         NothingPickedError: if no form of this mode and backend can be made, or none is within ``limit``, with the
             reasons; a RuntimeError.
@@ -197,9 +197,9 @@ def quantize(
             try:
                 options = {"ranges": ranges} if makers[name].kind == "static" else {}
                 made[name] = makers[name].make(module, inputs, layers, **options)
-                if limit is None or limit.max_drop is None:  # nothing else would find out
+                if limit is None or limit.max_drop is None:  # else limit.evaluate finds wrong outputs
                     require_sane(made[name], module, inputs[0])
-            except Exception as error:  # exporters and compilers raise what they like
+            except Exception as error:  # exporters and compilers raise all kinds of exceptions
                 made.pop(name, None)
                 refused[name] = _reason(error)
         figures = _figures(limit, module, made, refused, progress)
@@ -220,12 +220,12 @@ def quantize(
 
 
 def require_form(mode: str, backend: str, device_type: str, file_format: str | None = None) -> None:
-    """Refuse what no form could be made for.
+    """Check that a form of this mode and backend exists.
 
     Raises:
-        ValueError: if an option is none of its values, or no form is of this mode and backend on this device, and
-            can be written in this format.
-        ModuleNotFoundError: if a package of ``backend`` is missing, with what to install.
+        ValueError: if an option has an unknown value, or no form of this mode and backend runs on this device and can
+            be written in this format.
+        ModuleNotFoundError: if a package of ``backend`` is missing; the message says what to install.
     """
     _require(mode, Mode, "mode")
     _require(backend, Backend, "backend")
@@ -247,7 +247,7 @@ def require_form(mode: str, backend: str, device_type: str, file_format: str | N
 
 
 def require_sane(form: Form, module: nn.Module, inputs: Inputs) -> Form:
-    """Refuse a form whose outputs have nothing to do with those of ``module``: some compilers go wrong silently."""
+    """Raise a CannotConvertError if outputs of a form are unlike those of ``module``: some compilers fail silently."""
     args, kwargs = inputs
     with torch.no_grad():
         noise = noise_share(module(*args, **kwargs), form.run(*args, **kwargs))
@@ -264,7 +264,7 @@ def _is_wanted(maker: _Maker, mode: str, backend: str, file_format: str | None) 
 
 
 def _is_compared(name: str, wanted: Sequence[str]) -> bool:
-    """Whether a form is made for what others gain over it: compiled floats, and those of a runtime that is wanted."""
+    """Return whether a form is a baseline: a compiled float one, or the float form of a wanted runtime."""
     maker = _MAKERS[name]
     if maker.kind != "float":
         return False
@@ -272,9 +272,9 @@ def _is_compared(name: str, wanted: Sequence[str]) -> bool:
 
 
 def _float_row(name: str, device: torch.device) -> str:
-    """Return the name of the form that the runtime of form ``name`` computes in floats, or "" if it is one itself."""
+    """Return the name of the float form of the runtime of form ``name``, or "" if it is one itself."""
     found = _MAKERS[name].float_row if name in _MAKERS else ""
-    # On GPUs, what is not quantized in torchao's forms is in bfloat16
+    # On GPUs, other operations of torchao's forms are in bfloat16
     return "bf16 compiled" if found and device.type == "cuda" else found
 
 
@@ -311,7 +311,7 @@ def _leave_sensitive(
     float_figures: Mapping[str, float],
     ranges: Ranges | None,
 ) -> tuple[Form, Mapping[str, float]] | None:
-    """The form with as few layers left in float as its figure needs; None if it is not to be had."""
+    """Make the form with the fewest sensitive layers in float that is within ``limit``; return None if none is."""
     ranked = rank_layers(module, inputs, find_layers(module, skip).quantized, ranges)
     for count in _doubling(len(ranked)):
         left = list(ranked)[:count]
@@ -325,7 +325,7 @@ def _leave_sensitive(
 
 
 def _doubling(total: int) -> list[int]:
-    """1, 2, 4 ... and all but one of ``total``."""
+    """Return the powers of 2 below ``total``, and ``total - 1``."""
     return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
 
 
@@ -388,7 +388,7 @@ def _pick(
 
 
 def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tuple[bool, int, int]:
-    """Sort what is equally fast: the smallest files first, of those the simplest, then the fastest median."""
+    """Return a sort key of tied forms: smallest files first, of those the simplest form, then the fastest median."""
     sizes = [size for other in close if (size := made[other].file_bytes) is not None]
     own = made[name].file_bytes
     is_large = own is None or own > _LIKE_SIZE * min(sizes)
@@ -396,7 +396,7 @@ def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tu
 
 
 def _faster_float(chosen: str, latencies: Mapping[str, Latency], refused: Mapping[str, str]) -> str | None:
-    """Return the fastest form in float that may be used and beats what was picked beyond noise."""
+    """Return the fastest float form that is not excluded and significantly faster than the picked form."""
     faster = [
         name
         for name in latencies

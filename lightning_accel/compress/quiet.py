@@ -1,4 +1,4 @@
-"""Compilers and exporters without what they tell of their own workings."""
+"""Suppression of the output of compilers and exporters."""
 
 import io
 import logging
@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without warnings, logs and prints: what matters to the user is in the error."""
+    """Suppress warnings, logs and prints; errors are still raised."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""What smaller forms of a model cost and are worth, side by side: a table, a picture and a JSON file."""
+"""Reports that compare forms of a model, such as quantized ones, in a table, a figure and a JSON file."""
 
 import json
 import math
@@ -21,46 +21,46 @@ from lightning_accel.compress.latency import Latency, Speedup, speedup
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.strategies import write_atomically
 
-_REFERENCE = "fp32 eager"  # the form that ratios of latencies are to
+_REFERENCE = "fp32 eager"  # the form that latencies are compared to
 _COLOURS = {"fp32 eager": "0.45", "float": "tab:blue", "int8, float8": "tab:orange"}
 
 
 class Row(NamedTuple):
-    """One form of a model; None stands for what was not measured."""
+    """Hold the measurements of one form of a model, None where there is none."""
 
     name: str
     parameters: int | None = None
     nonzero: int | None = None
     file_bytes: int | None = None
-    macs: int | None = None  # of one row
-    latencies: Mapping[int, Latency] = {}  # by the rows of a batch
-    metrics: Mapping[str, float] = {}  # the user's own, such as val/accuracy
+    macs: int | None = None  # multiply-accumulates per sample
+    latencies: Mapping[int, Latency] = {}  # by batch size
+    metrics: Mapping[str, float] = {}  # metrics of the user, such as val/accuracy
     note: str = ""
-    float_row: str = ""  # of what is quantized: the row that the same runtime computes in floats
-    status: Literal["", "picked", "tie", "refused", "failed"] = ""  # a tie is one with what was picked
+    float_row: str = ""  # for a quantized form, the name of the row with the same runtime in floating point
+    status: Literal["", "picked", "tie", "refused", "failed"] = ""  # a tie is as fast as the picked one
 
 
 class Layer(NamedTuple):
-    """One layer, that is a module with parameters or products of its own."""
+    """Hold the measurements of one layer, a module with parameters or multiplications of its own."""
 
     name: str
     kind: str
     parameters: int
     nonzero: int
-    macs: int | None = None  # of one row
+    macs: int | None = None  # multiply-accumulates per sample
     dtype: str = ""
-    note: str = ""  # such as why it was left out
+    note: str = ""  # such as the reason why it is not quantized
 
 
 class Report:
-    """A table, a picture and a JSON file of what was measured in one run.
+    """Show the measurements of one run as a table, a figure and a JSON file.
 
-    Ratios are to the latency of the row named ``fp32 eager``, at the same batch; for what is quantized, those to its
-    ``float_row`` are given, too: the rest is the runtime's own.
+    Speedups are relative to the row named ``fp32 eager`` at the same batch size; quantized forms also have those
+    relative to their ``float_row``, which exclude the effect of the runtime.
 
     Args:
-        title: names the files; such as ``"export"``.
-        device: that was measured on.
+        title: title of the report and name of its files, such as ``"export"``.
+        device: device of the measurements.
 
     >>> report = Report("pruning")
     >>> report.add(Row("fp32 eager", parameters=10, nonzero=1))
@@ -78,17 +78,17 @@ class Report:
         self.rows.append(row)
 
     def print(self, console: Console | None = None) -> None:
-        """Show the forms, and the layers if there are any, in the terminal."""
+        """Print a table of the forms, and one of the layers if there are any, to the terminal."""
         if console is None:
             console = Console()
-            console = console if console.is_terminal else Console(width=200)  # a file has no width to break lines at
+            console = console if console.is_terminal else Console(width=200)  # else files are wrapped at 80
         for table in [_table_of_rows(self), *([_table_of_layers(self)] if self.layers else [])]:
             console.print(table)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``<title>.png`` and ``<title>.json`` to ``figures/`` in the run folder ``folder``; return their paths.
 
-        Files of an earlier report of this title are replaced.
+        Files of an earlier report with this title are overwritten.
         """
         places = [Path(folder, "figures", f"{self.title}.{suffix}") for suffix in ("png", "json")]
         with write_atomically(places[0]) as path, path.open("wb") as file:
@@ -98,7 +98,7 @@ class Report:
         return places
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the JSON file holds them."""
+        """Return the report as plain values, as in the JSON file."""
         rows = []
         for row in self.rows:
             latencies = {str(batch): latency._asdict() for batch, latency in row.latencies.items()}
@@ -120,13 +120,13 @@ class Report:
 def describe_layers(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], notes: Mapping[str, str] | None = None
 ) -> list[Layer]:
-    """Parameters and multiply-accumulates of each layer, those of its children left out.
+    """Return the parameters and multiply-accumulates of each layer, without those of its children.
 
     Args:
-        module: run once.
-        args: of one call.
-        kwargs: of the same call.
-        notes: by the name of a layer, such as why it was left out.
+        module: module, which is run once.
+        args: positional arguments of a call.
+        kwargs: keyword arguments of the call.
+        notes: notes by layer name, such as the reason why a layer is not quantized.
     """
     rows = num_rows((args, dict(kwargs)))
     of_layer = count_macs(module, args, kwargs).of_layer
@@ -144,7 +144,7 @@ def describe_layers(
 
 
 def count_parameters(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """How many values there are, each tensor counted once, and how many of them are not zero.
+    """Count the values, each tensor once, and those that are not zero.
 
     >>> count_parameters([torch.tensor([1.0, 0.0, 2.0])])
     (3, 2)
@@ -162,7 +162,7 @@ def _metric_names(report: Report) -> list[str]:
 
 
 def _caption(report: Report) -> str:
-    """Say what was measured, how, and on what."""
+    """Describe device, method and precision of the measurements."""
     latencies = [latency for row in report.rows for latency in row.latencies.values()]
     text = f"on {_describe_device(report.device)}, {torch.get_num_threads()} threads"
     if latencies:
@@ -252,7 +252,7 @@ def _count(value: int | None) -> str:
 
 
 def describe_speedup(found: Speedup) -> str:
-    """Return a ratio with how far its interval reaches.
+    """Format a speedup with the margin of its interval.
 
     >>> describe_speedup(Speedup(2.0, 1.9, 2.1))
     '2.00x ±5%'
@@ -273,7 +273,7 @@ def _speed(latency: Latency | None, reference: Latency | None) -> str:
 
 
 def _draw(report: Report) -> Figure:
-    """A panel of dots for the first metric, or the first called accuracy, and of bars for the file and each batch."""
+    """Draw a panel of dots for the accuracy, else the first metric, and of bars for the file size and each latency."""
     metrics = _metric_names(report)
     shown = next((name for name in metrics if "acc" in name.lower()), metrics[0] if metrics else None)
     bars: list[tuple[str, list[float | None]]] = []
@@ -310,7 +310,7 @@ def _draw_bars(axis: Axes, heading: str, values: list[float | None], rows: list[
 
 
 def _draw_metric(axis: Axes, name: str, rows: list[Row]) -> None:
-    """Dots, on an axis that shows how forms differ: bars would have to begin at 0, and look alike."""
+    """Draw dots, on an axis that need not start at 0: bars would look equally long."""
     for number, row in enumerate(rows):
         value = row.metrics.get(name)
         if value is None or not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""How sparsity grows over a run."""
+"""Schedules of sparsity and regrowth over a run."""
 
 import math
 from typing import Literal, TypeAlias, get_args
@@ -8,10 +8,10 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 
 def sparsity_at(step: int, begin: int, end: int, target: float, schedule: ScheduleName = "cubic") -> float:
-    """Share that is pruned after ``step``: 0 before ``begin``, ``target`` from ``end`` on, never of what is left.
+    """Return the sparsity after ``step``, a share of all weights: 0 before ``begin``, ``target`` from ``end`` on.
 
-    ``cubic`` is eq. 1 of Zhu and Gupta 2017, https://arxiv.org/abs/1710.01878, from 0; ``geometric`` takes the same
-    share of what is left in each step; ``one_shot`` and ``constant`` are at the target from ``begin`` on.
+    ``cubic`` is eq. 1 of Zhu and Gupta 2017, https://arxiv.org/abs/1710.01878, from 0; ``geometric`` prunes the same
+    share of the remaining weights in each step; ``one_shot`` and ``constant`` reach the target at ``begin``.
 
     >>> [round(sparsity_at(step, 0, 4, 0.8), 3) for step in range(6)]
     [0.0, 0.463, 0.7, 0.788, 0.8, 0.8]
@@ -27,7 +27,7 @@ def sparsity_at(step: int, begin: int, end: int, target: float, schedule: Schedu
 
 
 def drop_fraction_at(step: int, begin: int, end: int, first: float) -> float:
-    """Share of the connections that are exchanged: half a cosine from ``first`` to 0.
+    """Return the share of weights to prune and regrow at ``step``, which decays from ``first`` to 0 as half a cosine.
 
     Source: Evci et al. 2020, Rigging the Lottery, https://arxiv.org/abs/1911.11134, section 3.
 

@@ -1,6 +1,6 @@
-"""Which numbers are the lowest among all processes, exactly, without gathering them.
+"""Exact selection of the lowest scores over all processes, without gathering them.
 
-Shapes: G groups. Each group is a list of parts; a part is what one process holds of one tensor.
+Shapes: G groups. Each group is a list of parts; a part is the shard of one tensor on one process.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ _SIGN = 2**31
 
 
 class Part(NamedTuple):
-    """Scores of a tensor, or of the part of it that a process holds."""
+    """Hold the scores of a tensor, or of this process's shard of it."""
 
-    scores: Tensor | None  # float32, of any shape; None where the process holds nothing of the tensor
+    scores: Tensor | None  # float32, of any shape; None if the process has no shard of the tensor
     numel: int  # of the whole tensor
-    to_whole: Callable[[Tensor], Tensor] | None = None  # int64 positions in ``scores`` to those in the whole tensor
-    counts: bool = True  # False where another process has the same part, and counts it
+    to_whole: Callable[[Tensor], Tensor] | None = None  # maps int64 indices in ``scores`` to those in the whole tensor
+    counts: bool = True  # False if another process has the same shard and counts it
 
 
 def choose_lowest(
@@ -32,20 +32,19 @@ def choose_lowest(
     reduce: Reduce | None = None,
     device: torch.device | str | None = None,
 ) -> list[list[Tensor | None]]:
-    """Mark the ``counts`` lowest scores of each group of tensors; of equal ones those that come first.
+    """Mark the ``counts`` lowest scores of each group of tensors; among equal scores, the first ones.
 
-    The result does not depend on how tensors are split into parts. It takes seven sums over processes, however many
-    groups there are: a digit of the scores at a time (radix selection), and where equal scores straddle the limit,
-    their places.
+    The result does not depend on how tensors are sharded. It takes seven sums over processes for any number of groups:
+    one for each digit of the scores (radix selection), and if equal scores straddle the limit, of their indices.
 
     Args:
-        groups: all processes list the same tensors in the same order.
-        counts: of each group, at most its size.
-        reduce: of several processes.
-        device: that ``reduce`` works on; by default that of the first scores.
+        groups: groups of tensors, in the same order on all processes.
+        counts: number of scores to mark in each group, at most its size.
+        reduce: sum over processes, if there are several.
+        device: device for ``reduce``; by default that of the first scores.
 
     Returns:
-        bool tensors of the shape of the scores.
+        Boolean tensors of the shape of the scores.
 
     >>> choose_lowest([[Part(torch.tensor([3.0, 1.0, 1.0, 2.0]), 4)]], [2])
     [[tensor([False,  True,  True, False])]]
@@ -83,7 +82,7 @@ def choose_lowest(
 
 
 def hash_uniform(places: Tensor, seed: int) -> Tensor:
-    """Numbers in [0, 1), float32, that depend on ``places`` (int64) and ``seed`` alone: equal in any process.
+    """Return pseudorandom float32 in [0, 1) that depend on ``places`` (int64) and ``seed`` alone, on any process.
 
     Source: the finalizer of SplitMix64, Steele et al. 2014, Fast Splittable Pseudorandom Number Generators.
     """
@@ -99,12 +98,12 @@ def _signed(value: int) -> int:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """To the right, zeros come in."""
+    """Shift to the right, filling with zeros."""
     return (value >> bits) & (2 ** (64 - bits) - 1)
 
 
 def _order(scores: Tensor) -> Tensor:
-    """int32 that are ordered as ``scores``; 0.0 and -0.0 are equal."""
+    """Map ``scores`` to int32 of the same order; 0.0 and -0.0 are equal."""
     bits = (scores.float() + 0.0).contiguous().view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -117,7 +116,7 @@ def _starts(group: Sequence[Part]) -> list[int]:
 
 
 def _places(key: Tensor, limit: int, start: int, part: Part) -> Tensor:
-    """Where in its group each score at the limit is."""
+    """Return the index in its group of each score at the limit."""
     at = (key.flatten() == limit).nonzero().squeeze(1)
     return start + (at if part.to_whole is None else part.to_whole(at))
 
@@ -125,7 +124,7 @@ def _places(key: Tensor, limit: int, start: int, part: Part) -> Tensor:
 def _find(
     keys: list[list[Tensor]], wanted: Tensor, digits: Sequence[tuple[int, int]], sign: int, reduce: Reduce | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each group: the key of rank ``wanted``, how many are wanted of those equal to it, and how many there are."""
+    """Return for each group the key of rank ``wanted``, how many keys equal to it to take, and how many there are."""
     limit = torch.zeros_like(wanted)
     ties = torch.zeros_like(wanted)
     for number, (shift, bits) in enumerate(digits):

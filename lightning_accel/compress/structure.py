@@ -1,4 +1,4 @@
-"""Calls and what they return as tensors with names, so that a file that knows no class of the user's can hold them."""
+"""Named tensors of nested inputs and outputs, so that a file can describe them without the user's classes."""
 
 import copy
 import dataclasses
@@ -13,11 +13,11 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Record(dict[str, Any]):
-    """A dict whose values are attributes too, and are found by their place, as in the ``ModelOutput`` of transformers.
+    """Hold values that are also attributes and indexed by position, as in the ``ModelOutput`` of transformers.
 
     Args:
-        values: by name.
-        fields: names that may be missing: as attributes they are None.
+        values: values by name.
+        fields: names that may be missing; as attributes they are None.
 
     >>> record = Record({"logits": 3}, fields=["loss", "logits"])
     >>> record.logits, record["logits"], record[0], record.loss
@@ -40,9 +40,9 @@ class Record(dict[str, Any]):
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one call by the names that ``function`` has for them, in its order.
+    """Return the arguments of a call by the names of the parameters of ``function``, in their order.
 
-    What ``**kwargs`` takes has its own names, and what ``*args`` takes is numbered.
+    Arguments of ``**kwargs`` have their own names, those of ``*args`` are numbered.
 
     >>> bind(lambda x, *rest, **batch: None, (1, 2, 3), {"mask": 4})
     {'x': 1, 'rest_0': 2, 'rest_1': 3, 'mask': 4}
@@ -61,22 +61,22 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
 
 
 def in_order(function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call, with keyword arguments in the order in which ``function`` has them."""
+    """Return ``call`` with its keyword arguments sorted in the order of the parameters of ``function``."""
     args, kwargs = call
     order = list(inspect.signature(function).parameters)
     return args, dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
 def named_tensors(value: Any, name: str = "", others: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``value`` by their place: ``x``, ``batch.lengths``, ``states.0``.
+    """Return the tensors in ``value`` by their path: ``x``, ``batch.lengths``, ``states.0``.
 
     Args:
         value: tensors, plain values, and containers of them: tuples, lists, mappings, NamedTuples and dataclasses.
-        name: of ``value``.
-        others: takes the places of what is none of these, such as a cache of a language model.
+        name: path of ``value`` itself.
+        others: list to append the paths of other objects to, such as a cache of a language model.
 
     Raises:
-        TypeError: if there is something else, and no list for it.
+        TypeError: if there are other objects, and no list for them.
 
     >>> list(named_tensors({"a": torch.ones(1), "b": [torch.ones(1), None]}))
     ['a', 'b.0']
@@ -103,9 +103,9 @@ def named_tensors(value: Any, name: str = "", others: list[str] | None = None) -
 
 
 def describe(value: Any, name: str = "", kept: set[str] | None = None) -> Any:
-    """Return ``value`` as JSON, with the names of its tensors in their places.
+    """Describe ``value`` as JSON, with the paths of its tensors in place of them.
 
-    None stands for tensors that are not ``kept``, and for what is neither tensor, plain value nor container.
+    None replaces tensors whose path is not in ``kept``, and objects that are neither tensor, plain value nor container.
     """
     if isinstance(value, torch.Tensor):
         name = name or "output"
@@ -124,10 +124,10 @@ def describe(value: Any, name: str = "", kept: set[str] | None = None) -> Any:
 
 
 def rebuild(description: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what :func:`describe` described.
+    """Rebuild the value of a description by :func:`describe`.
 
-    Classes of the user's become NamedTuples of the same names, and a :class:`Record` where they are dicts whose values
-    are attributes too.
+    Classes of the user become NamedTuples of the same name, or a :class:`Record` if they are dicts whose values are
+    also attributes.
     """
     ((kind, content), *_) = description.items()
     if kind == "tensor":
@@ -147,7 +147,7 @@ def rebuild(description: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def restore(example: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return ``example``, with its own classes, and ``tensors`` in the places of its tensors, in order."""
+    """Return a copy of ``example``, of the same classes, with its tensors replaced by ``tensors``, in order."""
     if isinstance(example, torch.Tensor):
         return next(tensors)
     parts = None if isinstance(example, _PLAIN) else _parts(example)
@@ -169,7 +169,7 @@ def restore(example: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def plain_values(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the plain values in ``value`` by their place."""
+    """Return the plain values in ``value`` by their path."""
     if isinstance(value, torch.Tensor):
         return {}
     if isinstance(value, _PLAIN):
@@ -183,10 +183,10 @@ def plain_values(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """Return what a container holds by name; None of what is no container.
+    """Return the items of a container by name, or None if ``value`` is no container.
 
-    A mapping is asked first: a ``ModelOutput`` of transformers is a dict of those of its fields that are set, and a
-    dataclass of all of them.
+    Mappings are tested first: a ``ModelOutput`` of transformers is a dict of the fields that are set, but a dataclass
+    of all fields.
     """
     if isinstance(value, Mapping):
         return {str(key): part for key, part in value.items()}
@@ -206,7 +206,7 @@ def _field_names(value: Mapping[Any, Any]) -> list[str]:
 
 
 def _has_attributes(value: Mapping[Any, Any]) -> bool:
-    """Whether what is in a mapping is an attribute of it too."""
+    """Return whether the items of a mapping are also its attributes."""
     return dataclasses.is_dataclass(value) or (
         type(value) is not dict and all(isinstance(key, str) and hasattr(value, key) for key in value)
     )

@@ -1,4 +1,4 @@
-"""Modules as they were before ``torch.compile``."""
+"""Access to modules without the wrappers of ``torch.compile``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import nn
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Give ``module`` without what was compiled inside, under the names of before, while this is open.
+    """Yield ``module`` with the wrappers of ``torch.compile`` removed inside it, and restore them afterwards.
 
-    Parameters that are replaced meanwhile are so in what was compiled, which torch then compiles anew.
+    Parameters replaced meanwhile are also replaced in the compiled modules, which torch then compiles again.
 
     >>> import torch
     >>> model = nn.Sequential(torch.compile(nn.Linear(3, 2)))
@@ -33,7 +33,7 @@ def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def uncompile_(module: nn.Module) -> nn.Module:
-    """Put what was compiled inside of ``module`` back in its place; what ``module.compile()`` compiled, too.
+    """Remove what ``torch.compile`` and ``Module.compile`` compiled from ``module`` and its submodules, for good.
 
     >>> import torch
     >>> model = nn.Sequential(torch.compile(nn.Linear(3, 2)))
