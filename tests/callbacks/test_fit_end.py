@@ -108,7 +108,7 @@ def test_pictures_tables_and_weights_that_fail(tmp_path, monkeypatch):
         warnings.simplefilter("always")
         run.fit(Mixed(), DataLoader(ROWS, 3), DataLoader(ROWS, 3))
     assert run.state.finished
-    best = callbacks[2]._best_of("val/loss")
+    best = callbacks[2]._format_best("val/loss")
     full = "OSError: No space left on device"
     texts = [str(one.message).partition(": ") for one in told]
     assert {title for title, _, _ in texts} >= {"RBMMonitor drew no picture", "ExpertLoadMonitor drew no picture"}
