@@ -56,7 +56,7 @@ class ChannelStructure:
         min_left: int = 1,
         round_to: int = 1,
     ) -> None:
-        _require_possible(options)
+        _require_supported(options)
         self.options = options
         self.module = module
         self.inputs = inputs
@@ -89,7 +89,7 @@ class ChannelStructure:
         self.groups = self._find(trainer, pl_module)
         self._left_out = self.groups.left_out
         self._sizes = {layer.name: len(layer) for layer in self.groups.layers}
-        self._weights = {name: sum(one.numel() for one in _own(pl_module, name)) for name in self._sizes}
+        self._weights = {name: sum(one.numel() for one in _own_parameters(pl_module, name)) for name in self._sizes}
         if not self.groups.layers:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
             raise ValueError(f"{type(pl_module).__name__} has no channels that can be removed: {reasons}")
@@ -99,7 +99,7 @@ class ChannelStructure:
                 "with the module and the exclusions of the run that wrote it"
             )
         self._require_effect(pl_module)
-        self._remember(pl_module)
+        self._update_indices(pl_module)
         return self._left_out
 
     def _require_effect(self, pl_module: L.LightningModule) -> None:
@@ -124,7 +124,7 @@ class ChannelStructure:
         scope = "global" if self.options.scope == "global" else "layer"
         chosen = choose_channels(scores, sparsity, scope, self.min_left, self.round_to)
         self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
-        self._remember(pl_module)
+        self._update_indices(pl_module)
         self._zero(trainer, with_moments=True)
 
     def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -152,7 +152,7 @@ class ChannelStructure:
             apply_plan_(averaged, plan)
         self.plan = plan
         self.groups, self._indices, self._terms = None, [], {}
-        _wrap_anew(trainer, pl_module)
+        _rewrap_ddp(trainer, pl_module)
 
     def detach(self, pl_module: L.LightningModule) -> None:
         self._indices = []
@@ -167,7 +167,7 @@ class ChannelStructure:
         """Return one row per layer; ``parameters`` is the original size, ``note`` the number of remaining channels."""
         rows = []
         for name, share in self.sparsities().items():
-            own = [] if self._pl_module is None else _own(self._pl_module, name)
+            own = [] if self._pl_module is None else _own_parameters(self._pl_module, name)
             left = self._sizes[name] - len(self.removed.get(name, []))
             rows.append(
                 {
@@ -237,7 +237,7 @@ class ChannelStructure:
             found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
             name, inputs = found.name, found.inputs[0]
         try:
-            exclude = _within(made, self.options.exclude, name)
+            exclude = _excluded_within(made, self.options.exclude, name)
             groups = find_channel_groups(made.get_submodule(name), *inputs, exclude=exclude)
         except TypeError as error:
             raise TypeError(f"{error}. Pruning(module=...) names another") from error
@@ -254,7 +254,7 @@ class ChannelStructure:
             return self._terms
         return score_channels(pl_module, self.groups, self.options.criterion, self.options.seed)
 
-    def _remember(self, pl_module: L.LightningModule) -> None:
+    def _update_indices(self, pl_module: L.LightningModule) -> None:
         assert self.groups is not None
         with uncompiled(pl_module):
             parameters = dict(pl_module.named_parameters(remove_duplicate=False))
@@ -279,13 +279,13 @@ class ChannelStructure:
                             value.index_fill_(dim, index, 0)
 
 
-def _own(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
+def _own_parameters(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
     """Return the parameters of the module that outputs the channels of a layer."""
     with uncompiled(pl_module):
         return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
 
 
-def _require_possible(options: StructureOptions) -> None:
+def _require_supported(options: StructureOptions) -> None:
     if options.regrowth is not None:
         raise ValueError(
             f"structure='channel' removes channels for good, so that none regrow; got regrowth={options.regrowth!r}"
@@ -334,7 +334,7 @@ def _averaged_modules(trainer: L.Trainer) -> list[nn.Module]:
     return found  # type: ignore[return-value]
 
 
-def _wrap_anew(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+def _rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
     """Wrap the module in DDP again, since its buckets and hooks refer to the old parameters."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
@@ -350,7 +350,7 @@ def _loader(trainer: L.Trainer) -> Any:
     return next(source.dataloader() for source in sources if source.is_defined())
 
 
-def _within(module: L.LightningModule, exclude: Sequence[str | type[nn.Module]], name: str) -> list[str]:
+def _excluded_within(module: L.LightningModule, exclude: Sequence[str | type[nn.Module]], name: str) -> list[str]:
     """Return the names, within the submodule ``name``, of the parameters that ``exclude`` matches."""
     prefix = f"{name}." if name else ""
     found = excluded_parameters(module, exclude)

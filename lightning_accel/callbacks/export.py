@@ -152,13 +152,15 @@ class Export(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "Export")
-        dry_run(trainer, pl_module, self._copy, lambda found: self._try(trainer, found), "export", self.module)
+        dry_run(
+            trainer, pl_module, self._copy, lambda found: self._check_exportable(trainer, found), "export", self.module
+        )
 
-    def _try(self, trainer: L.Trainer, deployed: Deployed) -> None:
+    def _check_exportable(self, trainer: L.Trainer, deployed: Deployed) -> None:
         """Raise before training what would fail in the export after it."""
         preprocess = self._preprocess(trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
-        raw = None if preprocess is None else _Raw(preprocess)
-        inputs = deployed.inputs if raw is None else [raw.inputs_of(call) for call in deployed.inputs]
+        raw = None if preprocess is None else _FileInputs(preprocess)
+        inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
         options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess, "outputs": self.outputs}
         format: Format = "pt2" if self.format == "auto" else self.format
         try:
@@ -170,7 +172,7 @@ class Export(L.Callback):
             prefix = f"{deployed.name}." if deployed.name else ""
             hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
             raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
-        fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_of_one_length(one["shape"])]
+        fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]
         if fixed and self.dynamic:
             rank_zero_info(f"the file that Export writes will take {', '.join(fixed)} of the length of now alone")
 
@@ -185,18 +187,18 @@ class Export(L.Callback):
     def _run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.exported = None
         folder = run_folder(trainer)
-        with self._spared(trainer, "Export wrote no file"):
+        with self._failure_handling(trainer, "Export wrote no file"):
             make = partial(self._copy.make, trainer, pl_module)
             run_in_first_process(trainer, make, lambda made: self._export(trainer, made, folder), "export")
 
-    def _spared(self, trainer: L.Trainer, failed: str) -> AbstractContextManager[None]:
+    def _failure_handling(self, trainer: L.Trainer, failed: str) -> AbstractContextManager[None]:
         """Reduce errors to a warning in a fit; let a validation run, whose purpose is the file, fail."""
         return failures_as_warnings(failed) if trainer.state.fn == TrainerFn.FITTING else nullcontext()
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loader = all_rows(trainer.val_dataloaders)
-        result = _quantized(trainer)
+        result = _quantization_result(trainer)
         if result is not None:
             copied = copied.to(result.device)
         name = self.module if self.module is not None or result is None else result.deployed
@@ -205,10 +207,10 @@ class Export(L.Callback):
         format = self._format(result)
         preprocess = self._preprocess(datamodule)
         names = self.class_names or getattr(datamodule, "class_names", None) or getattr(copied, "class_names", None)
-        raw = None if preprocess is None else _Raw(preprocess)
+        raw = None if preprocess is None else _FileInputs(preprocess)
         self.exported = export(
             deployed.module,
-            deployed.inputs if raw is None else [raw.inputs_of(call) for call in deployed.inputs],
+            deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs],
             _with_suffix(folder / self.filename, SUFFIXES[format]),
             format,
             dynamic=self.dynamic,
@@ -222,14 +224,14 @@ class Export(L.Callback):
                 "step": trainer.global_step,
                 "columns": getattr(preprocess, "columns", None),
             },
-            quantized=None if result is None else _content(result, format),
+            quantized=None if result is None else _quantized_content(result, format),
             reference=None if result is None else result.run,
             verify=self.verify,
             tolerance=self.tolerance,
         )
-        _tell(self.exported)
+        _log_export(self.exported)
         label = f"{format} file" if result is None else f"{result.name}, {format} file"
-        with self._spared(trainer, f"Export wrote {self.exported.path}, but made no report of it"):
+        with self._failure_handling(trainer, f"Export wrote {self.exported.path}, but made no report of it"):
             self.report = self._measure(trainer, copied, deployed, loader, label, raw)
             self.report.print()
             self.report.save(folder)
@@ -248,12 +250,12 @@ class Export(L.Callback):
         if self.compare and self.exported.format == "pt2":
             files[f"{label}, compiled"] = load_compressed(self.exported.path, compiled=True)
         if raw is not None:
-            files = {name: raw.put_before(run) for name, run in files.items()}
+            files = {name: raw.wrap(run) for name, run in files.items()}
         plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
         progress = Progress(rank_zero_info, "export")
         rows = measure_forms(deployed.module, deployed.inputs[0], files, plain=plain, progress=progress)
         judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
-        judged |= {name: _InPlace(deployed.module, run, self.postprocess) for name, run in files.items()}
+        judged |= {name: _FileAsModule(deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
         report = Report("export")
@@ -296,35 +298,35 @@ class Export(L.Callback):
             ) from error
 
 
-class _Raw:
+class _FileInputs:
     """Convert the model's inputs to the file's inputs."""
 
     def __init__(self, preprocess: nn.Module) -> None:
         self.inverse: Callable[[Any], Any] = preprocess.inverse  # type: ignore[assignment]
         self._last: tuple[Any, Any] = None, None
 
-    def inputs_of(self, call: Inputs) -> Inputs:
+    def from_call(self, call: Inputs) -> Inputs:
         args, kwargs = call
         if args:
-            return (self._of(args[0]), *args[1:]), kwargs
+            return (self._invert(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
-        return (), {**kwargs, first: self._of(kwargs[first])}
+        return (), {**kwargs, first: self._invert(kwargs[first])}
 
-    def put_before(self, run: Run) -> Run:
+    def wrap(self, run: Run) -> Run:
         def from_model_inputs(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.inputs_of((args, kwargs))
+            args, kwargs = self.from_call((args, kwargs))
             return run(*args, **kwargs)
 
         return from_model_inputs
 
-    def _of(self, value: Any) -> Any:
+    def _invert(self, value: Any) -> Any:
         """Return the inverse of ``value``, computed once per batch so that latencies do not include it."""
         if self._last[0] is not value:
             self._last = value, self.inverse(value)
         return self._last[1]
 
 
-class _InPlace:
+class _FileAsModule:
     """Return a file's outputs in the module's output class, with omitted ones taken from the module."""
 
     def __init__(self, module: nn.Module, run: Run, postprocess: nn.Module | None) -> None:
@@ -342,11 +344,11 @@ class _InPlace:
         return restore(output, iter({**own, **given}.values()))
 
 
-def _is_of_one_length(shape: Sequence[int | None]) -> bool:
+def _is_fixed_length(shape: Sequence[int | None]) -> bool:
     return len(shape) == 2 and shape[0] is None and shape[1] is not None
 
 
-def _quantized(trainer: L.Trainer) -> Any:
+def _quantization_result(trainer: L.Trainer) -> Any:
     """Return the result of a ``Quantization``: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
@@ -359,7 +361,7 @@ def _quantized(trainer: L.Trainer) -> Any:
     return None
 
 
-def _content(result: Any, format: Format) -> Any:
+def _quantized_content(result: Any, format: Format) -> Any:
     """Return the program of the result, or the bytes of its ONNX file."""
     if format == "onnx" and result.onnx is not None:
         return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
@@ -375,7 +377,7 @@ def _move_last(trainer: L.Trainer, callback: L.Callback) -> None:
     trainer.callbacks = [one for one in callbacks if one is not callback] + [callback]  # type: ignore[attr-defined]
 
 
-def _tell(exported: Exported) -> None:
+def _log_export(exported: Exported) -> None:
     left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
     if exported.unused:
         left += f"; works without {', '.join(exported.unused)}"

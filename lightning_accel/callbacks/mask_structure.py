@@ -26,9 +26,9 @@ from lightning_accel.compress.masks import choose_groups, choose_weights, parse_
 from lightning_accel.compress.prunable import clean_name, find_prunable, is_stacked
 from lightning_accel.compress.selection import Part, choose_lowest, hash_uniform
 
-_HIGHEST = 1e38  # its double is still finite
-_COVERED = 0.75  # share of the values in matrices; below it, the target would mislead users
-_MEANT = (
+_MAX_SCORE = 1e38  # its double is still finite
+_MIN_COVERAGE = 0.75  # share of the values in matrices; below it, the target would mislead users
+_EXPECTED_REASONS = (
     "excluded", "a bias", "a vector", "a number", "an embedding", "a normalisation", "a gate", "frozen",
 )  # fmt: skip  # reasons that surprise nobody
 
@@ -49,7 +49,7 @@ class MaskStructure:
         self._counts: dict[str, int] = {}  # pruned weights, over all processes
         self._loaded: dict[str, Any] | None = None
         self._holders: list[int] | None = None
-        self._is_split = False
+        self._is_sharded = False
         self._device = torch.device("cpu")
 
     # ---- setting up
@@ -61,13 +61,13 @@ class MaskStructure:
         self._device = trainer.strategy.root_device
         self._holders = None
         self._find_layout(trainer)
-        self._leave_out_what_does_not_fit()
+        self._exclude_unsupported()
         if not self.parts:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             raise ValueError(f"{type(pl_module).__name__} has no weight to prune: {reasons}")
-        self._tell_coverage(pl_module)
+        self._warn_of_low_coverage(pl_module)
         self.pruned = {}
-        for part in self._held():
+        for part in self._local_parts():
             mask = before.get(part.name)
             fits = mask is not None and mask.shape == part.value.shape
             self.pruned[part.name] = (
@@ -75,14 +75,14 @@ class MaskStructure:
                 if fits and mask is not None
                 else torch.zeros_like(part.value, dtype=torch.bool)
             )
-        self.scores.attach(trainer, self.parts, self._is_split)
+        self.scores.attach(trainer, self.parts, self._is_sharded)
         self._count()
         if self._loaded is not None:
             self._apply_state()
         return dict(self.left_out)
 
     def _find_layout(self, trainer: L.Trainer) -> None:
-        self._is_split = any(part.is_split for part in self.parts)
+        self._is_sharded = any(part.is_sharded for part in self.parts)
         if num_processes(trainer) == 1:
             return
         holders = find_holders(self.parts, self._device)
@@ -90,12 +90,12 @@ class MaskStructure:
         dist.all_reduce(anywhere_meta, dist.ReduceOp.MAX)
         if bool(anywhere_meta):
             self._holders = holders
-            self._is_split = True
+            self._is_sharded = True
 
-    def _leave_out_what_does_not_fit(self) -> None:
+    def _exclude_unsupported(self) -> None:
         kept = []
         for part in self.parts:
-            reason = self._misfit(part)
+            reason = self._unsupported_reason(part)
             if reason is None:
                 kept.append(part)
             else:
@@ -105,16 +105,16 @@ class MaskStructure:
             self._holders = [of[part.name] for part in kept]
         self.parts = kept
 
-    def _tell_coverage(self, pl_module: L.LightningModule) -> None:
+    def _warn_of_low_coverage(self, pl_module: L.LightningModule) -> None:
         """Warn if the target leaves out many values in matrices without the user's having excluded them."""
         missed = {
             name: parameter.numel()
             for name, parameter in pl_module.named_parameters()
-            if not self.left_out.get(clean_name(name), "excluded").startswith(_MEANT)
+            if not self.left_out.get(clean_name(name), "excluded").startswith(_EXPECTED_REASONS)
         }
         own = sum(part.numel for part in self.parts)
         share = own / (own + sum(missed.values()))
-        if share < _COVERED:
+        if share < _MIN_COVERAGE:
             largest = sorted(missed, key=lambda name: -missed[name])[:3]
             told = "; ".join(f"{clean_name(name)}: {self.left_out[clean_name(name)]}" for name in largest)
             rank_zero_warn(
@@ -123,16 +123,16 @@ class MaskStructure:
                 f"{len(missed)} parameters, the largest of them {told}. Name what is to stay dense in exclude"
             )
 
-    def _misfit(self, part: WeightPart) -> str | None:
+    def _unsupported_reason(self, part: WeightPart) -> str | None:
         if self.pattern is not None:
             length, size = part.shape[part.input_dim], self.pattern[1]
             if length % size:
                 return f"has {length} inputs, no multiple of {size}, for {self.options.structure}"
-            if part.is_split_along_input:
+            if part.is_sharded_along_input:
                 return f"its inputs are split over processes, so that groups of {self.options.structure} would be"
-        return self.scores.misfit(part)
+        return self.scores.unsupported_reason(part)
 
-    def _held(self) -> list[WeightPart]:
+    def _local_parts(self) -> list[WeightPart]:
         return [part for part in self.parts if part.is_held]
 
     def detach(self, pl_module: L.LightningModule) -> None:
@@ -142,7 +142,9 @@ class MaskStructure:
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         numbers = {part.name: number for number, part in enumerate(self.parts)}
-        scores = {part.name: self._part(part, self._scores_of(part, numbers[part.name])) for part in self.parts}
+        scores = {
+            part.name: self._selection_part(part, self._compute_scores(part, numbers[part.name])) for part in self.parts
+        }
         if self.pattern is not None:
             share = sparsity / self.options.target
             dims = {part.name: part.input_dim for part in self.parts}
@@ -152,34 +154,34 @@ class MaskStructure:
             stacked = [part.name for part in self.parts if is_stacked(part.module, part.weight)]
             scope: Any = self.options.scope
             chosen = choose_weights(scores, shapes, sparsity, scope, self._reduce(), self._device, stacked)
-        for part in self._held():
+        for part in self._local_parts():
             mask = chosen[part.name]
             assert mask is not None
             self.pruned[part.name] = mask
-        self.scores.forget()
+        self.scores.reset()
         self._masks_changed(trainer)
         self._warn_of_empty_layers()
 
-    def _scores_of(self, part: WeightPart, number: int) -> Tensor | None:
+    def _compute_scores(self, part: WeightPart, number: int) -> Tensor | None:
         if not part.is_held:
             return None
-        scores = self.scores.of(part, number)
+        scores = self.scores.compute(part, number)
         # pruned weights sort first, so that masks are nested, whatever the criterion gives for zeros
-        kept = self._kept(part).float()
-        return (scores.clamp(-_HIGHEST, _HIGHEST) * kept).add_(kept - 1, alpha=2 * _HIGHEST)
+        kept = self._keep_factor(part).float()
+        return (scores.clamp(-_MAX_SCORE, _MAX_SCORE) * kept).add_(kept - 1, alpha=2 * _MAX_SCORE)
 
-    def _kept(self, part: WeightPart) -> Tensor:
+    def _keep_factor(self, part: WeightPart) -> Tensor:
         """Return the factor for a weight and its gradient: a float on CPUs, which is ten times as fast as a bool."""
         if part.name not in self._factors:
             kept = ~self.pruned[part.name]
             self._factors[part.name] = kept.to(part.value.dtype) if kept.device.type == "cpu" else kept
         return self._factors[part.name]
 
-    def _part(self, part: WeightPart, scores: Tensor | None) -> Part:
+    def _selection_part(self, part: WeightPart, scores: Tensor | None) -> Part:
         return Part(scores, part.numel, part.to_whole, part.counts)
 
     def _reduce(self) -> Any:
-        return _sum_over_processes if self._is_split else None
+        return _sum_over_processes if self._is_sharded else None
 
     def regrow(self, trainer: L.Trainer, fraction: float, step: int) -> None:
         """Exchange a ``fraction`` of the weights of each layer: drop the weakest and grow as many others.
@@ -191,12 +193,15 @@ class MaskStructure:
         if self.options.regrowth == "rigl" and not self._all_finite(gradients):
             return  # AMP skipped the step
         counts = [self._num_exchanged(part, fraction) for part in self.parts]
-        drop = [self._part(part, self._weakness(part)) for part in self.parts]
+        drop = [self._selection_part(part, self._drop_scores(part)) for part in self.parts]
         dropped = choose_lowest([[one] for one in drop], counts, self._reduce(), self._device)
         for part, (mask,) in zip(self.parts, dropped, strict=True):
             if mask is not None:
                 self.pruned[part.name] = self.pruned[part.name] | mask
-        grow = [self._part(part, self._wish(part, gradients, number, step)) for number, part in enumerate(self.parts)]
+        grow = [
+            self._selection_part(part, self._growth_scores(part, gradients, number, step))
+            for number, part in enumerate(self.parts)
+        ]
         grown = choose_lowest([[one] for one in grow], counts, self._reduce(), self._device)
         for part, (mask,) in zip(self.parts, grown, strict=True):
             if mask is not None:
@@ -205,8 +210,8 @@ class MaskStructure:
 
     def _all_finite(self, gradients: dict[str, Tensor]) -> bool:
         finite = all(bool(one.isfinite().all()) for one in gradients.values())
-        flags = torch.tensor([float(finite), float(bool(gradients) or not self._held())], device=self._device)
-        if self._is_split:
+        flags = torch.tensor([float(finite), float(bool(gradients) or not self._local_parts())], device=self._device)
+        if self._is_sharded:
             dist.all_reduce(flags, dist.ReduceOp.MIN)
         return bool(flags.min() > 0)
 
@@ -214,30 +219,30 @@ class MaskStructure:
         pruned = self._counts[part.name]
         return min(round(fraction * (part.numel - pruned)), pruned)
 
-    def _weakness(self, part: WeightPart) -> Tensor | None:
+    def _drop_scores(self, part: WeightPart) -> Tensor | None:
         if not part.is_held:
             return None
         return part.value.abs().float().masked_fill(self.pruned[part.name], torch.inf)
 
-    def _wish(self, part: WeightPart, gradients: dict[str, Tensor], number: int, step: int) -> Tensor | None:
+    def _growth_scores(self, part: WeightPart, gradients: dict[str, Tensor], number: int, step: int) -> Tensor | None:
         """Return growth scores; the lowest are regrown first, active weights get infinity."""
         if not part.is_held:
             return None
         if self.options.regrowth == "rigl":
             zeros = torch.zeros_like(part.value, dtype=torch.float32)
-            wish = -gradients.get(part.name, zeros)
+            scores = -gradients.get(part.name, zeros)
         else:
-            wish = hash_uniform(part.places(), (self.options.seed * 65537 + number + 1) * 1000003 + step)
-        return wish.masked_fill(~self.pruned[part.name], torch.inf)
+            scores = hash_uniform(part.positions(), (self.options.seed * 65537 + number + 1) * 1000003 + step)
+        return scores.masked_fill(~self.pruned[part.name], torch.inf)
 
     def _masks_changed(self, trainer: L.Trainer) -> None:
-        if num_processes(trainer) > 1 and not self._is_split:
-            self._take_masks_of_first_process()
+        if num_processes(trainer) > 1 and not self._is_sharded:
+            self._broadcast_masks()
         self._count()
         self.apply(trainer)
 
-    def _take_masks_of_first_process(self) -> None:
-        held = self._held()
+    def _broadcast_masks(self) -> None:
+        held = self._local_parts()
         packed = torch.cat([pack_bits(self.pruned[part.name]) for part in held]).to(self._device)
         dist.broadcast(packed, src=0)
         start = 0
@@ -252,9 +257,9 @@ class MaskStructure:
         counts = torch.tensor(
             [int(self.pruned[part.name].sum()) if part.counts else 0 for part in self.parts], device=self._device
         )
-        if self._is_split:
+        if self._is_sharded:
             counts = _sum_over_processes(counts)
-        elif num_held := len(self._held()):  # every process holds all weights
+        elif num_held := len(self._local_parts()):  # every process holds all weights
             assert num_held == len(self.parts)
             counts = torch.tensor([int(self.pruned[part.name].sum()) for part in self.parts])
         self._counts = {part.name: count for part, count in zip(self.parts, counts.tolist(), strict=True)}
@@ -271,7 +276,7 @@ class MaskStructure:
 
     def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         members = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        mine = [part for part in self._held() if id(part.weight) in members]
+        mine = [part for part in self._local_parts() if id(part.weight) in members]
         with torch.no_grad():
             self.scores.add_gradients(trainer, mine, optimizer)
             for part in mine:
@@ -280,12 +285,12 @@ class MaskStructure:
                     continue
                 if self.wants_gradients:
                     self._gradients[part.name] = gradient.detach().abs().float()
-                gradient.mul_(self._kept(part))
+                gradient.mul_(self._keep_factor(part))
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with torch.no_grad():
-            for part in self._held():
-                part.value.mul_(self._kept(part))
+            for part in self._local_parts():
+                part.value.mul_(self._keep_factor(part))
 
     def apply(self, trainer: L.Trainer) -> None:
         """Set pruned entries of weights, optimizer moments and averaged weights to zero."""
@@ -293,7 +298,7 @@ class MaskStructure:
             if isinstance(one, FSDPModule):
                 one.reshard()  # else a copy unsharded for an evaluation would be used
         with torch.no_grad():
-            for part in self._held():
+            for part in self._local_parts():
                 mask = self.pruned[part.name]
                 part.value.masked_fill_(mask, 0)
                 for optimizer in trainer.optimizers:
@@ -338,11 +343,13 @@ class MaskStructure:
     def masks(self) -> dict[str, Tensor]:
         """Return the masks of kept weights by name, bool, gathered on the CPU; all processes must call it."""
         return {
-            part.name: ~self._whole(number, None if not part.is_held else self.pruned[part.name].to(torch.uint8)).bool()
+            part.name: ~self._gather_weight(
+                number, None if not part.is_held else self.pruned[part.name].to(torch.uint8)
+            ).bool()
             for number, part in enumerate(self.parts)
         }
 
-    def _whole(self, number: int, value: Tensor | None) -> Tensor:
+    def _gather_weight(self, number: int, value: Tensor | None) -> Tensor:
         holder = None if self._holders is None else self._holders[number]
         return self.parts[number].gather(value, holder, self._device)
 
@@ -355,9 +362,9 @@ class MaskStructure:
             "structure": self.options.structure,
             "shapes": {part.name: list(part.shape) for part in self.parts},
             "pruned": {name: pack_bits(~kept) for name, kept in self.masks().items()},
-            "scores": self.scores.state_dict(self._whole),
+            "scores": self.scores.state_dict(self._gather_weight),
             "gradients": {
-                part.name: self._whole(number, self._gradients.get(part.name))
+                part.name: self._gather_weight(number, self._gradients.get(part.name))
                 for number, part in enumerate(self.parts)
                 if self._gradients
             },
@@ -374,11 +381,11 @@ class MaskStructure:
             return
         shapes = {part.name: list(part.shape) for part in self.parts}
         if state["shapes"] != shapes or state["structure"] != self.options.structure:
-            raise ValueError(_what_differs(state, shapes, self.options.structure))
-        for part in self._held():
+            raise ValueError(_describe_difference(state, shapes, self.options.structure))
+        for part in self._local_parts():
             whole = unpack_bits(state["pruned"][part.name], part.shape)
-            self.pruned[part.name] = part.cut(whole)
-        self._gradients = {part.name: part.cut(state["gradients"][part.name]) for part in self._held()
+            self.pruned[part.name] = part.shard(whole)
+        self._gradients = {part.name: part.shard(state["gradients"][part.name]) for part in self._local_parts()
                            if part.name in state["gradients"]}  # fmt: skip
         self.scores.load_state_dict(state["scores"])
         self._count()
@@ -387,7 +394,7 @@ class MaskStructure:
         """Do nothing, since masks do not change shapes."""
 
 
-def _what_differs(state: dict[str, Any], shapes: dict[str, list[int]], structure: str) -> str:
+def _describe_difference(state: dict[str, Any], shapes: dict[str, list[int]], structure: str) -> str:
     if state["structure"] != structure:
         return f"the checkpoint was pruned with structure={state['structure']!r}, this run has {structure!r}"
     saved = state["shapes"]

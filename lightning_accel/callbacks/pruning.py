@@ -13,10 +13,10 @@ from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.mask_structure import MaskStructure
-from lightning_accel.callbacks.moments import num_steps, require_moment, to_step
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
-from lightning_accel.callbacks.pruning_table import table, tell_left_out
+from lightning_accel.callbacks.pruning_table import format_table, log_left_out
 from lightning_accel.callbacks.rewinding import Rewinding
+from lightning_accel.callbacks.run_steps import num_steps, require_step_or_share, to_step
 from lightning_accel.callbacks.several_prunings import (
     adopt_state,
     names_of,
@@ -127,8 +127,8 @@ class Pruning(L.Callback):
         _require_one_of("schedule", schedule, SCHEDULES)
         if not callable(criterion):
             _require_one_of("criterion", criterion, get_args(CriterionName))
-        require_moment("begin", begin)
-        require_moment("end", end)
+        require_step_or_share("begin", begin)
+        require_step_or_share("end", end)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
         if regrowth is not None:
@@ -157,9 +157,9 @@ class Pruning(L.Callback):
         self._options = StructureOptions(structure, criterion, scope, names, regrowth, seed, self.target)
         self._masks: Structure = self._make_structure()
         self._rewinding = Rewinding()
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self._step = 0  # optimizer steps that this callback has seen
         self._seen = 0  # trainer.global_step at that time; it counts every optimizer's steps
         self._reached = 0.0
@@ -215,7 +215,7 @@ class Pruning(L.Callback):
         _require_strategy(trainer.strategy)
         require_one_kind(trainer, self)
         if trainer.global_step == 0:
-            self._start_anew()
+            self._reset()
             self._masks = self._make_structure()
             self._rewinding = Rewinding()
         hold_back_checkpoints(trainer)
@@ -231,20 +231,20 @@ class Pruning(L.Callback):
         if self.rewind is not None and any(one.is_meta for one in pl_module.parameters()):
             raise TypeError("rewind does not work in a pipeline, whose processes hold some layers each; leave it out")
         self._rewinding.attach(pl_module)
-        self._settle_steps(trainer)
+        self._set_steps(trainer)
         self._is_set_up = True
         if isinstance(self._masks, MaskStructure):
             peers = of_this_kind(trainer, self)
             require_no_weight_of_others({one.state_key: one._names() for one in peers})
-        tell_left_out(self.left_out)
+        log_left_out(self.left_out)
 
     def _names(self) -> list[str]:
         return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
 
-    def _settle_steps(self, trainer: L.Trainer) -> None:
+    def _set_steps(self, trainer: L.Trainer) -> None:
         """Set the steps of the ramp; take those of the checkpoint if its options equal the current ones."""
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded["ramp"] == self._ramp():
+        if loaded is not None and loaded["ramp"] == self._ramp_options():
             self._first, self._last, self._every = loaded["steps"]
             return
         if self._is_set_up and loaded is None and self._step:  # the same run continues
@@ -271,7 +271,7 @@ class Pruning(L.Callback):
             raise ValueError(f"rewind must be a step before pruning ends, at {self._last}; got {self.rewind}")
         self._every = self.every_n_steps or max(1, (self._last - self._first) // 32)
 
-    def _ramp(self) -> list[Any]:
+    def _ramp_options(self) -> list[Any]:
         return [self.target, self.schedule, self.begin, self.end, self.every_n_steps]
 
     # ---- steps
@@ -284,7 +284,7 @@ class Pruning(L.Callback):
         else:  # the checkpoint may stem from between the optimizer's step and this callback's
             self._masks.after_step(trainer, pl_module)
             self._advance(trainer, pl_module)
-        self._prepare()
+        self._request_gradients()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._masks.before_optimizer_step(trainer, pl_module, optimizer)
@@ -305,7 +305,7 @@ class Pruning(L.Callback):
         self._step += 1
         self._masks.after_step(trainer, pl_module)
         self._update(trainer, pl_module)
-        self._prepare()
+        self._request_gradients()
         if isinstance(self._masks, MaskStructure):
             self._masks.apply_to_averages(trainer)
 
@@ -313,7 +313,7 @@ class Pruning(L.Callback):
         on_time = step == self._last or (step - self._first) % self._every == 0
         return self._first <= step <= self._last and on_time
 
-    def _prepare(self) -> None:
+    def _request_gradients(self) -> None:
         if isinstance(self._masks, MaskStructure):
             self._masks.wants_gradients = self.regrowth == "rigl" and self._updates_at(self._step + 1)
 
@@ -362,7 +362,7 @@ class Pruning(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with failures_as_warnings("Pruning could not tell what is left of each layer"):
-            rank_zero_info(table(self.report_rows()))
+            rank_zero_info(format_table(self.report_rows()))
         if self.structure == "channel" and self.is_final_phase:
             rank_zero_info(
                 "checkpoints hold the smaller module; outside of this Trainer load them with "
@@ -382,7 +382,7 @@ class Pruning(L.Callback):
             "step": self._step,
             "seen": self._seen,
             "reached": self._reached,
-            "ramp": self._ramp(),
+            "ramp": self._ramp_options(),
             "steps": [self._first, self._last, self._every],
             "masks": self._masks.state_dict(),
             "rewinding": self._rewinding.state_dict(self._module),
@@ -401,7 +401,7 @@ class Pruning(L.Callback):
         self._rewinding.load_state_dict(state_dict["rewinding"])
         if self._is_set_up and self._module is not None:  # strategies that restore after their setup
             self._rewinding.attach(self._module)
-            self._settle_steps(self._module.trainer)
+            self._set_steps(self._module.trainer)
 
 
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """Format a table of layers with their remaining weights, one per line."""
     width = max([len(row["name"]) for row in rows] + [5])
     lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
@@ -20,7 +20,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def tell_left_out(left_out: dict[str, str]) -> None:
+def log_left_out(left_out: dict[str, str]) -> None:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)

@@ -188,17 +188,17 @@ class Quantization(L.Callback):
         is_run = self.mode == "qat" and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
         if is_run and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
             raise ValueError(f"start={self.start} is an epoch, counted from 0, and the run ends after {last}; lower it")
-        self._try(trainer, pl_module)
+        self._check_early(trainer, pl_module)
         if self.mode == "qat":
             self._attach(pl_module)
 
-    def _try(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _check_early(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise before training what would make all measurements fail after it."""
-        dry_run(trainer, pl_module, self._copy, self._try_calls, "quantize", self.module, of_training=True)
+        dry_run(trainer, pl_module, self._copy, self._check_calls, "quantize", self.module, of_training=True)
         if self.monitor is not None:
-            dry_run(trainer, pl_module, self._copy, self._try_monitor, "quantize", self.module)
+            dry_run(trainer, pl_module, self._copy, self._check_monitor, "quantize", self.module)
 
-    def _try_calls(self, found: Deployed) -> None:
+    def _check_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
         is_cut = num_rows(smallest_call(found.module, call)) == 1
         for size in (self.batch_sizes or (1, num_rows(call))) if is_cut else (num_rows(call),):
@@ -222,7 +222,7 @@ class Quantization(L.Callback):
                         f"{type(found.module).__name__}, and {error}. Take backend='auto', or name a part by module"
                     ) from error
 
-    def _try_monitor(self, found: Deployed) -> None:
+    def _check_monitor(self, found: Deployed) -> None:
         if self.monitor is not None and self.monitor not in found.figures:
             require_logged("Quantization", [self.monitor], found.figures)
 
@@ -266,9 +266,9 @@ class Quantization(L.Callback):
         self._in_batch = trainer
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._move_ranges()
+        self._update_ranges()
 
-    def _move_ranges(self) -> None:
+    def _update_ranges(self) -> None:
         trainer, self._in_batch = self._in_batch, None
         if trainer is not None and self._enabled and self._layers:
             seen = torch.stack([layer.seen for layer in self._layers.values()])
@@ -277,7 +277,7 @@ class Quantization(L.Callback):
                 layer.take_seen(own)
 
     def state_dict(self) -> dict[str, Any]:
-        self._move_ranges()  # an earlier callback may save at the end of a batch
+        self._update_ranges()  # an earlier callback may save at the end of a batch
         return {"ranges": {name: layer.range.cpu().clone() for name, layer in self._layers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -302,9 +302,9 @@ class Quantization(L.Callback):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
         try:
-            _show(self.convert(copied.to(self.device), *loaders, datamodule).report, folder)
+            _save_report(self.convert(copied.to(self.device), *loaders, datamodule).report, folder)
         except NothingPickedError as error:
-            _show(error.report, folder)
+            _save_report(error.report, folder)
             raise
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -334,7 +334,7 @@ class Quantization(L.Callback):
             deployed = self._find(module, train_loader, datamodule)
             self.result = self._quantize(module, deployed, val_loader, datamodule)
         self.result.deployed = deployed.name
-        rank_zero_info(_tell(self.result, self.mode))
+        rank_zero_info(_summary(self.result, self.mode))
         return self.result
 
     def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
@@ -343,7 +343,7 @@ class Quantization(L.Callback):
         size = getattr(loader, "batch_size", None)
         batches = math.ceil(self.calibrate / size) if size else 16
         found = find_deployed(module, loader, self.module, batches, datamodule)
-        return found._replace(inputs=_until(found.inputs, self.calibrate))
+        return found._replace(inputs=_take_calls(found.inputs, self.calibrate))
 
     def _quantize(
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
@@ -394,7 +394,7 @@ def _call_flat(module: nn.Module, call: Inputs) -> None:
     noise_share(result, flat.rebuild(flat(*tensors_of(call))))
 
 
-def _show(report: Report | None, folder: Path) -> None:
+def _save_report(report: Report | None, folder: Path) -> None:
     """Print a report and write its files; reduce errors to a warning."""
     if report is not None:
         with failures_as_warnings("Quantization could not write its report"):
@@ -419,7 +419,7 @@ def _in_random_order(loader: Any) -> Any:
     return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
 
 
-def _until(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
+def _take_calls(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
     kept: list[Inputs] = []
     for one in inputs:
         kept.append(one)
@@ -428,8 +428,8 @@ def _until(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
     return kept
 
 
-def _tell(result: Quantized, mode: str) -> str:
-    text = f"Quantization picked {result.name}" + _tell_speed(result)
+def _summary(result: Quantized, mode: str) -> str:
+    text = f"Quantization picked {result.name}" + _speed_summary(result)
     if result.ties:
         text += f"; as fast, as far as could be measured: {', '.join(result.ties)}, whose files are not smaller"
     if result.faster_float == "fp32 eager":
@@ -443,7 +443,7 @@ def _tell(result: Quantized, mode: str) -> str:
     return text
 
 
-def _tell_speed(result: Quantized) -> str:
+def _speed_summary(result: Quantized) -> str:
     """Describe the speedup at each batch size over the original model and over float in the same runtime."""
     rows = {row.name: row for row in result.report.rows} if result.report is not None else {}
     if result.name not in rows:

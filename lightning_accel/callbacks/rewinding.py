@@ -41,7 +41,7 @@ class Rewinding:
     def attach(self, pl_module: L.LightningModule) -> None:
         """Shard the loaded copies like the current parameters."""
         if self._loaded:
-            self.copies = {part.name: part.cut(self._loaded[part.name]) for part in _parts(pl_module)}
+            self.copies = {part.name: part.shard(self._loaded[part.name]) for part in _parts(pl_module)}
             self._loaded = {}
 
 

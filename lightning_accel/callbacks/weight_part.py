@@ -33,7 +33,7 @@ class WeightPart:
         self.is_held = not weight.is_meta
         self.counts = self.is_held  # among processes that hold the same values, only one counts them
         self.offsets = [0] * weight.ndim
-        self.is_split = isinstance(weight, DTensor) and any(isinstance(one, Shard) for one in weight.placements)
+        self.is_sharded = isinstance(weight, DTensor) and any(isinstance(one, Shard) for one in weight.placements)
         if isinstance(weight, DTensor):
             self._find_place(weight)
 
@@ -56,7 +56,7 @@ class WeightPart:
         assert tuple(lengths) == tuple(weight.to_local().shape), (self.name, lengths, weight.to_local().shape)
 
     @property
-    def is_split_along_input(self) -> bool:
+    def is_sharded_along_input(self) -> bool:
         """Return whether the inputs of a unit are sharded over processes."""
         return isinstance(self.weight, DTensor) and any(
             isinstance(one, Shard) and one.dim % len(self.shape) == self.input_dim for one in self.weight.placements
@@ -91,12 +91,12 @@ class WeightPart:
             stride *= self.shape[dim]
         return result
 
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Return the flat position in the whole weight of each element of the local shard."""
         value = self.value
         return self.to_whole(torch.arange(value.numel(), device=value.device)).view(value.shape)
 
-    def cut(self, whole: Tensor) -> Tensor:
+    def shard(self, whole: Tensor) -> Tensor:
         """Return the local shard of ``whole``."""
         value = self.value
         for dim, (offset, length) in enumerate(zip(self.offsets, value.shape, strict=True)):

@@ -37,22 +37,22 @@ class WeightScores:
         self._handles: list[RemovableHandle] = []
         self._group: dist.ProcessGroup | None = None
         self._has_ranks = False
-        self._is_split = False
+        self._is_sharded = False
 
-    def misfit(self, part: WeightPart) -> str | None:
+    def unsupported_reason(self, part: WeightPart) -> str | None:
         if self.criterion != "wanda":
             return None
         if not isinstance(part.module, _SHOWS_INPUT) or isinstance(part.module, _IN_ATTENTION):
             return f"wanda needs the inputs of a layer, which {type(part.module).__name__} does not show"
-        if part.is_split_along_input:
+        if part.is_sharded_along_input:
             return "wanda needs the inputs of a layer, which are split over processes"
         return None
 
-    def attach(self, trainer: L.Trainer, parts: Sequence[WeightPart], is_split: bool) -> None:
+    def attach(self, trainer: L.Trainer, parts: Sequence[WeightPart], is_sharded: bool) -> None:
         self.detach()
         self._parts = [*parts]
         self._device = trainer.strategy.root_device
-        self._is_split = is_split
+        self._is_sharded = is_sharded
         self._has_ranks = num_processes(trainer) > 1
         mesh = getattr(trainer.strategy, "device_mesh", None)
         names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
@@ -76,7 +76,7 @@ class WeightScores:
             handle.remove()
         self._handles = []
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset what is measured since weights were last pruned."""
         if self.criterion == "taylor":
             for value in self._sums.values():
@@ -97,7 +97,7 @@ class WeightScores:
         finite = torch.tensor(1.0, device=trainer.strategy.root_device)
         for product in products.values():
             finite = finite * product.isfinite().all().to(finite)
-        if self._is_split:
+        if self._is_sharded:
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         scale = _scale_of(trainer, optimizer)
         scale = scale if self.criterion == "movement" else scale**2
@@ -105,17 +105,17 @@ class WeightScores:
             sums = self._sums[name]
             sums += torch.where(finite.to(sums.device) > 0, product / scale, 0)
 
-    def of(self, part: WeightPart, number: int) -> Tensor:
+    def compute(self, part: WeightPart, number: int) -> Tensor:
         """Return the scores of the local shard of a weight, float32."""
         if self.criterion in ("movement", "taylor"):
             return self._sums[part.name]
         value = part.value
         if self.criterion == "wanda":
-            return value.abs().float() * self._inputs[part.name].root_mean_square(part, self._total)
-        places = part.places() if self.criterion == "random" else None
-        return score(self.criterion, part.name, value, number, self.options.seed, places)
+            return value.abs().float() * self._inputs[part.name].root_mean_square(part, self._sum_over_processes)
+        positions = part.positions() if self.criterion == "random" else None
+        return score(self.criterion, part.name, value, number, self.options.seed, positions)
 
-    def _total(self, value: Tensor) -> Tensor:
+    def _sum_over_processes(self, value: Tensor) -> Tensor:
         if self._has_ranks:
             dist.all_reduce(value, group=self._group)
         return value
@@ -126,10 +126,10 @@ class WeightScores:
         gradients = {}
         if self.criterion in ("movement", "taylor"):
             gradients = {name: whole(number, self._sums.get(name)) for number, name in enumerate(names)}
-        inputs = {part.name: self._of_each_process(part) for part in self._parts if self.criterion == "wanda"}
+        inputs = {part.name: self._gather_inputs(part) for part in self._parts if self.criterion == "wanda"}
         return {"gradients": gradients, "inputs": inputs}
 
-    def _of_each_process(self, part: WeightPart) -> Tensor:
+    def _gather_inputs(self, part: WeightPart) -> Tensor:
         mine = torch.zeros(num_inputs(part) + 1, dtype=torch.float64, device=self._device)
         sums = self._inputs[part.name].sums if part.name in self._inputs else None
         if sums is not None:
@@ -144,7 +144,7 @@ class WeightScores:
         """Restore a state; call it after :meth:`attach`."""
         for part in self._parts:
             if part.name in self._sums and part.name in state["gradients"]:
-                self._sums[part.name] = part.cut(state["gradients"][part.name])
+                self._sums[part.name] = part.shard(state["gradients"][part.name])
             if part.name in self._inputs and part.name in state["inputs"]:
                 rows = state["inputs"][part.name]
                 num = dist.get_world_size() if self._has_ranks else 1

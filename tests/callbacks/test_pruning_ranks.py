@@ -120,7 +120,7 @@ def check_zeros_in_every_part(rank, name, strategy):
     masks = pruning.masks()
     for part in pruning._masks.parts:
         if part.is_held:
-            assert (part.value[~part.cut(masks[part.name])] == 0).all()
+            assert (part.value[~part.shard(masks[part.name])] == 0).all()
     return masks, pruning.sparsity()
 
 

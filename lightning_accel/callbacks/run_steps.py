@@ -1,9 +1,9 @@
-"""Moments of a run, given as optimizer steps or as shares of the run."""
+"""Steps of a run, given as optimizer steps or as shares of the run."""
 
 import lightning as L
 
 
-def require_moment(name: str, value: int | float) -> None:
+def require_step_or_share(name: str, value: int | float) -> None:
     if isinstance(value, float) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be a share of the run in [0, 1], or a step, an int; got {value}")
     if value < 0:
@@ -18,13 +18,13 @@ def num_steps(trainer: L.Trainer) -> int | None:
     return None if steps == float("inf") or steps < 0 else int(steps)
 
 
-def to_step(name: str, moment: int | float, total: int | None) -> int:
-    if isinstance(moment, int):
-        return moment
-    if moment == 0:
+def to_step(name: str, step: int | float, total: int | None) -> int:
+    if isinstance(step, int):
+        return step
+    if step == 0:
         return 0
     if total is None:
         raise ValueError(
-            f"{name}={moment} is a share of the run, whose length is not known; give a step, an int, or set max_steps"
+            f"{name}={step} is a share of the run, whose length is not known; give a step, an int, or set max_steps"
         )
-    return round(moment * total)
+    return round(step * total)
