@@ -243,7 +243,7 @@ class Export(L.Callback):
         deployed: Deployed,
         loader: Any,
         label: str,
-        raw: "_Raw | None",
+        raw: "_FileInputs | None",
     ) -> Report:
         assert self.exported is not None
         files: dict[str, Run] = {label: load_compressed(self.exported.path, allow_machine_code=True)}

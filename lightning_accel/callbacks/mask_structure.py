@@ -142,9 +142,7 @@ class MaskStructure:
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         numbers = {part.name: number for number, part in enumerate(self.parts)}
-        scores = {
-            part.name: self._selection_part(part, self._compute_scores(part, numbers[part.name])) for part in self.parts
-        }
+        scores = {part.name: self._to_part(part, self._compute_scores(part, numbers[part.name])) for part in self.parts}
         if self.pattern is not None:
             share = sparsity / self.options.target
             dims = {part.name: part.input_dim for part in self.parts}
@@ -177,7 +175,7 @@ class MaskStructure:
             self._factors[part.name] = kept.to(part.value.dtype) if kept.device.type == "cpu" else kept
         return self._factors[part.name]
 
-    def _selection_part(self, part: WeightPart, scores: Tensor | None) -> Part:
+    def _to_part(self, part: WeightPart, scores: Tensor | None) -> Part:
         return Part(scores, part.numel, part.to_whole, part.counts)
 
     def _reduce(self) -> Any:
@@ -193,13 +191,13 @@ class MaskStructure:
         if self.options.regrowth == "rigl" and not self._all_finite(gradients):
             return  # AMP skipped the step
         counts = [self._num_exchanged(part, fraction) for part in self.parts]
-        drop = [self._selection_part(part, self._drop_scores(part)) for part in self.parts]
+        drop = [self._to_part(part, self._drop_scores(part)) for part in self.parts]
         dropped = choose_lowest([[one] for one in drop], counts, self._reduce(), self._device)
         for part, (mask,) in zip(self.parts, dropped, strict=True):
             if mask is not None:
                 self.pruned[part.name] = self.pruned[part.name] | mask
         grow = [
-            self._selection_part(part, self._growth_scores(part, gradients, number, step))
+            self._to_part(part, self._growth_scores(part, gradients, number, step))
             for number, part in enumerate(self.parts)
         ]
         grown = choose_lowest([[one] for one in grow], counts, self._reduce(), self._device)
@@ -343,13 +341,13 @@ class MaskStructure:
     def masks(self) -> dict[str, Tensor]:
         """Return the masks of kept weights by name, bool, gathered on the CPU; all processes must call it."""
         return {
-            part.name: ~self._gather_weight(
+            part.name: ~self._gather(
                 number, None if not part.is_held else self.pruned[part.name].to(torch.uint8)
             ).bool()
             for number, part in enumerate(self.parts)
         }
 
-    def _gather_weight(self, number: int, value: Tensor | None) -> Tensor:
+    def _gather(self, number: int, value: Tensor | None) -> Tensor:
         holder = None if self._holders is None else self._holders[number]
         return self.parts[number].gather(value, holder, self._device)
 
@@ -362,9 +360,9 @@ class MaskStructure:
             "structure": self.options.structure,
             "shapes": {part.name: list(part.shape) for part in self.parts},
             "pruned": {name: pack_bits(~kept) for name, kept in self.masks().items()},
-            "scores": self.scores.state_dict(self._gather_weight),
+            "scores": self.scores.state_dict(self._gather),
             "gradients": {
-                part.name: self._gather_weight(number, self._gradients.get(part.name))
+                part.name: self._gather(number, self._gradients.get(part.name))
                 for number, part in enumerate(self.parts)
                 if self._gradients
             },
