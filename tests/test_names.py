@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruning, Quantization
-from lightning_accel.callbacks.several_prunings import names_of
+from lightning_accel.callbacks.pruning_conflicts import exclusion_names
 from lightning_accel.callbacks.teacher import Teacher
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
 from lightning_accel.compress.exclusion import excluded_parameters
@@ -58,7 +58,7 @@ TAKERS = {
     "EarlyStopping": ("val/loss", lambda names: list(EarlyStopping(names).goals)),
     "Distillation": ("net", lambda names: Distillation("initial", features=names).features),
     "Teacher": ("first", lambda names: Teacher(net(), names).features),
-    "Pruning": ("head", lambda names: names_of(Pruning(0.5, exclude=names)._options.exclude)),
+    "Pruning": ("head", lambda names: exclusion_names(Pruning(0.5, exclude=names)._options.exclude)),
     "Quantization": ("head", lambda names: Quantization(skip=names).skip),
     "quantize": ("head", refused_skip),
     "find_layers": ("Linear", lambda names: find_layers(nn.ModuleList([net(), nn.Conv1d(1, 1, 1)]), names).left_float),

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 @runtime_checkable
-class InPhases(Protocol):
+class HasPhases(Protocol):
     """Declare that metrics of different training phases are not comparable under this callback.
 
     For example, a model at half the requested sparsity scores better than the final one, but must not be selected as
@@ -25,12 +25,12 @@ class InPhases(Protocol):
 
 def current_phase(trainer: L.Trainer) -> str:
     """Return the phases of all callbacks that have them, joined by commas; empty if there are none."""
-    return ", ".join(callback.phase for callback in _in_phases(trainer))
+    return ", ".join(callback.phase for callback in _callbacks_with_phases(trainer))
 
 
 def in_final_phase(trainer: L.Trainer) -> bool:
     """Return whether all callbacks with phases are in their final one."""
-    return all(callback.is_final_phase for callback in _in_phases(trainer))
+    return all(callback.is_final_phase for callback in _callbacks_with_phases(trainer))
 
 
 def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -44,17 +44,17 @@ def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             hook(trainer, pl_module)
 
 
-def hold_back_checkpoints(trainer: L.Trainer) -> None:
+def defer_best_checkpoints(trainer: L.Trainer) -> None:
     """Prevent a ``ModelCheckpoint`` with a monitor from saving before the final phase; ``save_last`` still works.
 
     Each callback that has phases calls this in ``setup``.
     """
     for keeper in trainer.checkpoint_callbacks:
-        if isinstance(keeper, ModelCheckpoint) and not isinstance(keeper.check_monitor_top_k, _InFinalPhase):
-            keeper.check_monitor_top_k = _InFinalPhase(keeper)  # type: ignore[method-assign]
+        if isinstance(keeper, ModelCheckpoint) and not isinstance(keeper.check_monitor_top_k, _FinalPhaseCheck):
+            keeper.check_monitor_top_k = _FinalPhaseCheck(keeper)  # type: ignore[method-assign]
 
 
-class _InFinalPhase:
+class _FinalPhaseCheck:
     def __init__(self, keeper: ModelCheckpoint) -> None:
         self.keeper = keeper
         self.check = keeper.check_monitor_top_k
@@ -67,6 +67,6 @@ class _InFinalPhase:
         return False
 
 
-def _in_phases(trainer: L.Trainer) -> list[InPhases]:
+def _callbacks_with_phases(trainer: L.Trainer) -> list[HasPhases]:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [callback for callback in callbacks if isinstance(callback, InPhases)]
+    return [callback for callback in callbacks if isinstance(callback, HasPhases)]

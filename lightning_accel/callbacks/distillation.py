@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from lightning_accel.callbacks.compression_phase import current_phase
 from lightning_accel.callbacks.deployment import WholeCopy
 from lightning_accel.callbacks.distillation_loss import (
+    denominator_ratio,
     divergence,
-    kept_positions,
     lengths_in,
     output_tensor,
-    share_of,
+    position_mask,
     similarity_error,
     squared_error,
 )
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
-from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weights, plan_of, restore_
+from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weights, module_sizes, restore_
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
 
-_OWN = "initial", "dense"  # teachers that are copies of the student
+_COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
 
 
 class Distillation(L.Callback):
@@ -138,9 +138,9 @@ class Distillation(L.Callback):
                 "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does "
                 "that; add Pruning or Quantization(mode='qat'), or write teacher='initial' or a checkpoint"
             )
-        if self.teacher in _OWN:
+        if self.teacher in _COPIES_OF_STUDENT:
             self._teacher = None
-            self._copy = _copy_of(trainer, pl_module, self.teacher)
+            self._copy = _make_copy(trainer, pl_module, self.teacher)
             return
         if isinstance(self.teacher, nn.Module):
             if {id(one) for one in self.teacher.parameters()} & {id(one) for one in pl_module.parameters()}:
@@ -216,7 +216,7 @@ class Distillation(L.Callback):
     def _attach(self, pl_module: L.LightningModule) -> None:
         self._forget()
         self._replaced = vars(pl_module).get("training_step")
-        original = type(pl_module).training_step if self._replaced is None else _unbound(self._replaced, pl_module)
+        original = type(pl_module).training_step if self._replaced is None else _to_function(self._replaced, pl_module)
 
         @wraps(original)
         def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -224,12 +224,12 @@ class Distillation(L.Callback):
                 return original(module, *args, **kwargs)
             with self._recorder.recording() as calls:
                 output = original(module, *args, **kwargs)
-            return self._add_to(output, module, calls, args)
+            return self._add_distance(output, module, calls, args)
 
         self._attached = MethodType(training_step, pl_module)
         vars(pl_module)["training_step"] = self._attached
 
-    def _add_to(self, output: STEP_OUTPUT, module: L.LightningModule, calls: Calls, batch: Any) -> STEP_OUTPUT:
+    def _add_distance(self, output: STEP_OUTPUT, module: L.LightningModule, calls: Calls, batch: Any) -> STEP_OUTPUT:
         if output is None:
             return None
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -275,12 +275,12 @@ class Distillation(L.Callback):
         shape = own.shape
         if self.loss == "kl":
             shape = own.select(self.class_dim, 0).shape
-        keep = kept_positions(shape, lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+        keep = position_mask(shape, lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
         if keep is None and self.loss == "mse" and own.ndim > 1:  # several values per position
-            keep = kept_positions(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+            keep = position_mask(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
         keep = None if keep is None else keep.to(own.device)
         with torch.autocast(own.device.type, enabled=False):
-            share = share_of(keep, weight)
+            share = denominator_ratio(keep, weight)
             if self.loss == "kl":
                 return share * divergence(own, aim, self.temperature, self.class_dim, keep)
             if self.loss == "mse":
@@ -340,16 +340,16 @@ class Distillation(L.Callback):
         self._detach(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.teacher not in _OWN or self._teacher is None:
+        if self.teacher not in _COPIES_OF_STUDENT or self._teacher is None:
             return {"initial": self._saved}
         weights = {name: value.cpu() for name, value in self._teacher.module.state_dict().items()}
-        return {"initial": {"weights": weights, "plan": plan_of(self._teacher.module)}}
+        return {"initial": {"weights": weights, "plan": module_sizes(self._teacher.module)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict["initial"] if self.teacher in _OWN else {}
+        self._saved = state_dict["initial"] if self.teacher in _COPIES_OF_STUDENT else {}
 
 
-def _copy_of(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object) -> WholeCopy:
+def _make_copy(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object) -> WholeCopy:
     if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
         raise ValueError(
             f"teacher={teacher!r} needs a whole copy of the student, which {type(trainer.strategy).__name__} does not "
@@ -360,7 +360,7 @@ def _copy_of(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object) 
     return WholeCopy(pl_module)
 
 
-def _unbound(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_OUTPUT]:
+def _to_function(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_OUTPUT]:
     if isinstance(step, MethodType) and step.__self__ is pl_module:
         return step.__func__
 

@@ -29,15 +29,15 @@ def divergence(
     >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]]), 2.0)
     tensor(0.4438)
     """
-    own = F.log_softmax(_exact(student) / temperature, dim=class_dim)
-    aim = F.log_softmax(_exact(teacher) / temperature, dim=class_dim)
+    own = F.log_softmax(_to_float32(student) / temperature, dim=class_dim)
+    aim = F.log_softmax(_to_float32(teacher) / temperature, dim=class_dim)
     terms = torch.where(aim == -torch.inf, 0.0, aim.exp() * (aim - own))  # 0 for classes masked out in both
     return mean_of(terms.sum(class_dim), keep) * temperature**2
 
 
 def squared_error(student: Tensor, teacher: Tensor, keep: Tensor | None = None) -> Tensor:
     """Compute the mean squared difference of equal shapes, (); ``keep`` masks their first dimensions."""
-    difference = (_exact(student) - _exact(teacher)).square()
+    difference = (_to_float32(student) - _to_float32(teacher)).square()
     if keep is not None and keep.ndim < difference.ndim:
         difference = difference.flatten(keep.ndim).mean(-1)
     return mean_of(difference, keep)
@@ -51,7 +51,7 @@ def similarity_error(student: Tensor, teacher: Tensor) -> Tensor:
     >>> similarity_error(torch.eye(2), torch.eye(2, 3))
     tensor(0.)
     """
-    own, aim = (_exact(value).flatten(1) for value in (student, teacher))
+    own, aim = (_to_float32(value).flatten(1) for value in (student, teacher))
     own, aim = (F.normalize(value @ value.T, dim=1) for value in (own, aim))
     return (own - aim).square().mean()
 
@@ -82,7 +82,7 @@ def output_tensor(output: Any, of_what: str) -> Tensor:
     raise TypeError(f"distillation needs a floating tensor from {of_what}; it gives {type(output).__name__}")
 
 
-def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore_index: int) -> Tensor | None:
+def position_mask(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore_index: int) -> Tensor | None:
     """Return a mask of the positions of ``shape``, (B, ...), that the step's criterion includes; None for all.
 
     Steps past the ``lengths`` (B,) of sequences are excluded, and so are positions that a tensor of classes in
@@ -100,7 +100,7 @@ def kept_positions(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore
     return keep
 
 
-def share_of(keep: Tensor | None, weight: Any) -> Tensor | float:
+def denominator_ratio(keep: Tensor | None, weight: Any) -> Tensor | float:
     """Return the factor that turns a mean over the kept positions, (B, ...), into one with the denominator ``weight``.
 
     Processes with more positions then contribute more, as in a loss that is a sum divided by a ``weight`` that is equal
@@ -125,5 +125,5 @@ def lengths_in(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return lengths if isinstance(lengths, Tensor) else None
 
 
-def _exact(value: Tensor) -> Tensor:
+def _to_float32(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))

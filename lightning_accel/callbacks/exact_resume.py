@@ -151,7 +151,7 @@ class ExactResume(L.Callback):
         loaders = self._trainer.fit_loop._combined_loader
         assert loaders is not None
         anew = [one for one in loaders.flattened if not (_is_stateful(one) or is_map_style(one))]
-        if anew and self._resumed.has_read_rows:
+        if anew and self._resumed.is_mid_epoch:
             rank_zero_warn(
                 f"ExactResume: {' and '.join(map(_describe, anew))} began anew within the epoch. Rows of it are "
                 "trained on again, and count twice in its means"
@@ -185,7 +185,7 @@ class ExactResume(L.Callback):
         if not loop.is_resuming:
             self._seed_by_rank()
             return
-        self._resumed.count_back()
+        self._resumed.restore_counters()
         self._warn_of_repeated_samples()
         if not self._saved:
             rank_zero_warn(

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.channel_structure import ChannelStructure
-from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
+from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.mask_structure import MaskStructure
+from lightning_accel.callbacks.pruning_conflicts import (
+    adopt_state,
+    callbacks_of_type,
+    exclusion_names,
+    require_disjoint_weights,
+    require_one_kind,
+)
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
 from lightning_accel.callbacks.pruning_table import format_table, log_left_out
 from lightning_accel.callbacks.rewinding import Rewinding
 from lightning_accel.callbacks.run_steps import num_steps, require_step_or_share, to_step
-from lightning_accel.callbacks.several_prunings import (
-    adopt_state,
-    names_of,
-    of_this_kind,
-    require_no_weight_of_others,
-    require_one_kind,
-)
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
 from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
 from lightning_accel.ops.names import list_of_names
@@ -197,7 +197,7 @@ class Pruning(L.Callback):
 
     @property
     def state_key(self) -> str:
-        exclude = names_of(self._options.exclude)
+        exclude = exclusion_names(self._options.exclude)
         if self.structure == "channel" or not exclude:
             return self._generate_state_key(structure=self.structure)
         return self._generate_state_key(structure=self.structure, exclude=exclude)
@@ -218,7 +218,7 @@ class Pruning(L.Callback):
             self._reset()
             self._masks = self._make_structure()
             self._rewinding = Rewinding()
-        hold_back_checkpoints(trainer)
+        defer_best_checkpoints(trainer)
 
     def _make_structure(self) -> Structure:
         if self.structure == "channel":
@@ -234,8 +234,8 @@ class Pruning(L.Callback):
         self._set_steps(trainer)
         self._is_set_up = True
         if isinstance(self._masks, MaskStructure):
-            peers = of_this_kind(trainer, self)
-            require_no_weight_of_others({one.state_key: one._names() for one in peers})
+            peers = callbacks_of_type(trainer, self)
+            require_disjoint_weights({one.state_key: one._names() for one in peers})
         log_left_out(self.left_out)
 
     def _names(self) -> list[str]:
@@ -292,7 +292,7 @@ class Pruning(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         self._advance(trainer, pl_module)
         if not trainer.barebones:
-            number = of_this_kind(trainer, self).index(self) + 1
+            number = callbacks_of_type(trainer, self).index(self) + 1
             name = "pruning/sparsity" if number == 1 else f"pruning_{number}/sparsity"
             pl_module.log(name, self.sparsity())
             if self.log_layers:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_accel.callbacks.compression_phase import announce_change, hold_back_checkpoints
+from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
 from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
@@ -169,7 +169,7 @@ class Quantization(L.Callback):
                     "mode='qat' does not work under accel_pipeline, where each process has layers of its own. Train "
                     "with accel_ddp or accel_fsdp2, or take mode='static', which quantizes afterwards"
                 )
-            hold_back_checkpoints(trainer)
+            defer_best_checkpoints(trainer)
         self.result = None
         self._enabled = False
         self._copy = WholeCopy(pl_module)

@@ -22,7 +22,7 @@ from lightning_accel.nn import RBM, ContrastiveDivergence
 _MOST_POINTS = 400  # of a curve; beyond that, every second is dropped
 
 
-class Rows(NamedTuple):
+class Samples(NamedTuple):
     """Hold some samples of the data on the CPU."""
 
     values: Tensor  # (B, ...) at least float32
@@ -84,9 +84,9 @@ class RBMMonitor(L.Callback):
         self.num_rows = num_rows
         self.every_n_validations = every_n_validations
         self.gaps: dict[str, list[tuple[int, float]]] = {}  # (optimizer step, nats) by name
-        self._training: Rows | None = None
+        self._training: Samples | None = None
         self._gathering = True  # collect training samples until they are compared, or an epoch is over
-        self._validation: Rows | None = None
+        self._validation: Samples | None = None
         self._num_validations = 0
         self._drawn_at: int | None = None
 
@@ -123,13 +123,13 @@ class RBMMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.is_global_zero and self._gathering:
-            self._training = self._with(self._training, batch)
+            self._training = self._add_samples(self._training, batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._gathering = False
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if _validates_a_fit(trainer):
+        if _validates_in_fit(trainer):
             self._gathering = False
             self._validation = None
 
@@ -142,22 +142,22 @@ class RBMMonitor(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if trainer.is_global_zero and dataloader_idx == 0 and _validates_a_fit(trainer):
-            self._validation = self._with(self._validation, batch)
+        if trainer.is_global_zero and dataloader_idx == 0 and _validates_in_fit(trainer):
+            self._validation = self._add_samples(self._validation, batch)
 
-    def _with(self, rows: Rows | None, batch: Any) -> Rows | None:
+    def _add_samples(self, rows: Samples | None, batch: Any) -> Samples | None:
         """Add samples of ``batch`` to ``rows``, up to ``num_rows``."""
         missing = self.num_rows - (0 if rows is None else len(rows.values))
-        more = _rows_of(batch, missing) if missing > 0 else None
+        more = _extract_samples(batch, missing) if missing > 0 else None
         if rows is None or more is None:
             return more if rows is None else rows
         labels = None if rows.labels is None or more.labels is None else torch.cat([rows.labels, more.labels])
-        return Rows(torch.cat([rows.values, more.values]), labels)
+        return Samples(torch.cat([rows.values, more.values]), labels)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not _validates_a_fit(trainer):
+        if not _validates_in_fit(trainer):
             return
-        views = self._look(pl_module)
+        views = self._compute_views(pl_module)
         if trainer.is_global_zero:
             self._measure(trainer, pl_module, views)
         self._num_validations += 1
@@ -166,7 +166,7 @@ class RBMMonitor(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._drawn_at != trainer.global_step:
-            self._try_to_draw(trainer, run_folder(trainer), lambda: self._look(pl_module))
+            self._try_to_draw(trainer, run_folder(trainer), lambda: self._compute_views(pl_module))
 
     def _try_to_draw(self, trainer: L.Trainer, folder: Path, look: Callable[[], Mapping[str, RBMView]]) -> None:
         self._drawn_at = trainer.global_step
@@ -175,16 +175,16 @@ class RBMMonitor(L.Callback):
             if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._draw(trainer, views, folder / self.folder)
 
-    def _look(self, pl_module: L.LightningModule) -> dict[str, RBMView]:
+    def _compute_views(self, pl_module: L.LightningModule) -> dict[str, RBMView]:
         """Return what to draw, by name; every process must call it, since weights may be sharded."""
         rbms = _named_rbms(pl_module)
         plain = {name: plain_copy(rbm) for name, rbm in rbms.items()}
         chains = dict(zip(rbms, _chains_of(list(rbms.values()), pl_module), strict=True))
         shown = self._validation or self._training
-        seen = {} if shown is None else _ascend(plain, shown)
+        seen = {} if shown is None else _compute_inputs(plain, shown)
         views, below = {}, list[str]()
         for name, rbm in plain.items():
-            below = [*below, name] if below and _stands_on(rbm, plain[below[-1]]) else [name]
+            below = [*below, name] if below and _is_stacked_on(rbm, plain[below[-1]]) else [name]
             pixels = seen.get(below[0])
             views[name] = RBMView(rbm, [plain[lower] for lower in below[:-1]], seen.get(name), pixels, chains[name])
         return views
@@ -192,7 +192,7 @@ class RBMMonitor(L.Callback):
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, views: Mapping[str, RBMView]) -> None:
         if self._training is None or self._validation is None:
             return
-        training = _ascend({name: view.rbm for name, view in views.items()}, self._training)
+        training = _compute_inputs({name: view.rbm for name, view in views.items()}, self._training)
         if not training:
             rank_zero_warn(
                 f"RBMMonitor: rows of {self._training.values[0].numel()} values, the first part of a batch, fit no RBM "
@@ -234,11 +234,11 @@ class RBMMonitor(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.gaps = {name: [(int(at), float(gap)) for at, gap in points] for name, points in state_dict["gaps"].items()}
         training = state_dict["training rows"]
-        self._training = None if training is None else Rows(*training)
+        self._training = None if training is None else Samples(*training)
         self._gathering, self._num_validations = state_dict["gathering"], state_dict["validations"]
 
 
-def _validates_a_fit(trainer: L.Trainer) -> bool:
+def _validates_in_fit(trainer: L.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
@@ -246,7 +246,7 @@ def _named_rbms(module: L.LightningModule) -> dict[str, RBM]:
     return {name: part for name, part in module.named_modules() if isinstance(part, RBM)}
 
 
-def _rows_of(batch: Any, most: int) -> Rows | None:
+def _extract_samples(batch: Any, most: int) -> Samples | None:
     """Return the first ``most`` samples of ``batch``: its first part, and the second if it holds class indices."""
     batch = list(batch.values()) if isinstance(batch, Mapping) else batch
     parts = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, Sequence) else []
@@ -257,21 +257,21 @@ def _rows_of(batch: Any, most: int) -> Rows | None:
     is_class = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
     # a copy, since a view would keep the batch in memory
     kept = labels[:most].to("cpu", torch.int64, copy=True) if isinstance(labels, Tensor) and is_class else None
-    return Rows(values[:most].detach().to("cpu", dtype, copy=True), kept)
+    return Samples(values[:most].detach().to("cpu", dtype, copy=True), kept)
 
 
-def _stands_on(rbm: RBM, lower: RBM) -> bool:
+def _is_stacked_on(rbm: RBM, lower: RBM) -> bool:
     return rbm.num_visible - rbm.num_labels == lower.num_hidden
 
 
-def _ascend(rbms: Mapping[str, RBM], rows: Rows) -> dict[str, Tensor]:
+def _compute_inputs(rbms: Mapping[str, RBM], rows: Samples) -> dict[str, Tensor]:
     """Return the inputs (B, V) of each machine that the samples fit, by name."""
     values = rows.values.flatten(1)
     seen: dict[str, Tensor] = {}
     below: RBM | None = None
     state: Tensor | None = values
     for name, rbm in rbms.items():
-        if below is None or not _stands_on(rbm, below):
+        if below is None or not _is_stacked_on(rbm, below):
             state = values if rbm.num_visible - rbm.num_labels == values.shape[1] else None
         below = rbm
         if state is not None:

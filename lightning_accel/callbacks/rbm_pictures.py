@@ -36,14 +36,16 @@ def plain_copy(rbm: RBM) -> RBM:
     with torch.device("meta"):  # draws no random numbers
         plain = RBM(rbm.num_visible - rbm.num_labels, rbm.num_hidden, num_labels=rbm.num_labels)
     # tensors in the memo are used in place of copies
-    memo: dict[int, Any] = {id(parameter): _whole(parameter) for parameter in rbm.visible_units.parameters()}
+    memo: dict[int, Any] = {id(parameter): _full_parameter(parameter) for parameter in rbm.visible_units.parameters()}
     plain.visible_units = copy.deepcopy(rbm.visible_units, memo)
     plain.hidden_units = rbm.hidden_units
-    plain.weight, plain.visible_bias, plain.hidden_bias = map(_whole, (rbm.weight, rbm.visible_bias, rbm.hidden_bias))
+    plain.weight, plain.visible_bias, plain.hidden_bias = map(
+        _full_parameter, (rbm.weight, rbm.visible_bias, rbm.hidden_bias)
+    )
     return plain
 
 
-def _whole(parameter: Tensor) -> nn.Parameter:
+def _full_parameter(parameter: Tensor) -> nn.Parameter:
     values = parameter.detach()
     values = values.full_tensor() if isinstance(values, DTensor) else values
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
@@ -113,24 +115,24 @@ def draw_rbm(
 
 def _draw_filters(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
     shown = filters(view.rbm, view.below)[:_MOST_TILES]
-    _title(axis, f"filters of {_part(len(shown), view.rbm.num_hidden)} hidden units")
+    _title(axis, f"filters of {_count_label(len(shown), view.rbm.num_hidden)} hidden units")
     limit = float(shown.nan_to_num(0, 0, 0).abs().max()) or 1.0
-    _show(axis, shown, shape, cmap="RdBu_r", limits=(-limit, limit))
+    _draw_tiles(axis, shown, shape, cmap="RdBu_r", limits=(-limit, limit))
 
 
 def _draw_samples(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
     if view.chains is None:
-        _say(axis, "samples of the chains", "no chains of this machine")
+        _draw_placeholder(axis, "samples of the chains", "no chains of this machine")
         return
     hidden = view.chains[:_MOST_TILES]
     visible = view.rbm.visible_units.mean(view.rbm.visible_activation(hidden))
-    _title(axis, f"means given {_part(len(hidden), len(view.chains))} chains")
-    _show(axis, to_pixels(visible, view.rbm, view.below), shape)
+    _title(axis, f"means given {_count_label(len(hidden), len(view.chains))} chains")
+    _draw_tiles(axis, to_pixels(visible, view.rbm, view.below), shape)
 
 
 def _draw_reconstructions(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
     if view.rows is None or view.pixels is None:
-        _say(axis, "reconstructions", "no rows of data that fit")
+        _draw_placeholder(axis, "reconstructions", "no rows of data that fit")
         return
     rows, pixels = view.rows[: _MOST_TILES // 2], view.pixels[: _MOST_TILES // 2, : math.prod(shape)]
     again = to_pixels(view.rbm.reconstruct(rows), view.rbm, view.below)
@@ -139,12 +141,12 @@ def _draw_reconstructions(axis: Any, view: RBMView, shape: tuple[int, int]) -> N
     pairs = [torch.cat(pair) for pair in zip(pixels.split(columns), again.split(columns), strict=True)]
     if len(pairs[-1]) < 2 * columns and len(pairs) > 1:  # an incomplete last pair would mix up the two
         pairs.pop()
-    _show(axis, torch.cat(pairs), shape, columns=min(columns, len(rows)))
+    _draw_tiles(axis, torch.cat(pairs), shape, columns=min(columns, len(rows)))
 
 
 def _draw_activity(axis: Any, view: RBMView) -> None:
     if view.rows is None:
-        _say(axis, "activity of the hidden units", "no rows of data that fit")
+        _draw_placeholder(axis, "activity of the hidden units", "no rows of data that fit")
         return
     activity = view.rbm(view.rows).mean(dim=0)
     activity = activity[activity.isfinite()]
@@ -157,7 +159,7 @@ def _draw_activity(axis: Any, view: RBMView) -> None:
 
 def _draw_gaps(axis: Any, steps: Sequence[int], gaps: Sequence[float]) -> None:
     if not steps:
-        _say(axis, "free-energy gap", "needs training and validation rows that fit")
+        _draw_placeholder(axis, "free-energy gap", "needs training and validation rows that fit")
         return
     axis.plot(steps, gaps, marker="." if len(steps) < 30 else None)
     axis.axhline(0, color="grey", linewidth=0.8)
@@ -166,7 +168,7 @@ def _draw_gaps(axis: Any, steps: Sequence[int], gaps: Sequence[float]) -> None:
     axis.set_ylabel("nats")
 
 
-def _show(
+def _draw_tiles(
     axis: Any,
     states: Tensor,
     shape: tuple[int, int],
@@ -192,7 +194,7 @@ def _limits(states: Tensor) -> tuple[float, float]:
     return (min(0.0, float(known.min())), max(1.0, float(known.max()))) if known.numel() else (0.0, 1.0)
 
 
-def _say(axis: Any, title: str, text: str) -> None:
+def _draw_placeholder(axis: Any, title: str, text: str) -> None:
     _title(axis, title)
     axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes, color="grey")
     axis.set_xticks([])
@@ -203,5 +205,5 @@ def _title(axis: Any, text: str) -> None:
     axis.set_title(text, fontsize="small")
 
 
-def _part(some: int, of: int) -> str:
+def _count_label(some: int, of: int) -> str:
     return str(of) if some == of else f"{some} of {of}"

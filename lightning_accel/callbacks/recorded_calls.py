@@ -40,7 +40,7 @@ class CallRecorder:
             if name not in self._hooks:
                 compiled = one._compiled_call_impl is not None
                 hook = _Hook(name, self)
-                handle = _Around(one, hook) if compiled else one.register_forward_hook(hook, with_kwargs=True)
+                handle = _CompiledCallHook(one, hook) if compiled else one.register_forward_hook(hook, with_kwargs=True)
                 self._hooks[name] = one, handle
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class _Hook:
         self.recorder.keep(self.name, Call(args, kwargs, output))
 
 
-class _Around:
+class _CompiledCallHook:
     """Hook the call from outside of ``module.compile()``, since a hook inside would break the graph; not copied."""
 
     def __init__(self, module: Any, hook: _Hook) -> None:

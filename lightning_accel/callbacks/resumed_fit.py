@@ -51,11 +51,11 @@ class ResumedFit:
         self.loop: Any = trainer.fit_loop
         self.batches: Any = self.loop.epoch_loop
         self.ckpt_path = str(trainer.ckpt_path)
-        self._goes_on = moment != "between epochs"  # the fit continues within an epoch
+        self._continues_epoch = moment != "between epochs"  # the fit continues within an epoch
         self._has_read = False
 
     def run(self) -> None:
-        """Run the rest of the fit; :meth:`count_back` must be called after all hooks of the start."""
+        """Run the rest of the fit; :meth:`restore_counters` must be called after all hooks of the start."""
         loop = self.loop
         loop.setup_data()
         if loop.max_batches == 0 or self.trainer.limit_train_batches == 0:
@@ -63,16 +63,16 @@ class ResumedFit:
         if self.moment == "between epochs":
             if loop.done:
                 return
-            self._goes_on = self._had_ended_within_an_epoch()
+            self._continues_epoch = self._had_ended_within_an_epoch()
         torch.set_grad_enabled(True)
         loop.on_run_start()
         for each in (loop, self.batches, self.batches.val_loop):
             each._restarting = False
-        if self._goes_on:
+        if self._continues_epoch:
             self._set_up_epoch_again()
         if self.moment == "epoch end" and self.batches.done:
             self._finish_epoch()
-        elif self._goes_on:
+        elif self._continues_epoch:
             self._run_rest_of_epoch()
             loop.on_advance_end()
         loop._loaded_from_state_dict, loop._resuming_from_checkpoint = False, self._has_begun_next_epoch()
@@ -93,14 +93,14 @@ class ResumedFit:
         return progress.ready > 0 and epochs.started == epochs.ready and not self.batches._num_ready_batches_reached()
 
     @property
-    def has_read_rows(self) -> bool:
+    def is_mid_epoch(self) -> bool:
         """Return whether batches of the epoch have been trained on and others remain."""
-        return self._goes_on and self.batches.batch_progress.current.processed > 0 and not self.batches.done
+        return self._continues_epoch and self.batches.batch_progress.current.processed > 0 and not self.batches.done
 
-    def count_back(self) -> None:
+    def restore_counters(self) -> None:
         """Restore the counters of the epoch, or before the next; undo an interrupted batch or validation."""
         epochs, progress = self.loop.epoch_progress, self.batches.batch_progress
-        if not self._goes_on:
+        if not self._continues_epoch:
             _reset_to_completed(epochs)
         elif self.moment == "epoch end":
             _subtract_one(epochs, "processed")

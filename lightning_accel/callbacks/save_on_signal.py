@@ -64,7 +64,7 @@ class SaveOnSignal(L.Callback):
         self._requeue_signal = int(environment.requeue_signal or 0) if requeues else 0  # type: ignore[union-attr]
         self._requeue = signal.getsignal(self._requeue_signal) if self._requeue_signal else None
         for number in {*self._stop_signals, *({self._requeue_signal} - {0})}:
-            signal.signal(number, self._note)  # the Trainer restores the previous handlers
+            signal.signal(number, self._handle_signal)  # the Trainer restores the previous handlers
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -78,10 +78,10 @@ class SaveOnSignal(L.Callback):
         if trainer.world_size > 1:
             if steps % self.every_n_steps and not last:
                 return
-            received = _largest(received, trainer.strategy.root_device)
+            received = _max_over_processes(received, trainer.strategy.root_device)
         if received:
             self._received = 0
-            self._obey(received, trainer)
+            self._save_and_stop(received, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with failures_as_warnings("SaveOnSignal left a file that a later checkpoint replaces"):
@@ -101,10 +101,10 @@ class SaveOnSignal(L.Callback):
             trainer.strategy.remove_checkpoint(file)
             del self._files[file]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def _obey(self, number: int, trainer: L.Trainer) -> None:
+    def _save_and_stop(self, number: int, trainer: L.Trainer) -> None:
         if number == self._requeue_signal and callable(self._requeue):
             self._requeue(number, None)  # saves, and asks Slurm to stop and restart this job
             return
@@ -119,7 +119,7 @@ class SaveOnSignal(L.Callback):
         raise SystemExit(128 + number)
 
 
-def _largest(number: int, device: torch.device) -> int:
+def _max_over_processes(number: int, device: torch.device) -> int:
     value = torch.tensor([number], device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return int(value.item())

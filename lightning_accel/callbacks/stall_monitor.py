@@ -38,7 +38,7 @@ class StallMonitor(L.Callback):
         if not after_s > 0:
             raise ValueError(f"after_s must be above 0 seconds; got {after_s}")
         self.after_s = after_s
-        self._doing = ""
+        self._activity = ""
         self._since = 0.0
         self._rank, self._world_size = 0, 1
         self._ended = threading.Event()
@@ -47,7 +47,7 @@ class StallMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._stop()
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
-        self._note("while setting up")
+        self._set_activity("while setting up")
         self._ended = threading.Event()
         watched = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, args=(watched, self._ended), name="stalls", daemon=True)
@@ -68,58 +68,58 @@ class StallMonitor(L.Callback):
     # ---- current activity
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._note("fetching the first training batch")
+        self._set_activity("fetching the first training batch")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._note(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
+        self._set_activity(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
-        self._note(f"in the backward pass after step {trainer.global_step}")
+        self._set_activity(f"in the backward pass after step {trainer.global_step}")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self._note(f"in the optimizer step after step {trainer.global_step}")
+        self._set_activity(f"in the optimizer step after step {trainer.global_step}")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._note(f"after training batch {batch_idx} of epoch {trainer.current_epoch}, before the next")
+        self._set_activity(f"after training batch {batch_idx} of epoch {trainer.current_epoch}, before the next")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._note(f"at the end of epoch {trainer.current_epoch}")
+        self._set_activity(f"at the end of epoch {trainer.current_epoch}")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._note("fetching the first validation batch")
+        self._set_activity("fetching the first validation batch")
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._note(f"in validation batch {batch_idx}")
+        self._set_activity(f"in validation batch {batch_idx}")
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        self._note(f"after validation batch {batch_idx}, before the next")
+        self._set_activity(f"after validation batch {batch_idx}, before the next")
 
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._note(f"in test batch {batch_idx}")
+        self._set_activity(f"in test batch {batch_idx}")
 
     def on_test_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._note(f"after test batch {batch_idx}, before the next")
+        self._set_activity(f"after test batch {batch_idx}, before the next")
 
     def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._note(f"in predict batch {batch_idx}")
+        self._set_activity(f"in predict batch {batch_idx}")
 
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._note(f"after predict batch {batch_idx}, before the next")
+        self._set_activity(f"after predict batch {batch_idx}, before the next")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._note("saving a checkpoint")
+        self._set_activity("saving a checkpoint")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._note("at the end of the fit")
+        self._set_activity("at the end of the fit")
 
-    def _note(self, doing: str) -> None:
-        self._doing, self._since = doing, time.monotonic()
+    def _set_activity(self, doing: str) -> None:
+        self._activity, self._since = doing, time.monotonic()
 
     # ---- watching thread
 
@@ -139,23 +139,22 @@ class StallMonitor(L.Callback):
                 self._warn(watched, since)
                 if self._world_size > 1 and dist.is_initialized():
                     asked = True
-                    self._name_silent(since, ended)
+                    self._report_silent_processes(since, ended)
 
     def _warn(self, watched: int, since: float) -> None:
         seconds, who = time.monotonic() - since, f"rank {self._rank} of {self._world_size}"
         who = who if self._world_size > 1 else "the run"
-        _log.warning(
-            f"{who} has stood still for {seconds:.0f} s {self._doing}. {_where(sys._current_frames()[watched])}"
-        )
+        where = _describe_wait(sys._current_frames()[watched])
+        _log.warning(f"{who} has stood still for {seconds:.0f} s {self._activity}. {where}")
 
-    def _name_silent(self, since: float, ended: threading.Event) -> None:
+    def _report_silent_processes(self, since: float, ended: threading.Event) -> None:
         """Report to other processes that this one waits, and name those that do not report it."""
         silent: list[list[int]] = []
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         grace = min(self.after_s, _GRACE)
 
         def ask() -> None:  # in a separate thread, since rank 0, which hosts the store, may never answer
-            self._store().set(self._key(self._rank), self._doing)
+            self._store().set(self._key(self._rank), self._activity)
             ended.wait(grace)
             silent.append([rank for rank in others if not self._store().check([self._key(rank)])])
 
@@ -177,11 +176,11 @@ class StallMonitor(L.Callback):
         return dist.distributed_c10d._get_default_store()  # no public access, and a collective would have to wait
 
 
-def _where(frame: FrameType | None) -> str:
+def _describe_wait(frame: FrameType | None) -> str:
     for each in _frames(frame):
         owner = each.f_locals.get("self")
         if isinstance(owner, _BaseDataLoaderIter):
-            return _loader(owner)
+            return _describe_loader(owner)
     calls = traceback.extract_stack(frame)[-3:]
     return "It is in " + ", called from ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in calls[::-1])
 
@@ -192,7 +191,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _loader(batches: Any) -> str:
+def _describe_loader(batches: Any) -> str:
     """Describe the loader and the worker that is waited for, as far as torch exposes them."""
     name = type(getattr(batches, "_dataset", None)).__name__
     try:

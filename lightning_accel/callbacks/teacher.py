@@ -48,9 +48,9 @@ class Teacher:
             self._copies[device] = module, recorder
         module, recorder = self._copies[device]
         with torch.no_grad(), recorder.recording() as calls:
-            return self._part(module, name)(*call.args, **call.kwargs), calls
+            return self._submodule(module, name)(*call.args, **call.kwargs), calls
 
-    def _part(self, module: nn.Module, name: str) -> nn.Module:
+    def _submodule(self, module: nn.Module, name: str) -> nn.Module:
         if not isinstance(module, L.LightningModule):
             return module
         if name in dict(module.named_modules()):
@@ -122,7 +122,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     return read_checkpoint(Path(path))
 
 
-def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+def module_sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the sizes that submodules hold beside their weights, such as ``groups`` of a convolution."""
     return {
         name: {key: value for key, value in vars(one).items() if _is_size(key, value)}
@@ -131,7 +131,7 @@ def plan_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def restore_(module: nn.Module, state: Mapping[str, torch.Tensor], plan: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the ``state`` of the same modules in other shapes, after setting the sizes in ``plan`` from ``plan_of``."""
+    """Load the ``state`` of the same modules in other shapes, with the sizes in ``plan`` from ``module_sizes``."""
     made: dict[int, torch.Tensor] = {}  # by the id of the tensor that it replaces, which may be shared
     for name, one in module.named_modules():
         if name in plan:

@@ -39,14 +39,14 @@ class Checkpoint:
         if file.is_dir():
             if not any((file / name).exists() for name in (REST, METADATA)):
                 raise UsageError(f"{path} is a folder that holds no sharded checkpoint; name a .ckpt file")
-            with _told(path):
+            with _as_usage_errors(path):
                 require_loadable(file, weights_only)
                 read_checkpoint(file / REST, weights_only, mmap=True)
             return None
         if not file.is_file():
             beside = [str(p) for p in file.parent.glob("*.ckpt")]
             raise UsageError(f"no checkpoint {path}{nearest(path, beside)}")
-        with _told(path):
+        with _as_usage_errors(path):
             content = read_checkpoint(file, weights_only, mmap=True)
         if not isinstance(content, dict) or "state_dict" not in content:
             raise UsageError(
@@ -142,7 +142,7 @@ def find_checkpoint(
     files = sorted({file for root in roots for file in Path(root).glob("**/*.ckpt")}, key=lambda f: f.stat().st_mtime)
     others: dict[str, None] = {}
     for newest in reversed(files):
-        content = _content(newest, weights_only)
+        content = _read_content(newest, weights_only)
         if (name := _class_name(content)) in (None, type(model).__name__):
             break
         others[str(name)] = None
@@ -169,7 +169,7 @@ def find_checkpoint(
     )
 
 
-def _content(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _read_content(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read a file, or the part of a sharded folder beside weights and optimizer states."""
     found = Checkpoint.read(str(path), weights_only)
     return read_checkpoint(path / REST, weights_only, mmap=True) if found is None else found.content
@@ -181,7 +181,7 @@ def _class_name(content: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def _told(path: str) -> Iterator[None]:
+def _as_usage_errors(path: str) -> Iterator[None]:
     """Turn errors of reading a checkpoint into a UsageError."""
     try:
         yield

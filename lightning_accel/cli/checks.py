@@ -20,7 +20,7 @@ _COUNTS = ("accumulate_grad_batches", "step_size", "val_check_interval")  # 0 wo
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
 
-def require_sensible(config: Namespace) -> None:
+def require_valid_values(config: Namespace) -> None:
     """Reject numbers that are not finite, absurdly large rates, and strategies that do not exist.
 
     Args:
@@ -69,7 +69,7 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, value
 
 
-def tell_unused_part(scheduler: LRScheduler, steps: float, interval: str) -> None:
+def report_unused_schedule(scheduler: LRScheduler, steps: float, interval: str) -> None:
     """Report a schedule that is much longer than the run.
 
     Args:

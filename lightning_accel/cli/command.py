@@ -31,11 +31,17 @@ import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel.callbacks import PredictionWriter, StallMonitor
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
-from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unused_part
-from lightning_accel.cli.errors import UsageError, explain, is_of_monitor, original, require_config_files, where_raised
+from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
+from lightning_accel.cli.errors import UsageError, explain, is_monitor_error, require_config_files, unwrap, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
-from lightning_accel.cli.recovery import continue_run, write_whole_checkpoints
-from lightning_accel.cli.run_folder import ConfigSaver, remove_empty, require_names, require_writable, take_run_folder
+from lightning_accel.cli.recovery import continue_run, write_checkpoints_atomically
+from lightning_accel.cli.run_folder import (
+    ConfigSaver,
+    remove_empty,
+    require_names,
+    require_writable,
+    reserve_run_folder,
+)
 from lightning_accel.cli.run_lock import RunLocks
 from lightning_accel.compress import ExportError
 from lightning_accel.strategies.atomic import NotWrittenError
@@ -63,7 +69,7 @@ class AccelCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()) -> None:
         self._locks = RunLocks()
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
         strict = {"prog": "lightning-accel", "allow_abbrev": False, "exit_on_error": False}
         try:
             super().__init__(
@@ -77,7 +83,7 @@ class AccelCLI(LightningCLI):
             )
         finally:
             self._locks.release()
-            remove_empty(self._made)
+            remove_empty(self._created_folders)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -124,7 +130,7 @@ class AccelCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        require_sensible(config)
+        require_valid_values(config)
         if self.subcommand == "fit" and config.ckpt_path in ("best", "last"):
             raise UsageError(
                 f"to resume, name the file, or give --ckpt_path auto, which goes on with the newest run of the log "
@@ -144,12 +150,12 @@ class AccelCLI(LightningCLI):
         require_writable(self.trainer)
         config = self.config_init[self.subcommand]
         if self.subcommand == "fit":
-            write_whole_checkpoints(self.trainer)
+            write_checkpoints_atomically(self.trainer)
             if config.ckpt_path == "auto":
                 config.ckpt_path = continue_run(self.trainer, self._locks)
                 if config.ckpt_path is not None:
                     self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
-        self._made = take_run_folder(self.trainer, self._locks)
+        self._created_folders = reserve_run_folder(self.trainer, self._locks)
         self._use_optimizer_of_config()
         if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):
             wanted, weights_only = config.ckpt_path, config.get("weights_only")
@@ -194,7 +200,9 @@ class AccelCLI(LightningCLI):
             scheduler = instantiate_class(optimizer, config.lr_scheduler)
             _require_long_enough(scheduler, module.trainer, config.lr_interval, saved_length)
             if saved_length is None:
-                tell_unused_part(scheduler, _planned_steps(module.trainer, config.lr_interval), config.lr_interval)
+                report_unused_schedule(
+                    scheduler, _planned_steps(module.trainer, config.lr_interval), config.lr_interval
+                )
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,
@@ -276,7 +284,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)  # as under python -m: finds the user's modules beside the config
-    _silence_what_users_cannot_mend()
+    _filter_messages()
     progress = _Progress()
     command = [argument for argument in arguments if argument != "--debug"]
     if len(command) < len(arguments):
@@ -296,23 +304,23 @@ def run(arguments: Sequence[str]) -> int:
     except (ExportError, NotWrittenError) as error:
         return _fail(str(error), status=1)
     except Exception as error:
-        if progress.started and not is_of_monitor(error):
+        if progress.started and not is_monitor_error(error):
             raise
-        cause = original(error)
+        cause = unwrap(error)
         return _fail(
             f"{str(cause) or type(cause).__name__}\n({where_raised(cause)}; --debug shows the traceback)", status=1
         )
     return 0
 
 
-def _silence_what_users_cannot_mend() -> None:
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+def _filter_messages() -> None:
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)  # from Lightning's code
     # validate, test and predict restore the callbacks of fit, in another run folder
     warnings.filterwarnings("ignore", message="The dirpath has changed from", category=UserWarning)
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
+def _is_no_tip(record: logging.LogRecord) -> bool:
     return "💡 Tip" not in record.getMessage()
 
 

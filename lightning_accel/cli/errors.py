@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")  # methods of every Trainer
-_OF_EXPORT = {"compare", "format", "output", "preprocess", "probabilities"}
+_EXPORT_OPTIONS = {"compare", "format", "output", "preprocess", "probabilities"}
 _CLASSES_OF = {
     "data": L.LightningDataModule,
     "lr_scheduler": LRScheduler,
@@ -130,7 +130,7 @@ def explain(message: str) -> str:
         return f"no subcommand {found[1]!r}{nearest(found[1], choices)}\nThere are: {', '.join(choices)}"
     if problem := _broken_module(message):
         return f"{where}: {problem}"
-    if refused := _refused_parameters(message):
+    if refused := _rejected_parameter(message):
         return _unknown_parameter(where, *refused)
     if _base_class(where) and not classes and (name := _nested_key(message)):
         return _no_class(where, name)
@@ -168,7 +168,7 @@ def _broken_module(message: str) -> str:
     return ""
 
 
-def _refused_parameters(message: str) -> tuple[str, str] | None:
+def _rejected_parameter(message: str) -> tuple[str, str] | None:
     """Return the class and the parameter that it does not accept; the base class only if no other was tried."""
     pairs = re.findall(
         r"class_path '([^']+)':(?:(?!class_path ').)*?Option '([^']+)' is not accepted(?:[^\n]+class_path='([^']+)')?",
@@ -227,7 +227,7 @@ def _unknown_word(word: str) -> str:
 def _unknown_option(option: str) -> str:
     """Name the first part of a dotted ``option`` that does not exist, and suggest an existing one."""
     known = _known_options()
-    if option in _OF_EXPORT:
+    if option in _EXPORT_OPTIONS:
         return f"option {option!r} comes after the subcommand export, and belongs to no other"
     if owners := [name for name in _SUBCOMMANDS if option in inspect.signature(getattr(L.Trainer, name)).parameters]:
         return f"option {option!r} comes after a subcommand, and belongs to {', '.join(owners)}"
@@ -245,7 +245,7 @@ def _unknown_option(option: str) -> str:
 def _known_options() -> set[str]:
     of_methods = {name for each in _SUBCOMMANDS for name in inspect.signature(getattr(L.Trainer, each)).parameters}
     of_trainer = {f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters}
-    return _TOP_LEVEL | _OF_EXPORT | {"trainer"} | of_trainer | (of_methods - {"self", "datamodule"})
+    return _TOP_LEVEL | _EXPORT_OPTIONS | {"trainer"} | of_trainer | (of_methods - {"self", "datamodule"})
 
 
 def _unknown_parameter(where: str, class_path: str, name: str) -> str:
@@ -289,7 +289,7 @@ def _subclasses(cls: type) -> set[type]:
     return {found for child in children for found in {child, *_subclasses(child)}}
 
 
-def original(error: BaseException) -> BaseException:
+def unwrap(error: BaseException) -> BaseException:
     """Return the error that a constructor raised, from within the errors that the parser wraps it in."""
     wrappers = ("Does not validate against any", "Problem with given class_path")
     while error.__cause__ is not None and str(error).startswith(wrappers):
@@ -297,7 +297,7 @@ def original(error: BaseException) -> BaseException:
     return error
 
 
-def is_of_monitor(error: BaseException) -> bool:
+def is_monitor_error(error: BaseException) -> bool:
     """Return whether ``error`` is about a monitored metric that is not logged, which only shows in mid-run."""
     return bool(re.search(r"monitored key|conditioned on metric|is not logged|which .* does not log", str(error)))
 

@@ -17,7 +17,7 @@ from lightning_accel.strategies import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoint_io import newest_checkpoint
 
 
-def write_whole_checkpoints(trainer: L.Trainer) -> None:
+def write_checkpoints_atomically(trainer: L.Trainer) -> None:
     """Write checkpoints atomically, so that a kill never leaves a partial file, unless the config chooses otherwise."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -32,22 +32,22 @@ def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
         UsageError: if another run uses the folder, or a folder of checkpoints.
     """
     _warn_of_a_shared_store()
-    for folder in _folders_of_keepers(trainer) if trainer.is_global_zero else []:
+    for folder in _checkpoint_folders(trainer) if trainer.is_global_zero else []:
         if "://" not in str(folder):
             folder.mkdir(parents=True, exist_ok=True)
             locks.require(folder / ".lock", folder)
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger | TensorBoardLogger):
-            _take_newest_folder(logger)
+            _reuse_newest_folder(logger)
             if trainer.is_global_zero and "://" not in logger.root_dir:
                 lock_run_folder(logger, locks)
             if isinstance(logger, CSVLogger) and trainer.is_global_zero:
-                _keep_metrics(Path(logger.log_dir))
+                _rename_old_metrics(Path(logger.log_dir))
     warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* not empty")
-    path = newest_checkpoint(_places(trainer))
+    path = newest_checkpoint(_checkpoint_places(trainer))
     rank_zero_info("--ckpt_path auto: " + (f"going on from {path}" if path else "no checkpoint yet, a new run begins"))
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    callbacks.append(_SameCheckpoint(path))
+    callbacks.append(_RequireSameCheckpoint(path))
     return None if path is None else str(path)
 
 
@@ -60,7 +60,7 @@ def _warn_of_a_shared_store() -> None:
         )
 
 
-def _take_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
+def _reuse_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
     """Give ``logger`` the numbered folder of the newest fit, skipping those of ``test`` or ``predict``."""
     if logger._version is not None or not isinstance(logger.version, int) or logger.version == 0:
         return  # the config sets it, or there is none; the property has set it to the next free number
@@ -69,7 +69,7 @@ def _take_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
         return
     numbers = [path.name.removeprefix("version_") for path in Path(logger.root_dir).glob("version_*") if path.is_dir()]
     newest_first = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
-    for is_taken in (_is_of_fit, _names_no_command):
+    for is_taken in (_is_of_fit, _has_no_config):
         for number in newest_first:
             if is_taken(Path(logger.root_dir, f"version_{number}")):
                 logger._version = number
@@ -80,12 +80,12 @@ def _is_of_fit(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in ("**/config_fit*.yaml", "**/*.ckpt"))
 
 
-def _names_no_command(folder: Path) -> bool:
+def _has_no_config(folder: Path) -> bool:
     """Return whether ``folder`` has no config, as from a plain Trainer, or from another process just now."""
     return next(folder.glob("**/config_*.yaml"), None) is None
 
 
-def _keep_metrics(folder: Path) -> None:
+def _rename_old_metrics(folder: Path) -> None:
     """Rename the metrics file of earlier runs, since the logger would delete it."""
     path = folder / "metrics.csv"
     if path.exists():
@@ -93,7 +93,7 @@ def _keep_metrics(folder: Path) -> None:
         path.rename(folder / f"metrics_{number}.csv")
 
 
-def _places(trainer: L.Trainer) -> list[Path]:
+def _checkpoint_places(trainer: L.Trainer) -> list[Path]:
     """Return the places of this run's checkpoints: ModelCheckpoint, SaveOnSignal, and Lightning's under Slurm."""
     root = Path(trainer.default_root_dir)
     folder = root
@@ -104,15 +104,15 @@ def _places(trainer: L.Trainer) -> list[Path]:
         else:
             folder = Path(first.save_dir or root, str(first.name), str(first.version))
     places = [folder / "checkpoints"]
-    return [*places, *_folders_of_keepers(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
+    return [*places, *_checkpoint_folders(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
 
 
-def _folders_of_keepers(trainer: L.Trainer) -> list[Path]:
+def _checkpoint_folders(trainer: L.Trainer) -> list[Path]:
     keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
     return [Path(keeper.dirpath) for keeper in keepers if keeper.dirpath]
 
 
-class _SameCheckpoint(L.Callback):
+class _RequireSameCheckpoint(L.Callback):
     """Reject a resumption if processes found different checkpoints, and forget the path once it is loaded."""
 
     def __init__(self, path: Path | None) -> None:

@@ -33,10 +33,10 @@ class ConfigSaver(SaveConfigCallback):
         others = [logger for logger in trainer.loggers[1:] if isinstance(logger, CSVLogger | TensorBoardLogger)]
         of_others = [Path(logger.log_dir) for logger in others if "://" not in logger.root_dir]
         for folder in dict.fromkeys([Path(log_dir or trainer.default_root_dir), *of_others]):
-            _save_beside(folder, f"config_{name}", text)
+            _save_under_free_name(folder, f"config_{name}", text)
 
 
-def _save_beside(folder: Path, name: str, text: str) -> None:
+def _save_under_free_name(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"
     number = 1
@@ -46,7 +46,7 @@ def _save_beside(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def take_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
+def reserve_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
     """Give loggers with the same ``save_dir`` and ``name`` one numbered folder, which no other run uses.
 
     A logger picks the next free number when it is first asked. Here the folder is created at once: of runs that start

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError
 
-_HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
-_FAR = 1 << 30  # Windows locks bytes against reading, so lock one behind the text
+_LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+_LOCK_OFFSET = 1 << 30  # Windows locks bytes against reading, so lock one behind the text
 
 
 class RunLocks:
@@ -39,15 +39,15 @@ class RunLocks:
             try:
                 _lock(file)
             except OSError as error:
-                if error.errno in _HELD:
+                if error.errno in _LOCKED_ERRORS:
                     file.close()
                     return False
                 rank_zero_warn(f"two runs in one folder go unnoticed: {path} cannot be locked ({error.strerror})")
-            if not _is_at(file, path):  # another process has removed it meanwhile
+            if not _is_same_file(file, path):  # another process has removed it meanwhile
                 file.close()
                 continue
             if not self._files and hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self._leave)
+                os.register_at_fork(after_in_child=self._close_in_child)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
             file.flush()
@@ -71,7 +71,7 @@ class RunLocks:
             f"ModelCheckpoint's dirpath. Where that process is gone with its machine, remove {path}"
         )
 
-    def _leave(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the files inherited in a forked process, which would otherwise keep the locks."""
         for file in self._files.values():
             file.close()
@@ -89,7 +89,7 @@ class RunLocks:
         self._files = {}
 
 
-def _is_at(file: IO[str], path: Path) -> bool:
+def _is_same_file(file: IO[str], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _lock(file: IO[str]) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        file.seek(_FAR)
+        file.seek(_LOCK_OFFSET)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
     else:
         import fcntl

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel.callbacks.compression_phase import current_phase, hold_back_checkpoints, in_final_phase
+from lightning_accel.callbacks.compression_phase import current_phase, defer_best_checkpoints, in_final_phase
 
 
 class Falling(L.LightningModule):
@@ -40,7 +40,7 @@ class Ramp(L.Callback):
         return self.epoch >= self.end
 
     def setup(self, trainer, pl_module, stage):
-        hold_back_checkpoints(trainer)
+        defer_best_checkpoints(trainer)
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.epoch = trainer.current_epoch

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, SequenceModel
 from lightning_accel.callbacks import Distillation, ExactResume, Pruning
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed
-from lightning_accel.callbacks.distillation_loss import divergence, kept_positions, similarity_error, squared_error
+from lightning_accel.callbacks.distillation_loss import divergence, position_mask, similarity_error, squared_error
 from lightning_accel.callbacks.recorded_calls import CallRecorder
-from lightning_accel.callbacks.teacher import plan_of, restore_
+from lightning_accel.callbacks.teacher import module_sizes, restore_
 from lightning_accel.data.sequence_batch import IGNORED
 from lightning_accel.strategies.replicas import Replica
 from tests.ranks import run_ranks
@@ -227,11 +227,11 @@ def test_classifiers_teach_each_other():
     torch.testing.assert_close(divergence(own, aim, 2.0, keep=keep), expected)
     torch.testing.assert_close(divergence(own.T, aim.T, 2.0, class_dim=0, keep=keep), expected)
     steps = [[True, False, False], [True, True, True]]
-    assert kept_positions(torch.Size([2, 3]), torch.tensor([1, 3]), None, IGNORED).tolist() == steps
+    assert position_mask(torch.Size([2, 3]), torch.tensor([1, 3]), None, IGNORED).tolist() == steps
     ignored = torch.tensor([4, IGNORED])
-    assert kept_positions(torch.Size([2]), torch.tensor([1, 3]), ignored, IGNORED).tolist() == [True, False]
+    assert position_mask(torch.Size([2]), torch.tensor([1, 3]), ignored, IGNORED).tolist() == [True, False]
     wrapped = UserDict({"labels": ignored})  # as a BatchEncoding of transformers is
-    assert kept_positions(torch.Size([2]), None, wrapped, IGNORED).tolist() == [True, False]
+    assert position_mask(torch.Size([2]), None, wrapped, IGNORED).tolist() == [True, False]
     aim[:, 1] = own[:, 1] = -torch.inf  # a class that is masked out
     assert divergence(own, aim, 2.0).isfinite()
     assert squared_error(own[:, [0]], own[:, [0]] + 2, keep) == 4
@@ -493,7 +493,7 @@ def test_a_teacher_of_other_shapes_is_restored():
     small.tied = nn.LayerNorm((2, 3))
     small.tied.weight = small[3].weight
     whole.tied = whole[3]
-    restore_(small, whole.state_dict(), plan_of(whole))
+    restore_(small, whole.state_dict(), module_sizes(whole))
     assert small.tied.weight is small[3].weight
     x = torch.randn(3, 2, 5, 5)
     torch.testing.assert_close(small[1](small[0](x)), whole[1](whole[0](x)))

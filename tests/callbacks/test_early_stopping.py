@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_accel.callbacks.early_stopping as early_stopping
 from lightning_accel.callbacks import EarlyStopping, ExactResume
-from lightning_accel.callbacks.compression_phase import hold_back_checkpoints
+from lightning_accel.callbacks.compression_phase import defer_best_checkpoints
 from lightning_accel.callbacks.metric_watch import Smoother
 from lightning_accel.strategies import FullyShardedStrategy
 from tests.ranks import run_ranks
@@ -289,7 +289,7 @@ class Ramp(L.Callback):
         return self.step >= self.end
 
     def setup(self, trainer, pl_module, stage):
-        hold_back_checkpoints(trainer)
+        defer_best_checkpoints(trainer)
 
     def on_train_batch_end(self, trainer, *_):
         self.step = trainer.global_step - 1

@@ -128,7 +128,7 @@ def test_loggers_that_take_images_get_them(tmp_path):
 def test_views_show_chains_rows_and_what_they_stand_for(tmp_path):
     module, callback = Foreign(), RBMMonitor(num_rows=9)
     fit(module, callback, tmp_path)
-    views = callback._look(module)
+    views = callback._compute_views(module)
     lower, upper = views["lower"], views["upper.inner"]
     pixels = rows(1)[0][:9].flatten(1)
     assert lower.rows.equal(pixels)
@@ -228,7 +228,7 @@ def test_without_validation_training_rows_are_drawn_at_the_end(tmp_path):
     trainer(callback, tmp_path).fit(module, loaders(False)[0])
     assert (tmp_path / "figures" / "rbm_rbm.png").stat().st_size > 5000
     assert callback.gaps == {"rbm": []}
-    assert callback._look(module)["rbm"].rows.equal(rows(0)[0].flatten(1))
+    assert callback._compute_views(module)["rbm"].rows.equal(rows(0)[0].flatten(1))
 
 
 def test_batches_may_be_dicts(tmp_path):
@@ -276,7 +276,9 @@ def test_every_kind_of_unit_and_type_is_drawn(tmp_path, rbm):
     assert (tmp_path / "figures" / "rbm_rbm.png").exists()
     ((_, gap),) = callback.gaps["rbm"]
     training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
-    exact = RBM.free_energy(callback._look(module)["rbm"].rbm, held_out.double().to(module.rbm.weight.dtype)).mean()
+    exact = RBM.free_energy(
+        callback._compute_views(module)["rbm"].rbm, held_out.double().to(module.rbm.weight.dtype)
+    ).mean()
     assert np.isfinite(gap)
     assert torch.isfinite(exact)
     if module.rbm.weight.dtype != torch.bfloat16:
@@ -326,7 +328,7 @@ def test_shape_of_a_picture(num_pixels, shape, expected):
 def test_each_row_stands_over_its_reconstruction(tmp_path, num_rows):
     module, callback = OneMachine(rbm=RBM(12, 5)), RBMMonitor()
     callback._validation = None
-    view = callback._look(module)["rbm"]
+    view = callback._compute_views(module)["rbm"]
     data = torch.rand(num_rows, 12)
     figure = draw_rbm(view._replace(rows=data, pixels=data), "machine", (4, 3), [1, 2], [0.5, 0.25])
     (image,) = figure.axes[2].images

@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from lightning_accel.cli.checks import MonitorCheck, require_sensible, tell_unused_part
+from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
 from lightning_accel.cli.errors import UsageError
 
 SHORT = [
@@ -55,14 +55,14 @@ def options(section: str, **given: object) -> Namespace:
 )
 def test_nonsense_is_refused(config, said):
     with pytest.raises(UsageError, match=said):
-        require_sensible(config)
+        require_valid_values(config)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "DDP", "accel_fsdp2", None, Namespace(class_path="a.B")])
 def test_sense_is_accepted(strategy):
     trainer = Namespace(strategy=strategy, log_every_n_steps=0, max_steps=-1, gradient_clip_val=None)
-    require_sensible(Namespace(trainer=trainer, optimizer=None, model=Namespace(class_path="a.B")))
-    require_sensible(options("optimizer", lr=10.0, betas=[0.9, 0.99], fused=True, patience=2**62))
+    require_valid_values(Namespace(trainer=trainer, optimizer=None, model=Namespace(class_path="a.B")))
+    require_valid_values(options("optimizer", lr=10.0, betas=[0.9, 0.99], fused=True, patience=2**62))
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_a_schedule_longer_than_the_run_is_told(caplog, total, steps, is_told):
     ]
     with caplog.at_level("INFO"):
         for scheduler in schedulers:
-            tell_unused_part(scheduler, steps, "step")
+            report_unused_schedule(scheduler, steps, "step")
     assert caplog.text.count("goes through the first 6 % of its schedule alone") == 3 * is_told

@@ -9,13 +9,13 @@ from torch import nn
 OneT = TypeVar("OneT", bound=L.Callback)
 
 
-def of_this_kind(trainer: L.Trainer, callback: OneT) -> list[OneT]:
+def callbacks_of_type(trainer: L.Trainer, callback: OneT) -> list[OneT]:
     """Return all callbacks of the class of ``callback``, in their order."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return [one for one in callbacks if isinstance(one, type(callback))]
 
 
-def names_of(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
+def exclusion_names(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
     """Return the excluded names, sorted, to tell callbacks apart that prune different parts of a module."""
     return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
 
@@ -26,14 +26,14 @@ def require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
     Raises:
         ValueError: if both are in one Trainer; the message says what to do instead.
     """
-    if len({getattr(one, "structure", None) == "channel" for one in of_this_kind(trainer, callback)}) > 1:
+    if len({getattr(one, "structure", None) == "channel" for one in callbacks_of_type(trainer, callback)}) > 1:
         raise ValueError(
             "Pruning(structure='channel') replaces weights, which another Pruning of this Trainer holds masks of. "
             "Remove channels in one fit, and prune what is left in the next"
         )
 
 
-def require_no_weight_of_others(weights: Mapping[str, Sequence[str]]) -> None:
+def require_disjoint_weights(weights: Mapping[str, Sequence[str]]) -> None:
     """Reject weights that two callbacks prune.
 
     Args:
@@ -59,7 +59,7 @@ def adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: d
     That may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
     later.
     """
-    claimed = {one.state_key for one in of_this_kind(trainer, callback)}
+    claimed = {one.state_key for one in callbacks_of_type(trainer, callback)}
     left = [key for key in states if key.startswith(prefix) and key not in claimed]
     if callback.state_key not in states and len(left) == 1:
         states[callback.state_key] = states.pop(left[0])
