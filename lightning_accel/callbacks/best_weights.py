@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.callbacks.deployment import whole
+from lightning_accel.callbacks.deployment import gather_to_cpu
 from lightning_accel.strategies.sharded_state import shard_like
 
 
@@ -27,7 +27,7 @@ class BestWeights:
     def __bool__(self) -> bool:
         return bool(self._shards)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._shards = {}
 
     def store(self, trainer: L.Trainer, module: nn.Module) -> None:
@@ -54,7 +54,7 @@ class BestWeights:
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return {}
         if not _needs_strategy_gather(trainer, module):
-            gathered = {name: whole(_shard_like(part, live[name])) for name, part in self._shards.items()}
+            gathered = {name: gather_to_cpu(_shard_like(part, live[name])) for name, part in self._shards.items()}
         else:
             with _TemporaryWeights(self, trainer, module):
                 gathered = dict(trainer.strategy.lightning_module_state_dict())

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
-    all_rows,
     dry_run,
     evaluate,
     find_deployed,
@@ -21,6 +20,7 @@ from lightning_accel.callbacks.deployment import (
     require_validation,
     run_folder,
     run_in_first_process,
+    undistributed,
 )
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.compress.calls import Run, num_rows, smallest_call
@@ -87,7 +87,7 @@ class CompressionReport(L.Callback):
 
     def _measure(self, trainer: L.Trainer, copied: L.LightningModule) -> Report:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        loader = all_rows(trainer.val_dataloaders)
+        loader = undistributed(trainer.val_dataloaders)
         found = find_deployed(copied, loader, self.module, datamodule=datamodule)
         plain = plain_forms(found.module, self.compiled)
         start = self._copy.with_original_shapes().get_submodule(found.name)

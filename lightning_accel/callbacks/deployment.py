@@ -75,7 +75,7 @@ class WholeCopy:
         if any(value.is_meta for value in tensors):  # pipeline stages of other processes
             state = trainer.strategy.lightning_module_state_dict()
         elif any(isinstance(value, DTensor) for value in tensors):
-            state = {name: whole(value) for name, value in pl_module.state_dict().items()}
+            state = {name: gather_to_cpu(value) for name, value in pl_module.state_dict().items()}
         else:
             return _detach_from_run(_copy(pl_module, {}).cpu()) if is_wanted else None
         if not is_wanted:
@@ -193,7 +193,7 @@ def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     """Return loaders of the first batches that share no state with the user's; None if that is impossible."""
     # loaders given to fit are stored only here
     loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
-    loaders = all_rows(loop._data_source.dataloader())
+    loaders = undistributed(loop._data_source.dataloader())
     leaves = tree_leaves(loaders)
     if not all(isinstance(one, DataLoader) and _can_be_read_twice(one) for one in leaves):
         return None
@@ -230,7 +230,7 @@ def reasons_left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:
     return notes
 
 
-def whole(value: Any) -> Any:
+def gather_to_cpu(value: Any) -> Any:
     """Return a tensor detached, on the CPU and gathered if sharded; other values unchanged."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -364,12 +364,12 @@ def evaluate(
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def all_rows(loader: Any) -> Any:
+def undistributed(loader: Any) -> Any:
     """Return the loader, or loaders, over all samples, without a DistributedSampler."""
-    return tree_map_only(DataLoader, _undistributed, loader)
+    return tree_map_only(DataLoader, _undistributed_loader, loader)
 
 
-def _undistributed(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     if not isinstance(loader.sampler, DistributedSampler):
         return loader
     return DataLoader(

@@ -118,13 +118,13 @@ class Distillation(L.Callback):
         self._copy: WholeCopy | None = None
         self._teacher: Teacher | None = None
         self._saved: dict[str, Any] = {}  # the teacher's weights from a checkpoint
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._recorder = CallRecorder()
         self._student: str | None = self.module
         self._replaced: Any = None  # a training_step that others had set on the instance
-        self._attached: MethodType | None = None
+        self._wrapped_step: MethodType | None = None
 
     # ---- before training
 
@@ -132,7 +132,7 @@ class Distillation(L.Callback):
         if stage != "fit":
             return
         self._saved = {}
-        self._require_served(trainer, pl_module)
+        self._require_supported(trainer, pl_module)
         if self.teacher == "dense" and not current_phase(trainer):
             raise ValueError(
                 "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does "
@@ -155,7 +155,7 @@ class Distillation(L.Callback):
             module = load_teacher(self.teacher)
         self._teacher = Teacher(module, list(self.features.values()))
 
-    def _require_served(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _require_supported(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         name = type(pl_module).__name__
         if not pl_module.automatic_optimization:
             raise TypeError(
@@ -171,19 +171,19 @@ class Distillation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Copy the student before other callbacks change it, unless a strategy loads its weights later."""
         if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
-            self._make_initial(trainer, pl_module)
+            self._make_initial_teacher(trainer, pl_module)
 
     def before_model_changes(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See :func:`~lightning_accel.callbacks.compression_phase.announce_change`."""
         if self.teacher == "dense" and self._copy is not None:
-            self._make_own(trainer, pl_module)
+            self._make_own_teacher(trainer, pl_module)
             self._place(trainer, pl_module)
 
-    def _make_initial(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _make_initial_teacher(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._copy is not None and (self.teacher == "initial" or self._saved):
-            self._make_own(trainer, pl_module)
+            self._make_own_teacher(trainer, pl_module)
 
-    def _make_own(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _make_own_teacher(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._copy is not None
         made = self._copy.make(trainer, pl_module, everywhere=True)
         assert made is not None
@@ -193,12 +193,12 @@ class Distillation(L.Callback):
         self._teacher = Teacher(made, list(self.features.values()))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._make_initial(trainer, pl_module)
+        self._make_initial_teacher(trainer, pl_module)
         _require_parts("student", pl_module, [*self.features, *([] if self.module is None else [self.module])])
         if self._teacher is not None:
             _require_parts("teacher", self._teacher.module, self._teacher.features)
             self._place(trainer, pl_module)
-        self._attach(pl_module)
+        self._wrap_step(pl_module)
 
     def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._teacher is not None
@@ -213,21 +213,21 @@ class Distillation(L.Callback):
 
     # ---- the step
 
-    def _attach(self, pl_module: L.LightningModule) -> None:
-        self._forget()
+    def _wrap_step(self, pl_module: L.LightningModule) -> None:
+        self._reset()
         self._replaced = vars(pl_module).get("training_step")
         original = type(pl_module).training_step if self._replaced is None else _to_function(self._replaced, pl_module)
 
         @wraps(original)
         def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-            if self._attached is None or self._teacher is None:  # a copy that outlived the run, or still dense
+            if self._wrapped_step is None or self._teacher is None:  # a copy that outlived the run, or still dense
                 return original(module, *args, **kwargs)
             with self._recorder.recording() as calls:
                 output = original(module, *args, **kwargs)
             return self._add_distance(output, module, calls, args)
 
-        self._attached = MethodType(training_step, pl_module)
-        vars(pl_module)["training_step"] = self._attached
+        self._wrapped_step = MethodType(training_step, pl_module)
+        vars(pl_module)["training_step"] = self._wrapped_step
 
     def _add_distance(self, output: STEP_OUTPUT, module: L.LightningModule, calls: Calls, batch: Any) -> STEP_OUTPUT:
         if output is None:
@@ -319,25 +319,25 @@ class Distillation(L.Callback):
 
     # ---- after training
 
-    def _detach(self, pl_module: L.LightningModule) -> None:
-        if self._attached is not None and vars(pl_module).get("training_step") is self._attached:
+    def _restore_step(self, pl_module: L.LightningModule) -> None:
+        if self._wrapped_step is not None and vars(pl_module).get("training_step") is self._wrapped_step:
             del vars(pl_module)["training_step"]
             if self._replaced is not None:
                 vars(pl_module)["training_step"] = self._replaced
         self._recorder.close()
         if self._teacher is not None:
             self._teacher.release()
-        self._forget()
+        self._reset()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore ``training_step`` before other callbacks copy, convert or export the module."""
-        self._detach(pl_module)
+        self._restore_step(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._detach(pl_module)
+        self._restore_step(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._detach(pl_module)
+        self._restore_step(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         if self.teacher not in _COPIES_OF_STUDENT or self._teacher is None:

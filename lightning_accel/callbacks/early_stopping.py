@@ -18,8 +18,8 @@ from torch import nn
 from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.callbacks.logged import require_logged
-from lightning_accel.callbacks.metric_watch import Goal, Marks, Smoother, Smoothing, Watch
+from lightning_accel.callbacks.metric_names import require_logged
+from lightning_accel.callbacks.metric_tracker import Goal, MetricTracker, RunProgress, Smoother, Smoothing
 from lightning_accel.ops.names import list_of_names
 
 Unit: TypeAlias = Literal["checks", "steps", "epochs", "seconds", "minutes", "hours"]
@@ -149,12 +149,13 @@ class EarlyStopping(_Unlisted):
         self._warned_of: set[str] = set()
         self._at_epoch_end = False
         self._was_stopped = False
-        self._now: Marks = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # at the last check
+        self._now: RunProgress = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # at the last check
         self._start_tracking(self._now)
 
-    def _start_tracking(self, start: Marks) -> None:
+    def _start_tracking(self, start: RunProgress) -> None:
         self.watches = {
-            name: Watch(name, goal, self.smoothing, self.smooth_over, start) for name, goal in self.goals.items()
+            name: MetricTracker(name, goal, self.smoothing, self.smooth_over, start)
+            for name, goal in self.goals.items()
         }
         self._set_lightning_attributes()
 
@@ -241,7 +242,7 @@ class EarlyStopping(_Unlisted):
             return
         self._checks += 1
         epochs = trainer.current_epoch + int(trainer.is_last_batch)
-        now: Marks = {"checks": self._checks, "steps": trainer.global_step, "epochs": epochs, "seconds": seconds}
+        now: RunProgress = {"checks": self._checks, "steps": trainer.global_step, "epochs": epochs, "seconds": seconds}
         self._now = now
         are_best = [watch.add(values[name], now) for name, watch in self.watches.items()]
         self._set_lightning_attributes()
@@ -257,10 +258,10 @@ class EarlyStopping(_Unlisted):
         elif final and self._is_long_enough(trainer, now) and (verdict := self._reason_to_stop(now)):
             self._stop(trainer, *verdict)
 
-    def _reason_to_stop(self, now: Marks) -> tuple[str, EarlyStoppingReason] | None:
+    def _reason_to_stop(self, now: RunProgress) -> tuple[str, EarlyStoppingReason] | None:
         """Return why to stop, judged by smoothed values; None if there is no reason."""
         for watch in self.watches.values():
-            if crossed := watch.crossed():
+            if crossed := watch.crossed_threshold():
                 name, text = crossed
                 return text, EarlyStoppingReason[name.upper()]
         clock, size = ("seconds", _SECONDS[self.unit]) if self.unit in _SECONDS else (self.unit, 1)
@@ -284,8 +285,11 @@ class EarlyStopping(_Unlisted):
             rank_zero_info(f"EarlyStopping stops the run at step {trainer.global_step}: {reason}")
         trainer.should_stop = True
 
-    def _is_long_enough(self, trainer: L.Trainer, now: Marks) -> bool:
-        """Include the Trainer's own limits: once asked to stop, it would stop when they are met, improved or not."""
+    def _is_long_enough(self, trainer: L.Trainer, now: RunProgress) -> bool:
+        """Return whether all minimum durations are over.
+
+        The Trainer's own are included: once asked to stop, it would stop at their end, whether improved or not.
+        """
         steps, epochs = max(self.min_steps, trainer.min_steps or 0), trainer.min_epochs or 0
         return now["steps"] >= steps and now["epochs"] >= epochs and now["seconds"] >= self.min_seconds
 
@@ -295,7 +299,7 @@ class EarlyStopping(_Unlisted):
             epochs = trainer.current_epoch + int(trainer.is_last_batch)
             steps, seconds = trainer.global_step, self._training_time()
             self._start_tracking({"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": seconds})
-            self._best.forget()  # from another phase, and perhaps of other shapes
+            self._best.clear()  # from another phase, and perhaps of other shapes
             self.best_step = None
         self._phase = phase
 
@@ -361,7 +365,7 @@ class EarlyStopping(_Unlisted):
             for target in targets:
                 self._best.copy_to(trainer, target)
             rank_zero_info(f"EarlyStopping restored {what}")
-        self._best.forget()
+        self._best.clear()
 
     def _validated_module(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
         """Return the module that validations run with: the average of WeightAveraging, if there is one."""

@@ -50,7 +50,7 @@ class EpochOrder:
         object.__setattr__(loader, self._slot, self)
 
     @property
-    def rows(self) -> Any:
+    def index_sampler(self) -> Any:
         """Return the sampler of item indices, or the user's batch sampler."""
         return self._inner.sampler if type(self._inner) is BatchSampler else self._inner
 
@@ -95,7 +95,7 @@ class EpochOrder:
             if skipped == 0:
                 yield batch
             skipped = max(0, skipped - 1)
-            if type(self.rows) in _DRAW_AT_THE_START:
+            if type(self.index_sampler) in _DRAW_AT_THE_START:
                 batch = next(batches, self)
             else:
                 with stream.drawing():

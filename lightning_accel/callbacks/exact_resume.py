@@ -99,7 +99,7 @@ class ExactResume(L.Callback):
         if self._before_validation is not None:
             generators, seen = self._before_validation["generators"], self._before_validation["seen"]
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
-        mine["sampler_seeds"] = [getattr(order.rows, "seed", None) for order in self._orders]
+        mine["sampler_seeds"] = [getattr(order.index_sampler, "seed", None) for order in self._orders]
         if samplings := self._contrastive_divergences():
             mine["samplings"] = [one.state_dict() for one in samplings]
         if moment in ("batch end", "validation", "validation end", "epoch end"):
@@ -232,8 +232,10 @@ class ExactResume(L.Callback):
     def _restore_sampler_seeds(self) -> None:
         """Give Lightning's distributed samplers the seed of the checkpoint in place of this start's."""
         for order, seed in zip(self._orders, self._sampler_seeds, strict=False):
-            if isinstance(order.rows, DistributedSampler) and seed is not None:  # None from a run of one process
-                order.rows.seed = seed
+            if (
+                isinstance(order.index_sampler, DistributedSampler) and seed is not None
+            ):  # None from a run of one process
+                order.index_sampler.seed = seed
 
     def _seen_in_validation(self) -> dict[int, int]:
         """Return how many batches of each validation loader have been seen, the step number of their logged metrics."""
@@ -256,13 +258,15 @@ class ExactResume(L.Callback):
 
     def _shares_one_order(self) -> bool:
         """Return whether all processes share one order of samples, the same for any number of processes."""
-        return bool(self._orders) and all(isinstance(order.rows, DistributedSampler) for order in self._orders)
+        return bool(self._orders) and all(isinstance(order.index_sampler, DistributedSampler) for order in self._orders)
 
     def _resume_on_other_world_size(self) -> None:
         before, now, rank = len(self._saved), self._trainer.world_size, self._trainer.global_rank
         progress = _current(self._trainer.fit_loop.epoch_loop.batch_progress)
         goes_on = self._saved[0]["shared_order"] and self._shares_one_order()
-        keeps_steps = all(isinstance(order.rows, LengthBatchSampler) for order in self._orders)  # whoever shares them
+        keeps_steps = all(
+            isinstance(order.index_sampler, LengthBatchSampler) for order in self._orders
+        )  # whoever shares them
         steps, repeated = (progress.processed, 0) if keeps_steps else divmod(progress.processed * before, now)
         ahead = steps - progress.processed if self._orders and (now == 1 or self._shares_one_order()) else 0
         lines = ["dropout and other random numbers of some processes"]

@@ -18,7 +18,6 @@ from torch import nn
 from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
-    all_rows,
     dry_run,
     evaluate,
     find_deployed,
@@ -27,6 +26,7 @@ from lightning_accel.callbacks.deployment import (
     require_validation,
     run_folder,
     run_in_first_process,
+    undistributed,
 )
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.compress.calls import Inputs, Run, smallest_call
@@ -197,7 +197,7 @@ class Export(L.Callback):
 
     def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        loader = all_rows(trainer.val_dataloaders)
+        loader = undistributed(trainer.val_dataloaders)
         result = _quantization_result(trainer)
         if result is not None:
             copied = copied.to(result.device)

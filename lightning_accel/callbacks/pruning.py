@@ -209,7 +209,7 @@ class Pruning(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.structure == "channel":
             # a public method, since there is no hook between reading the checkpoint and loading its weights
-            trainer.strategy.load_model_state_dict = _LoadIntoSmaller(self, trainer)  # type: ignore[method-assign]
+            trainer.strategy.load_model_state_dict = _RebuildBeforeLoading(self, trainer)  # type: ignore[method-assign]
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
@@ -235,10 +235,10 @@ class Pruning(L.Callback):
         self._is_set_up = True
         if isinstance(self._masks, MaskStructure):
             peers = callbacks_of_type(trainer, self)
-            require_disjoint_weights({one.state_key: one._names() for one in peers})
+            require_disjoint_weights({one.state_key: one._weight_names() for one in peers})
         log_left_out(self.left_out)
 
-    def _names(self) -> list[str]:
+    def _weight_names(self) -> list[str]:
         return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
 
     def _set_steps(self, trainer: L.Trainer) -> None:
@@ -425,7 +425,7 @@ def _require_strategy(strategy: Strategy) -> None:
         )
 
 
-class _LoadIntoSmaller:
+class _RebuildBeforeLoading:
     """Replace a strategy's ``load_model_state_dict`` to give the module the shapes of the checkpoint first."""
 
     def __init__(self, pruning: Pruning, trainer: L.Trainer) -> None:

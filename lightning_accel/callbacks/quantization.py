@@ -17,17 +17,17 @@ from lightning_accel.callbacks.compression_phase import announce_change, defer_b
 from lightning_accel.callbacks.deployment import (
     Deployed,
     WholeCopy,
-    all_rows,
     dry_run,
     evaluate,
     find_deployed,
     require_deployable,
     run_folder,
     run_in_first_process,
+    undistributed,
 )
 from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.callbacks.logged import require_logged
+from lightning_accel.callbacks.metric_names import require_logged
 from lightning_accel.compress.calls import Inputs, first_line, first_rows, num_rows, smallest_call
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.latency import speedup
@@ -300,7 +300,7 @@ class Quantization(L.Callback):
 
     def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        loaders = all_rows(trainer.train_dataloader), all_rows(trainer.val_dataloaders)
+        loaders = undistributed(trainer.train_dataloader), undistributed(trainer.val_dataloaders)
         try:
             _save_report(self.convert(copied.to(self.device), *loaders, datamodule).report, folder)
         except NothingPickedError as error:

@@ -34,7 +34,7 @@ from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
 from lightning_accel.cli.errors import UsageError, explain, is_monitor_error, require_config_files, unwrap, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
-from lightning_accel.cli.recovery import continue_run, write_checkpoints_atomically
+from lightning_accel.cli.recovery import resume_run, write_checkpoints_atomically
 from lightning_accel.cli.run_folder import (
     ConfigSaver,
     remove_empty,
@@ -152,7 +152,7 @@ class AccelCLI(LightningCLI):
         if self.subcommand == "fit":
             write_checkpoints_atomically(self.trainer)
             if config.ckpt_path == "auto":
-                config.ckpt_path = continue_run(self.trainer, self._locks)
+                config.ckpt_path = resume_run(self.trainer, self._locks)
                 if config.ckpt_path is not None:
                     self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
         self._created_folders = reserve_run_folder(self.trainer, self._locks)
@@ -266,12 +266,12 @@ class _Progress(L.Callback):
     def _pause(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.started = False  # errors that callbacks raise at the start of training concern the config
 
-    def _go_on(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def _resume(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         self.started = True
 
     on_sanity_check_start = _start
     on_sanity_check_end = _pause
-    on_train_batch_start = _go_on
+    on_train_batch_start = _resume
     on_validation_start = _start
     on_test_start = _start
     on_predict_start = _start

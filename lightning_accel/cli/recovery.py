@@ -23,7 +23,7 @@ def write_checkpoints_atomically(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
+def resume_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
     """Reuse the newest run folder and return its newest complete checkpoint; None if there is none yet.
 
     Every process searches on its own, before the process group exists; whether all found the same is checked later.
@@ -31,7 +31,7 @@ def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
     Raises:
         UsageError: if another run uses the folder, or a folder of checkpoints.
     """
-    _warn_of_a_shared_store()
+    _warn_of_shared_store()
     for folder in _checkpoint_folders(trainer) if trainer.is_global_zero else []:
         if "://" not in str(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def continue_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
     return None if path is None else str(path)
 
 
-def _warn_of_a_shared_store() -> None:
+def _warn_of_shared_store() -> None:
     """Warn that restarts may hang: https://github.com/pytorch/pytorch/issues/135712, 3 of 6 did on torch 2.13."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         rank_zero_warn(

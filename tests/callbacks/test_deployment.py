@@ -12,11 +12,11 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_accel import Classifier, DigitsDataModule, LengthBatchSampler, MoEClassifier
 from lightning_accel.callbacks.deployment import (
     WholeCopy,
-    all_rows,
     evaluate,
     find_deployed,
     in_float32,
     run_in_first_process,
+    undistributed,
 )
 from lightning_accel.data import length_batch_loader
 from tests.ranks import run_ranks
@@ -178,7 +178,7 @@ def check_copy_of_a_sharded_module_is_whole(rank):
     torch.testing.assert_close(made.shift, module.shift, rtol=0, atol=0)
     assert made.other.weight is made.net[0].weight
     loader = trainer.train_dataloader
-    return [find_deployed(made, one, num_batches=9).inputs for one in (loader, all_rows(loader))]
+    return [find_deployed(made, one, num_batches=9).inputs for one in (loader, undistributed(loader))]
 
 
 def test_copy_of_a_sharded_module_is_whole():
@@ -235,7 +235,7 @@ def test_what_is_called_is_deployed_with_its_inputs(name):
 def check_planned_batches_are_whole(rank):
     sampler = LengthBatchSampler([3, 1, 4, 1, 5, 9, 2, 6], batch_size=4)
     loader = length_batch_loader(list(range(8)), sampler, collate_fn=list)
-    return list(map(len, loader)), list(map(len, all_rows(loader)))
+    return list(map(len, loader)), list(map(len, undistributed(loader)))
 
 
 def test_planned_batches_are_whole():

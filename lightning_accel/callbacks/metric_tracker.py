@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, Literal, TypeAlias, get_args
 
 Smoothing: TypeAlias = Literal["none", "average", "median"]
-Marks: TypeAlias = dict[str, float]  # progress of the run: checks, steps, epochs, seconds
+RunProgress: TypeAlias = dict[str, float]  # progress of the run: checks, steps, epochs, seconds
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Smoother:
         self.count, self.moment, self.last = state["count"], state["moment"], list(state["last"])
 
 
-class Watch:
+class MetricTracker:
     """Track one metric towards its goal.
 
     Attributes:
@@ -85,7 +85,7 @@ class Watch:
         smoothed: smoothed value of the last check.
     """
 
-    def __init__(self, name: str, goal: Goal, smoothing: Smoothing, over: int, start: Marks) -> None:
+    def __init__(self, name: str, goal: Goal, smoothing: Smoothing, over: int, start: RunProgress) -> None:
         self.name, self.goal = name, goal
         self.smoother = Smoother(smoothing, over)
         self.best: float | None = None
@@ -93,7 +93,7 @@ class Watch:
         self.reference: float | None = None  # the value to improve on by min_delta
         self.improved_at = dict(start)
 
-    def add(self, value: float, now: Marks) -> bool:
+    def add(self, value: float, now: RunProgress) -> bool:
         """Add a value and return whether it is the best so far; a value that is not finite is ignored."""
         if not math.isfinite(value):
             return False
@@ -106,10 +106,10 @@ class Watch:
             return True
         return False
 
-    def stalled_for(self, now: Marks, unit: str) -> float:
+    def stalled_for(self, now: RunProgress, unit: str) -> float:
         return now[unit] - self.improved_at[unit]
 
-    def crossed(self) -> tuple[str, str] | None:
+    def crossed_threshold(self) -> tuple[str, str] | None:
         """Return the threshold that the smoothed value has passed, by name and as a message; None if there is none."""
         goal, value = self.goal, self.smoothed
         if value is None:
