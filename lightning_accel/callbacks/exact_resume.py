@@ -232,9 +232,8 @@ class ExactResume(L.Callback):
     def _restore_sampler_seeds(self) -> None:
         """Give Lightning's distributed samplers the seed of the checkpoint in place of this start's."""
         for order, seed in zip(self._orders, self._sampler_seeds, strict=False):
-            if (
-                isinstance(order.index_sampler, DistributedSampler) and seed is not None
-            ):  # None from a run of one process
+            # None from a run of one process
+            if isinstance(order.index_sampler, DistributedSampler) and seed is not None:
                 order.index_sampler.seed = seed
 
     def _seen_in_validation(self) -> dict[int, int]:
@@ -264,9 +263,8 @@ class ExactResume(L.Callback):
         before, now, rank = len(self._saved), self._trainer.world_size, self._trainer.global_rank
         progress = _current(self._trainer.fit_loop.epoch_loop.batch_progress)
         goes_on = self._saved[0]["shared_order"] and self._shares_one_order()
-        keeps_steps = all(
-            isinstance(order.index_sampler, LengthBatchSampler) for order in self._orders
-        )  # whoever shares them
+        # its steps are the same for any number of processes
+        keeps_steps = all(isinstance(order.index_sampler, LengthBatchSampler) for order in self._orders)
         steps, repeated = (progress.processed, 0) if keeps_steps else divmod(progress.processed * before, now)
         ahead = steps - progress.processed if self._orders and (now == 1 or self._shares_one_order()) else 0
         lines = ["dropout and other random numbers of some processes"]
