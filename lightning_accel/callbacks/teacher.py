@@ -93,8 +93,8 @@ def load_teacher(path: str | PathLike[str]) -> L.LightningModule:
         )
     if named := code_named_in({key: value for key, value in settings.items() if key != "_instantiator"}):
         raise ValueError(
-            f"the teacher {path} names {', '.join(named[:5])}, which is not imported; import it first if you trust its "
-            "author, or give a module, teacher=MyModule(...)"
+            f"the teacher {path} names {', '.join(named[:5])}, which is not imported, or no class of a module; import "
+            "it first if you trust its author, or give a module, teacher=MyModule(...)"
         )
     if class_path.startswith("lightning_accel."):
         package, _, name = class_path.rpartition(".")

@@ -66,9 +66,9 @@ class Checkpoint:
             return None
         if named := code_named_in(settings):
             raise UsageError(
-                f"{self.path} names {', '.join(_shortened(named))}, which is not imported, and reading a checkpoint "
-                "imports nothing. If you trust its author, give its model yourself: --config with the "
-                f"config_fit.yaml of its run, or --model {settings['_class_path']} and its options"
+                f"{self.path} names {', '.join(_shortened(named))}, which is not imported, or no class of a module; "
+                "reading a checkpoint imports and calls nothing else. If you trust its author, give its model: "
+                f"--config with the config_fit.yaml of its run, or --model {settings['_class_path']} and its options"
             )
         return {"class_path": settings.pop("_class_path"), "init_args": settings}
 

@@ -121,6 +121,8 @@ def find_conv(name: str) -> type[nn.Module]:
         return RO3Conv
     module, _, short = name.rpartition(".")
     try:
+        if not all(part.isidentifier() for part in name.split(".")):  # else any file that ends in .py could be meant
+            raise ImportError("no import path")
         found = getattr(import_module(module or "torch_geometric.nn"), short)
     except (ImportError, AttributeError) as error:
         raise ValueError(

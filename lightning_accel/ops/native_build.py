@@ -123,8 +123,10 @@ def _temporary_cache() -> Path:
 
 def _distrust(path: Path) -> str:
     """Return why users other than this one and root could have written ``path`` (a library or folder), or ""."""
-    if path.is_symlink() and (reason := _distrust(path.parent)):
-        return reason
+    path = path.absolute()
+    for link in (each for each in (path, *path.parents) if each.is_symlink()):  # whoever may replace it leads elsewhere
+        if reason := _distrust(link.parent) or _distrust(link.parent / os.readlink(link)):
+            return reason
     path = path.resolve()
     for each in (path, *path.parents[:-1]):
         try:

@@ -60,8 +60,8 @@ def require_loadable(path: str | Path, weights_only: bool | None) -> None:
         UntrustedCheckpointError: naming the objects that could run code.
     """
     path = Path(path)
-    if path.is_dir() and (path / METADATA).is_file():
-        require_undamaged(path)
+    if path.is_dir():
+        require_undamaged(path)  # also where it has no table: torch would take another in its place
         if weights_only is not False:
             require_no_code(path)
     elif zipfile.is_zipfile(path):

@@ -106,6 +106,9 @@ def require_no_code(folder: str | Path) -> None:
         UntrustedCheckpointError: naming what it holds that is neither a tensor nor a plain value.
         ValueError: if it is damaged.
     """
+    for path in Path(folder).iterdir():  # torch unpickles such a table of one rank where it cannot read the common one
+        if path.name != METADATA and path.name.lower().endswith(METADATA):
+            raise UntrustedCheckpointError(f"{path.name}, a second table", folder)
     try:
         metadata = read_metadata(folder)
     except UntrustedCheckpointError as error:

@@ -247,6 +247,7 @@ Path(__file__).with_name("MARKER").touch()
 class M(L.LightningModule): pass
 class G(torch.nn.Module): pass
 """
+MAKES_THE_MARKER = {"class_path": "os.mkdir", "init_args": {"path": "MARKER"}}  # a parser calls functions, too
 IN_YAML = "{class_path: planted.G}"
 GRAPHS = {"_class_path": "lightning_accel.RelationalGNN", "num_features": 1, "num_classes": 2}
 
@@ -264,6 +265,7 @@ def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints):
         ({**content["hyper_parameters"], "gate": "gate.yaml"}, "gate.yaml"),
         ({**content["hyper_parameters"], "gate": "memory://gate.yaml"}, "memory://gate.yaml"),
         ({**GRAPHS, "conv": "planted.G"}, "planted.G"),
+        ({**content["hyper_parameters"], "optimizer": MAKES_THE_MARKER}, "os.mkdir"),
     ]:
         torch.save({**content, "hyper_parameters": settings}, "named.ckpt")
         for subcommand in ("test", "predict"):

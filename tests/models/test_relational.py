@@ -338,6 +338,7 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
         ({"num_layers": -1}, "num_layers and marks must be at least 0"),
         ({"train_samples": None}, "say which nodes are marked, but marks=0"),
         ({"conv": "GINKonv"}, "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
+        ({"conv": "no-module.Conv"}, "got 'no-module.Conv': no import path"),
         ({"conv": "GATConv", "conv_options": {"heads": 3}}, r"gave \(2, 192\).*concat: false"),
         ({"conv": "GCNConv", "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
         ({"conv": "PNAConv"}, "PNAConv cannot be built of.*aggregators"),

@@ -292,8 +292,13 @@ def test_a_folder_that_a_link_of_others_leads_to_is_not_trusted(cache, tmp_path,
     shared.mkdir()
     (shared / "link").symlink_to(own)
     assert native_build._distrust(shared / "link") == ""
-    shared.chmod(0o1777)  # as /tmp
-    assert native_build._distrust(shared / "link") == f"others can write to {shared}"
+    (own / "within").mkdir(mode=0o700)
+    (own / "link").symlink_to(shared / "link")
+    for link in ("shared/link", "shared/link/within", "own/link", "own/link/within"):
+        assert native_build._distrust(tmp_path / link) == ""
+        shared.chmod(0o1777)  # as /tmp
+        assert native_build._distrust(tmp_path / link) == f"others can write to {shared}"
+        shared.chmod(0o755)
 
 
 def test_a_library_that_does_not_load_is_done_without(cache, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import pickle
 import shutil
 import warnings
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_accel import AtomicCheckpointIO, FullyShardedStrategy
 from lightning_accel.callbacks.teacher import load_weights
@@ -19,6 +21,7 @@ from lightning_accel.strategies import AtomicModelParallelStrategy, FSDP1Strateg
 from lightning_accel.strategies.checkpoint_io import newest_checkpoint
 from lightning_accel.strategies.checkpoint_reading import DamagedCheckpointError, find_damage, read_checkpoint
 from lightning_accel.strategies.sharded_metadata import UntrustedCheckpointError
+from lightning_accel.strategies.sharded_state import load_parts
 
 
 def cut(data, where):
@@ -171,6 +174,37 @@ def test_a_sharded_folder_runs_no_code(tmp_path, layer, hostile, strategy):
             state, checkpoint_id=folder
         )
     assert marker.exists()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_table_of_one_rank_runs_no_code(tmp_path, layer, is_alone):
+    """Another table is unpickled by torch where the common table is missing, or cannot be made on this system."""
+    folder, marker = save_parts(tmp_path / "parts.ckpt", layer), tmp_path / "MARKER"
+    (folder / "__0.metadata").write_bytes(pickle.dumps(Evil(marker)))
+    if is_alone:
+        (folder / ".metadata").unlink()
+    else:
+        table = pickle.loads((folder / ".metadata").read_bytes())
+        table.planner_data["state_dict.weight"] = ElsewherePath()
+        (folder / ".metadata").write_bytes(pickle.dumps(table))
+    said = "is damaged: it has no .metadata" if is_alone else "holds objects .*__0.metadata, a second table"
+    for strategy in LOADERS:
+        for weights_only in (None, True):
+            with pytest.raises((DamagedCheckpointError, UntrustedCheckpointError), match=said):
+                strategy().load_checkpoint(folder, weights_only)
+    assert not marker.exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointException):  # the folder is as hostile as it looks
+            load_parts(folder, layer, strict=True)
+    assert marker.exists()
+
+
+class ElsewherePath:
+    """Is a path of another system once it is loaded."""
+
+    def __reduce__(self):
+        return (pathlib.PosixPath if os.name == "nt" else pathlib.WindowsPath), ("x",)
 
 
 def test_the_rest_of_a_sharded_folder_runs_no_code(tmp_path, layer):
