@@ -21,7 +21,7 @@ from lightning_accel.strategies import AtomicModelParallelStrategy, FSDP1Strateg
 from lightning_accel.strategies.checkpoint_io import newest_checkpoint
 from lightning_accel.strategies.checkpoint_reading import DamagedCheckpointError, find_damage, read_checkpoint
 from lightning_accel.strategies.sharded_metadata import UntrustedCheckpointError
-from lightning_accel.strategies.sharded_state import load_parts
+from lightning_accel.strategies.sharded_state import load_model_shards
 
 
 def cut(data, where):
@@ -179,7 +179,7 @@ def test_a_sharded_folder_runs_no_code(tmp_path, layer, hostile, strategy):
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_table_of_one_rank_runs_no_code(tmp_path, layer, is_alone):
     """Another table is unpickled by torch where the common table is missing, or cannot be made on this system."""
-    folder, marker = save_parts(tmp_path / "parts.ckpt", layer), tmp_path / "MARKER"
+    folder, marker = save_shards(tmp_path / "parts.ckpt", layer), tmp_path / "MARKER"
     (folder / "__0.metadata").write_bytes(pickle.dumps(Evil(marker)))
     if is_alone:
         (folder / ".metadata").unlink()
@@ -196,7 +196,7 @@ def test_a_table_of_one_rank_runs_no_code(tmp_path, layer, is_alone):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointException):  # the folder is as hostile as it looks
-            load_parts(folder, layer, strict=True)
+            load_model_shards(folder, layer, strict=True)
     assert marker.exists()
 
 
