@@ -54,7 +54,7 @@ class BestWeights:
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return {}
         if not _needs_strategy_gather(trainer, module):
-            gathered = {name: gather_to_cpu(_shard_like(part, live[name])) for name, part in self._shards.items()}
+            gathered = {name: gather_to_cpu(_to_dtensor(part, live[name])) for name, part in self._shards.items()}
         else:
             with _TemporaryWeights(self, trainer, module):
                 gathered = dict(trainer.strategy.lightning_module_state_dict())
@@ -115,7 +115,7 @@ def _local(value: Tensor) -> Tensor:
     return local.to_local() if isinstance(local, DTensor) else local
 
 
-def _shard_like(part: Tensor, value: Tensor) -> Any:
+def _to_dtensor(part: Tensor, value: Tensor) -> Any:
     if not isinstance(value, DTensor):
         return part
     local = part.to(value.device)

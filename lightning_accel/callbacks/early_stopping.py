@@ -180,7 +180,7 @@ class EarlyStopping(_Unlisted):
         """Return the smoothed value of each metric at the last check."""
         return {name: watch.smoothed for name, watch in self.watches.items()}
 
-    # ---- when to look
+    # ---- when to check
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -231,7 +231,7 @@ class EarlyStopping(_Unlisted):
         if self._at_epoch_end:
             self._check(trainer, pl_module)
 
-    # ---- what is seen, and what follows
+    # ---- checks and decisions
 
     def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
@@ -353,9 +353,8 @@ class EarlyStopping(_Unlisted):
             return
         name = next(iter(self.watches))
         what = f"the weights of step {self.best_step}, the best by {name} ({self._format_best(name)})"
-        measured = self._validated_module(
-            trainer, pl_module
-        )  # WeightAveraging copies it to the module in its on_train_end
+        # WeightAveraging copies it to the module in its on_train_end
+        measured = self._validated_module(trainer, pl_module)
         targets = [pl_module] if measured is pl_module else [pl_module, measured]
         fits = all(self._best.matches(trainer, target) for target in targets)
         if not trainer.strategy.reduce_boolean_decision(fits):  # else processes would mix weights of different steps

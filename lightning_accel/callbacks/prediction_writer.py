@@ -78,9 +78,8 @@ class PredictionWriter(BasePredictionWriter):
             if trainer.is_global_zero:
                 self._write(trainer, tables, path)
 
-        raise_in_all_processes(
-            trainer, write, "write predictions"
-        )  # every process returns only after the file is complete
+        # every process returns only after the file is complete
+        raise_in_all_processes(trainer, write, "write predictions")
 
     def _write(self, trainer: L.Trainer, tables: Sequence[pd.DataFrame], path: Path) -> None:
         filled = {number: table for number, table in enumerate(tables) if len(table.columns)}
