@@ -237,7 +237,7 @@ def gather_to_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def require_deployable(pl_module: L.LightningModule, asker: str, name: str | None = None) -> None:
+def require_deployable(pl_module: L.LightningModule, caller: str, name: str | None = None) -> None:
     """Check before training that :func:`find_deployed` can succeed, on behalf of the callback ``asker``.
 
     Raises:
@@ -252,7 +252,7 @@ def require_deployable(pl_module: L.LightningModule, asker: str, name: str | Non
     _require_submodule(pl_module, name)
 
 
-def require_validation(trainer: L.Trainer, asker: str) -> None:
+def require_validation(trainer: L.Trainer, caller: str) -> None:
     """Reject, in ``on_fit_start``, a run without validation on behalf of the callback ``asker``, which needs it.
 
     Raises:

@@ -269,7 +269,7 @@ class EarlyStopping(_Unlisted):
         stalled = [name for name, wait in waits.items() if wait >= self.patience]
         if len(stalled) < (len(waits) if self.stop_when == "all" else 1):
             return None
-        told = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._format_best(name)})" for name in stalled]
+        described = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._format_best(name)})" for name in stalled]
         text = f"no improvement of {', of '.join(told)}, patience is {self.patience:g}"
         return text, EarlyStoppingReason.PATIENCE_EXHAUSTED
 

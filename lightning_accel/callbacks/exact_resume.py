@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_accel.callbacks.contrastive_divergences import find_contrastive_divergences
-from lightning_accel.callbacks.epoch_order import EpochOrder, is_map_style
 from lightning_accel.callbacks.logged_state import logged_state, set_logged_state, write_metrics_atomically
 from lightning_accel.callbacks.model_checkpoint_state import ModelCheckpointState
 from lightning_accel.callbacks.random_state import derived_seed, random_state, seed_random_state, set_random_state
+from lightning_accel.callbacks.resumable_sampler import ResumableSampler, is_map_style
 from lightning_accel.callbacks.resumed_fit import Moment, ResumedFit, moment_of
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
@@ -45,11 +45,11 @@ class ExactResume(L.Callback):
     checkpoint are logged again, with equal values.
 
     These differ from an uninterrupted run: the module's own ``on_train_batch_end`` of the batch at whose end the
-    checkpoint was written, which Lightning calls after saving, is skipped; so are metrics logged with a
-    ``sync_dist_group``. If an exception within a batch caused the checkpoint, the means of that epoch cover only its
-    remaining batches. Within an epoch, callbacks' ``on_train_epoch_start`` is not called a second time, except for
-    Lightning's GradientAccumulationScheduler and StochasticWeightAveraging, whose last epoch, which updates batch
-    norms, is rejected.
+    checkpoint was written, which Lightning calls after saving, is skipped. Means logged with a ``sync_dist_group``
+    cover only the rest of the epoch, and so do all means if an exception within a batch caused the checkpoint. Within
+    an epoch, callbacks' ``on_train_epoch_start`` is not called a second time, except for Lightning's
+    GradientAccumulationScheduler and StochasticWeightAveraging, whose last epoch, which updates batch norms, is
+    rejected.
 
     Loaders with their own ``state_dict`` (as in this package's data modules) restore their position themselves. An
     iterable data set without one starts from its beginning, with a warning. Random numbers that a data set draws in
@@ -63,12 +63,12 @@ class ExactResume(L.Callback):
         self._seed = 0
         self._saved: list[dict[str, Any]] = []  # by rank
         self._saved_once: dict[str, Any] = {}  # equal on all ranks
-        self._sampler_seeds: list[Any] = []  # of the checkpoint, one per order
+        self._sampler_seeds: list[Any] = []  # of the checkpoint, one per sampler
         self._ranks = RankStates()
         self._kept = ModelCheckpointState()
         self._resumed: ResumedFit
-        self._orders: list[EpochOrder] = []
-        self._replaced: Callable[[], object] = lambda: None  # weak reference to the loaders that _orders belong to
+        self._samplers: list[ResumableSampler] = []
+        self._replaced: Callable[[], object] = lambda: None  # weak reference to the loaders that _samplers belong to
         self._before_validation: dict[str, Any] | None = None
         self._before_sanity_check: dict[str, Any] | None = None  # counters of the last validation
 
@@ -99,7 +99,7 @@ class ExactResume(L.Callback):
         if self._before_validation is not None:
             generators, seen = self._before_validation["generators"], self._before_validation["seen"]
         mine = {"seed": self._seed, "generators": generators, "shared_order": self._shares_one_order()}
-        mine["sampler_seeds"] = [getattr(order.index_sampler, "seed", None) for order in self._orders]
+        mine["sampler_seeds"] = [getattr(sampler.index_sampler, "seed", None) for sampler in self._samplers]
         if samplings := self._contrastive_divergences():
             mine["samplings"] = [one.state_dict() for one in samplings]
         if moment in ("batch end", "validation", "validation end", "epoch end"):
@@ -136,7 +136,7 @@ class ExactResume(L.Callback):
             self._replaced = (lambda: None) if replaced is None else weakref.ref(replaced)
         if self._trainer.training and not _is_stateful(loader):
             if is_map_style(loader):
-                self._orders.append(EpochOrder(loader, lambda: self._seed, self._position))  # type: ignore[arg-type]
+                self._samplers.append(ResumableSampler(loader, lambda: self._seed, self._position))  # type: ignore[arg-type]
                 self._restore_sampler_seeds()
                 return loader
             rank_zero_warn(
@@ -158,9 +158,9 @@ class ExactResume(L.Callback):
             )
 
     def _release_loaders(self) -> None:
-        for order in self._orders:
-            order.release()
-        self._orders = []
+        for sampler in self._samplers:
+            sampler.release()
+        self._samplers = []
 
     def _position(self) -> tuple[int, float]:
         """Return the current or next epoch, and how many of its batches are done; infinite for all of them."""
@@ -225,16 +225,16 @@ class ExactResume(L.Callback):
         late = loop._combined_loader_states_to_load
         if late:
             loop._load_combined_loader_states()
-        if late or len(self._orders) == len(loop._combined_loader.flattened):
+        if late or len(self._samplers) == len(loop._combined_loader.flattened):
             assert loop._data_fetcher is not None
             iter(loop._data_fetcher)
 
     def _restore_sampler_seeds(self) -> None:
         """Give Lightning's distributed samplers the seed of the checkpoint in place of this start's."""
-        for order, seed in zip(self._orders, self._sampler_seeds, strict=False):
+        for sampler, seed in zip(self._samplers, self._sampler_seeds, strict=False):
             # None from a run of one process
-            if isinstance(order.index_sampler, DistributedSampler) and seed is not None:
-                order.index_sampler.seed = seed
+            if isinstance(sampler.index_sampler, DistributedSampler) and seed is not None:
+                sampler.index_sampler.seed = seed
 
     def _seen_in_validation(self) -> dict[int, int]:
         """Return how many batches of each validation loader have been seen, the step number of their logged metrics."""
@@ -257,21 +257,23 @@ class ExactResume(L.Callback):
 
     def _shares_one_order(self) -> bool:
         """Return whether all processes share one order of samples, the same for any number of processes."""
-        return bool(self._orders) and all(isinstance(order.index_sampler, DistributedSampler) for order in self._orders)
+        return bool(self._samplers) and all(
+            isinstance(sampler.index_sampler, DistributedSampler) for sampler in self._samplers
+        )
 
     def _resume_on_other_world_size(self) -> None:
         before, now, rank = len(self._saved), self._trainer.world_size, self._trainer.global_rank
         progress = _current(self._trainer.fit_loop.epoch_loop.batch_progress)
-        goes_on = self._saved[0]["shared_order"] and self._shares_one_order()
+        continues = self._saved[0]["shared_order"] and self._shares_one_order()
         # its steps are the same for any number of processes
-        keeps_steps = all(isinstance(order.index_sampler, LengthBatchSampler) for order in self._orders)
+        keeps_steps = all(isinstance(sampler.index_sampler, LengthBatchSampler) for sampler in self._samplers)
         steps, repeated = (progress.processed, 0) if keeps_steps else divmod(progress.processed * before, now)
-        ahead = steps - progress.processed if self._orders and (now == 1 or self._shares_one_order()) else 0
+        ahead = steps - progress.processed if self._samplers and (now == 1 or self._shares_one_order()) else 0
         lines = ["dropout and other random numbers of some processes"]
         lines += ["the order of batches, so that rows of this epoch repeat and others are left out"] * (
-            progress.processed > 0 and not goes_on and bool(self._orders)
+            progress.processed > 0 and not continues and bool(self._samplers)
         )
-        lines += [f"{repeated} batches of this epoch, a second time"] * (goes_on and repeated > 0)
+        lines += [f"{repeated} batches of this epoch, a second time"] * (continues and repeated > 0)
         lines += ["means of this epoch, of what is left of it"] * (progress.processed > 0)
         for count in ("ready", "started", "processed", "completed"):
             setattr(progress, count, getattr(progress, count) + ahead)

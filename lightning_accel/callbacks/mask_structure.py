@@ -116,7 +116,7 @@ class MaskStructure:
         share = own / (own + sum(missed.values()))
         if share < _MIN_COVERAGE:
             largest = sorted(missed, key=lambda name: -missed[name])[:3]
-            told = "; ".join(f"{clean_name(name)}: {self.left_out[clean_name(name)]}" for name in largest)
+            described = "; ".join(f"{clean_name(name)}: {self.left_out[clean_name(name)]}" for name in largest)
             rank_zero_warn(
                 f"Pruning covers {share:.0%} of the values in the matrices of {type(pl_module).__name__}, so that "
                 f"{self.options.target * share:.0%} of them will be zero, not {self.options.target:.0%}. Left out are "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
-def require_logged(asker: str, missing: Sequence[str], logged: Iterable[str], hint: str = "") -> None:
+def require_logged(caller: str, missing: Sequence[str], logged: Iterable[str], hint: str = "") -> None:
     """Reject monitored names that nothing logs.
 
     Args:

@@ -24,5 +24,5 @@ def log_left_out(left_out: dict[str, str]) -> None:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    rank_zero_info(f"Pruning leaves out {told}" if told else "Pruning leaves out no parameter")
+    described = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    rank_zero_info(f"Pruning leaves out {told}" if described else "Pruning leaves out no parameter")

@@ -412,7 +412,7 @@ class HeldByOrder(Callback):
         self.exact, self.held = exact, []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.held.append(len(self.exact._orders))
+        self.held.append(len(self.exact._samplers))
 
 
 @pytest.mark.parametrize("same", [False, True])

@@ -1,4 +1,4 @@
-"""Resumable order of batches that depends on the seed and the epoch alone."""
+"""Resumable sampler, whose order of batches depends on the seed and the epoch alone."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,14 @@ from lightning_accel.callbacks.random_state import RandomStream, derived_seed
 _DRAW_AT_THE_START = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
-class EpochOrder:
+class ResumableSampler:
     """Replace a DataLoader's sampler with one that has its own random state and starts at the first batch not yet done.
 
     The sampler is replaced inside the loader, since other objects hold the loader itself.
 
     Args:
         loader: a loader over a map-style data set.
-        seed: returns the seed of this process's orders; a generator that the user gave to the loader overrides it.
+        seed: returns the seed of this process; a generator that the user gave to the loader overrides it.
         position: returns the epoch and how many of its batches have been trained on, infinite for all.
     """
 
