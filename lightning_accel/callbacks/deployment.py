@@ -238,7 +238,7 @@ def gather_to_cpu(value: Any) -> Any:
 
 
 def require_deployable(pl_module: L.LightningModule, caller: str, name: str | None = None) -> None:
-    """Check before training that :func:`find_deployed` can succeed, on behalf of the callback ``asker``.
+    """Check before training that :func:`find_deployed` can succeed, on behalf of the callback ``caller``.
 
     Raises:
         TypeError: if there is no ``validation_step``.
@@ -246,21 +246,21 @@ def require_deployable(pl_module: L.LightningModule, caller: str, name: str | No
     """
     if type(pl_module).validation_step is L.LightningModule.validation_step:
         raise TypeError(
-            f"{asker} needs a validation_step of {type(pl_module).__name__}: it shows what is called, on what, and how "
-            "good it is"
+            f"{caller} needs a validation_step of {type(pl_module).__name__}: it shows what is called, on what, and "
+            "how good it is"
         )
     _require_submodule(pl_module, name)
 
 
 def require_validation(trainer: L.Trainer, caller: str) -> None:
-    """Reject, in ``on_fit_start``, a run without validation on behalf of the callback ``asker``, which needs it.
+    """Reject, in ``on_fit_start``, a run without validation on behalf of the callback ``caller``, which needs it.
 
     Raises:
         ValueError: if the run has no validation batches.
     """
     if not trainer.enable_validation:
         raise ValueError(
-            f"{asker} measures on validation batches, and this run has none: give fit a validation loader, and leave "
+            f"{caller} measures on validation batches, and this run has none: give fit a validation loader, and leave "
             "limit_val_batches above 0"
         )
 

@@ -270,7 +270,7 @@ class EarlyStopping(_Unlisted):
         if len(stalled) < (len(waits) if self.stop_when == "all" else 1):
             return None
         described = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._format_best(name)})" for name in stalled]
-        text = f"no improvement of {', of '.join(told)}, patience is {self.patience:g}"
+        text = f"no improvement of {', of '.join(described)}, patience is {self.patience:g}"
         return text, EarlyStoppingReason.PATIENCE_EXHAUSTED
 
     def _format_best(self, name: str) -> str:

@@ -120,7 +120,7 @@ class MaskStructure:
             rank_zero_warn(
                 f"Pruning covers {share:.0%} of the values in the matrices of {type(pl_module).__name__}, so that "
                 f"{self.options.target * share:.0%} of them will be zero, not {self.options.target:.0%}. Left out are "
-                f"{len(missed)} parameters, the largest of them {told}. Name what is to stay dense in exclude"
+                f"{len(missed)} parameters, the largest of them {described}. Name what is to stay dense in exclude"
             )
 
     def _unsupported_reason(self, part: WeightPart) -> str | None:

@@ -8,7 +8,7 @@ def require_logged(caller: str, missing: Sequence[str], logged: Iterable[str], h
     """Reject monitored names that nothing logs.
 
     Args:
-        asker: the callback that monitors them.
+        caller: the callback that monitors them.
         missing: the monitored names that are not logged.
         logged: names of all metrics logged so far.
         hint: another possible cause, for the message.
@@ -21,7 +21,7 @@ def require_logged(caller: str, missing: Sequence[str], logged: Iterable[str], h
     known = sorted(logged)
     near = get_close_matches(missing[0], known, n=1)
     raise ValueError(
-        f"{asker} monitors {missing[0]!r}, which is not logged"
+        f"{caller} monitors {missing[0]!r}, which is not logged"
         + (f"; did you mean {near[0]!r}? " if near else ". ")
         + f"Logged so far: {', '.join(known) or 'nothing'}.{hint}"
     )

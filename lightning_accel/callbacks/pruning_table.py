@@ -25,4 +25,4 @@ def log_left_out(left_out: dict[str, str]) -> None:
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
     described = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    rank_zero_info(f"Pruning leaves out {told}" if described else "Pruning leaves out no parameter")
+    rank_zero_info(f"Pruning leaves out {described}" if described else "Pruning leaves out no parameter")
