@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from lightning_accel.callbacks.averaged_model import averaged_modules
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed, in_float32
 from lightning_accel.callbacks.pruning_structure import StructureOptions
 from lightning_accel.callbacks.random_state import random_state, set_random_state
@@ -148,7 +148,7 @@ class ChannelStructure:
             return
         plan = self.groups.plan(pl_module, {name: gone for name, gone in self.removed.items() if gone})
         apply_plan_(pl_module, plan, trainer.optimizers)
-        for averaged in _averaged_modules(trainer):
+        for averaged in averaged_modules(trainer):
             apply_plan_(averaged, plan)
         self.plan = plan
         self.groups, self._indices, self._terms = None, [], {}
@@ -194,7 +194,7 @@ class ChannelStructure:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
 
-    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+    def rebuild(self, pl_module: nn.Module, state: dict[str, Any]) -> None:
         """Remove the channels that the checkpoint lacks from a full-size module; leave one already small unchanged."""
         if state[CHANNEL_PLAN]:
             plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
@@ -321,17 +321,6 @@ def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             "compression=powersgd remembers gradients in the shapes that they have before channels are removed; take "
             "compression=bf16"
         )
-
-
-def _averaged_modules(trainer: L.Trainer) -> list[nn.Module]:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    found = []
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            average = callback._average_model  # there is no public access
-            if average is not None:
-                found.append(average.module if isinstance(callback, WeightAveraging) else average)
-    return found  # type: ignore[return-value]
 
 
 def _rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -388,7 +388,7 @@ class MaskStructure:
         self.scores.load_state_dict(state["scores"])
         self._count()
 
-    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+    def rebuild(self, pl_module: nn.Module, state: dict[str, Any]) -> None:
         """Do nothing, since masks do not change shapes."""
 
 

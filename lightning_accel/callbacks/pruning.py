@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_accel.callbacks.averaged_model import averaged_modules
 from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -435,5 +436,7 @@ class _RebuildBeforeLoading:
     def __call__(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         strategy, state = self.trainer.strategy, checkpoint.get("callbacks", {}).get(self.pruning.state_key)
         if state:
-            self.pruning._masks.rebuild(self.trainer.lightning_module, state["masks"])
+            # WeightAveraging loads its average next
+            for module in (self.trainer.lightning_module, *averaged_modules(self.trainer)):
+                self.pruning._masks.rebuild(module, state["masks"])
         type(strategy).load_model_state_dict(strategy, checkpoint, strict=strict)

@@ -90,7 +90,7 @@ class Structure(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Store ``state`` for ``attach``; called before or after parameters are sharded."""
 
-    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+    def rebuild(self, pl_module: nn.Module, state: dict[str, Any]) -> None:
         """Change the shapes of a new module to those of the checkpoint that ``state`` comes from.
 
         Called in ``setup``, before parameters are sharded and optimizers created, and before ``load_state_dict``.

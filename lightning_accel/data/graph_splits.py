@@ -94,6 +94,27 @@ class GraphSplits:
             parts += [_as_array(part) for part in tensors if isinstance(part, Tensor) and part.layout == torch.strided]
         return digest_of(*parts)
 
+    def digest_of_others(self, source: Sequence[object]) -> str:
+        """Digest what else layers or a transform may read of them: ``edge_type``, ``pos``, sparse matrices."""
+        fitted = [0] if self.of_nodes else np.concatenate([self.train, self.val]).tolist()
+        graphs = [given for given in map(source.__getitem__, fitted) if isinstance(given, Data)]
+        return digest_of(*(part for graph in graphs for part in _other_tensors(graph)))
+
+
+def _other_tensors(graph: Data) -> list[np.ndarray]:
+    """Return those beside features and edges; targets and the masks of splits are compared elsewhere."""
+    found = []
+    for name in sorted(graph.keys()):
+        value = graph[name]
+        if not isinstance(value, Tensor) or name == "y" or name.endswith("_mask"):
+            continue
+        if value.layout != torch.strided:
+            sparse = value.to_sparse_coo().coalesce()
+            found += [_as_array(sparse.indices()), _as_array(sparse.values())]
+        elif name not in ("x", "edge_index", "edge_attr"):
+            found.append(_as_array(value))
+    return found
+
 
 def _as_array(values: Tensor) -> np.ndarray:
     return (values.double() if values.is_floating_point() else values).numpy()

@@ -248,7 +248,10 @@ class GraphDataModule(L.LightningDataModule):
         if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             return
         splits, read, source = self._read()
-        self._digests = splits.digest(), None if source is None else splits.digest_of_source(source)
+        of_source = (
+            (None, None) if source is None else (splits.digest_of_source(source), splits.digest_of_others(source))
+        )
+        self._digests = splits.digest(), *of_source
         where = self._where()
         features = features_of(splits.graphs, where, [] if read is None else read.lines)
         splits.graphs = [apply_features(graph, features, where) for graph in splits.graphs]
@@ -393,6 +396,7 @@ class GraphDataModule(L.LightningDataModule):
             "split": [self.seed, *self.shares, self.fold],
             "digest of what trains": self._digests[0],
             DIGEST: self._digests[1],
+            "digest of their other attributes": self._digests[2],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

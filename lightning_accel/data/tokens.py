@@ -163,7 +163,10 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     size = vocabulary_size(tokenizer)
     dtype = np.uint16 if size < 1 << 16 else np.uint32
-    made_of = path.resolve(), path.stat().st_size, path.stat().st_mtime_ns, size, _fingerprint(tokenizer, path)
+    info = path.stat()
+    # the time of the last change of anything, too: the other may be set, and copies are given that of their source
+    times = info.st_mtime_ns, info.st_ctime_ns
+    made_of = path.resolve(), info.st_size, *times, size, _fingerprint(tokenizer, path)
     target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ def require_loadable(path: str | Path, weights_only: bool | None) -> None:
         require_undamaged(path)  # also where it has no table: torch would take another in its place
         if weights_only is not False:
             require_no_code(path)
-    elif zipfile.is_zipfile(path):
+    elif is_archive(path):
         require_undamaged(path)
 
 
@@ -76,15 +76,15 @@ def verified_file(path: str | os.PathLike[str]) -> Iterator[None]:
         DamagedCheckpointError: if the file is damaged, or was not written by ``torch.save``.
         pickle.UnpicklingError: if it holds objects other than tensors and plain values, which the body rejects.
     """
-    is_archive = zipfile.is_zipfile(path)
-    if is_archive:
+    of_archive = is_archive(path)
+    if of_archive:
         require_undamaged(path)
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, PermissionError, MemoryError):
         raise
     except Exception as error:  # torch.load raises many types of errors for files that are not its own
-        if is_archive and isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
+        if of_archive and isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
             raise
         raise DamagedCheckpointError(
             f"{path} is not a whole checkpoint ({os.path.getsize(path):,} bytes): it was cut short when it was written "
@@ -101,8 +101,16 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = Tr
         mmap: leave tensors on the disk until they are used.
     """
     with verified_file(path):
-        mmap = mmap and zipfile.is_zipfile(path)
+        mmap = mmap and is_archive(path)
         return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=mmap)
+
+
+def is_archive(file: str | os.PathLike[str] | io.BytesIO) -> bool:
+    """Return whether a file is a zip archive, or was one before its end was damaged."""
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # it has the mark of an archive's end, and nonsense beside it
+        return True
 
 
 def _file_stats(path: Path) -> tuple[tuple[str, int, int, int], ...]:
@@ -148,6 +156,6 @@ def _damage_of_folder(folder: Path) -> str:
             for item, start, length in slices:
                 file.seek(start)
                 content = io.BytesIO(file.read(length))
-                if zipfile.is_zipfile(content) and (damage := _damage_of_archive(content)):
+                if is_archive(content) and (damage := _damage_of_archive(content)):
                     return f"{item} in {name}: {damage}"
     return ""

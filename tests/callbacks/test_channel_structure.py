@@ -3,7 +3,7 @@ import copy
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
@@ -227,10 +227,21 @@ def test_the_best_is_one_of_the_smaller_ones(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*weights_only:FutureWarning")
-def test_averages_become_smaller_too():
-    module = Own()
-    fit(module, callbacks=[WeightAveraging()])
-    assert sizes(module) == [4, 6, 5, 3]
+def test_averages_become_smaller_too_and_a_resumed_run_goes_on_with_them(tmp_path):
+    moments = ["step 4", "step 9"]  # channels are removed between them
+
+    def run(resume=None):
+        torch.manual_seed(0 if resume is None else 9)
+        module, average = Own(), EMAWeightAveraging(decay=0.5)
+        callbacks = [average, ExactResume(), SaveAt(tmp_path, moments if resume is None else [])]
+        fit(module, tmp_path, callbacks, resume=resume)
+        return module.state_dict()
+
+    whole = run()
+    assert sizes(load_pruned(Own(), tmp_path / "step 9.ckpt")) == [4, 6, 5, 3]
+    for moment in moments:
+        torch.testing.assert_close(run(tmp_path / f"{moment}.ckpt"), whole, rtol=0, atol=0)
+    assert whole["net.0.weight"].shape == (4, 2, 3, 3)
 
 
 OURS = {

@@ -197,6 +197,57 @@ def test_features_that_a_transform_draws_are_no_change():
         changed.load_state_dict(state)
 
 
+def test_whatever_else_a_graph_holds_is_compared():
+    """``edge_type`` in place of ``edge_attr``, positions, sparse matrices; no masks, and nothing an older one lacks."""
+    index = torch.tensor([[0, 1], [1, 2]])
+    made = [
+        Data(
+            edge_index=index, x=torch.rand(3, 2), y=torch.tensor(i % 2), edge_type=torch.tensor([0, 1]),
+            pos=torch.rand(3, 3), adj=torch.eye(3).to_sparse(), odd_mask=torch.ones(3),
+        )
+        for i in range(30)
+    ]  # fmt: skip
+
+    def changed(**values):
+        return GraphDataModule(dataset=[*made[:4], *(Data(**one.to_dict() | values) for one in made[4:])])
+
+    state = state_of(changed())
+    sparse = torch.eye(3).mul(2).to_sparse()
+    for change in ({"edge_type": torch.tensor([1, 0])}, {"pos": torch.zeros(3, 3)}, {"adj": sparse}):
+        other = changed(**change)
+        other.setup("fit")
+        with pytest.raises(ValueError, match=r"trained on other graphs .*: digest of their other attributes"):
+            other.load_state_dict(state)
+    same = changed(odd_mask=torch.zeros(3))
+    same.setup("fit")
+    same.load_state_dict(state)
+    del state["digest of their other attributes"]
+    other.load_state_dict(state)
+
+
+class _Codes:
+    vocab_size = 256
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(tokens).decode()
+
+
+def test_tokens_are_made_anew_of_a_text_whose_size_and_time_are_kept(tmp_path):
+    path, lines = tmp_path / "t.txt", ["abcd\n"] * 2000
+    state = None
+    for changed in (lines, [*lines[:1500], "abcx\n", *lines[1501:]]):
+        path.write_text("".join(changed))
+        os.utime(path, ns=(10**18, 10**18))
+        data = TextDataModule(path, context_length=8, tokenizer=_Codes(), cache_dir=tmp_path / "cache")
+        data.setup("fit")
+        state = state or data.state_dict()
+    with pytest.raises(ValueError, match="trained on other text"):
+        data.load_state_dict(state)
+
+
 def test_a_text_too_long_to_read_whole_is_sampled_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "_MOST_DIGESTED", 100_000)
     monkeypatch.setattr(tokens, "_STRETCH", 20)

@@ -48,6 +48,11 @@ def with_another_pickle(data, where):
     return flipped(data, where["data.pkl"], 20)
 
 
+def without_a_bit_of_the_end(data, where):
+    """The number of archives that this one is a part of, in front of the 22 bytes at the end."""
+    return flipped(data, len(data) - 26 - 8, 1)
+
+
 def flipped(data, start, length):
     data = bytearray(data)
     for place in range(start + 8, start + 8 + length):
@@ -55,7 +60,7 @@ def flipped(data, start, length):
     return bytes(data)
 
 
-DAMAGES = [cut, emptied, garbage, zeroed, without_a_bit, with_another_pickle]
+DAMAGES = [cut, emptied, garbage, zeroed, without_a_bit, with_another_pickle, without_a_bit_of_the_end]
 
 
 def damage(path, how):
