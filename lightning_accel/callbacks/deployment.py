@@ -174,22 +174,24 @@ def dry_run(
         Exception: as :func:`run_in_first_process`.
     """
 
-    def make() -> L.LightningModule | None:
-        if not trainer.is_global_zero:
-            return None
-        is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
-        return copied.with_original_shapes() if is_split else copied.make(trainer, pl_module)
-
     def run(module: L.LightningModule) -> None:
-        loader = _first_batches(trainer, of_training)
+        loader = first_batches(trainer, of_training)
         if loader is not None:
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
             use(find_deployed(module, loader, name, 1, datamodule))
 
-    run_in_first_process(trainer, make, run, purpose)
+    run_in_first_process(trainer, partial(copy_for_dry_run, trainer, pl_module, copied), run, purpose)
 
 
-def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
+def copy_for_dry_run(trainer: L.Trainer, pl_module: L.LightningModule, copied: WholeCopy) -> L.LightningModule | None:
+    """Return a copy of ``pl_module`` in the first process, with placeholder weights where it is sharded, else None."""
+    if not trainer.is_global_zero:
+        return None
+    is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
+    return copied.with_original_shapes() if is_split else copied.make(trainer, pl_module)
+
+
+def first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     """Return loaders of the first batches that share no state with the user's; None if that is impossible."""
     # loaders given to fit are stored only here
     loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
@@ -338,7 +340,7 @@ def evaluate(
     Raises:
         TypeError: if ``module`` has no ``validation_step``.
     """
-    if type(module).validation_step is L.LightningModule.validation_step:
+    if getattr(module.validation_step, "__func__", None) is L.LightningModule.validation_step:
         raise TypeError(
             f"{type(module).__name__} needs a validation_step: what it logs tells how good a form of the module is"
         )

@@ -25,6 +25,7 @@ from lightning_accel.callbacks.distillation_loss import (
     squared_error,
 )
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
+from lightning_accel.callbacks.step_dry_run import dry_run_step
 from lightning_accel.callbacks.teacher import Teacher, load_teacher, load_weights, module_sizes, restore_
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
@@ -75,7 +76,8 @@ class Distillation(L.Callback):
     Raises:
         ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
             submodule does not exist, a strategy cannot copy the student, or nothing in the Trainer would change a
-            ``"dense"`` one; before the first weights change, if shapes differ.
+            ``"dense"`` one; before training, or in the first step where that cannot be tried before, if the teacher
+            cannot take the student's inputs, or shapes differ.
         TypeError: before training, with manual optimization or under ``accel_pipeline``; in the first step, if outputs
             hold no tensor, or ``training_step`` returns no loss.
         FileNotFoundError: before training, if there is no such checkpoint.
@@ -116,6 +118,7 @@ class Distillation(L.Callback):
         self.feature_loss, self.feature_weight = feature_loss, feature_weight
         self.class_dim, self.ignore_index = class_dim, ignore_index
         self._copy: WholeCopy | None = None
+        self._untried: WholeCopy | None = None
         self._teacher: Teacher | None = None
         self._saved: dict[str, Any] = {}  # the teacher's weights from a checkpoint
         self._reset()
@@ -132,6 +135,7 @@ class Distillation(L.Callback):
         if stage != "fit":
             return
         self._saved = {}
+        self._untried = None
         self._require_supported(trainer, pl_module)
         if self.teacher == "dense" and not current_phase(trainer):
             raise ValueError(
@@ -140,7 +144,7 @@ class Distillation(L.Callback):
             )
         if self.teacher in _COPIES_OF_STUDENT:
             self._teacher = None
-            self._copy = _make_copy(trainer, pl_module, self.teacher)
+            self._copy = self._untried = _make_copy(trainer, pl_module, self.teacher)
             return
         if isinstance(self.teacher, nn.Module):
             if {id(one) for one in self.teacher.parameters()} & {id(one) for one in pl_module.parameters()}:
@@ -154,6 +158,7 @@ class Distillation(L.Callback):
         else:
             module = load_teacher(self.teacher)
         self._teacher = Teacher(module, list(self.features.values()))
+        self._untried = _copy_for_dry_run(trainer, pl_module)
 
     def _require_supported(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         name = type(pl_module).__name__
@@ -172,6 +177,23 @@ class Distillation(L.Callback):
         """Copy the student before other callbacks change it, unless a strategy loads its weights later."""
         if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
             self._make_initial_teacher(trainer, pl_module)
+        untried, self._untried = self._untried, None
+        if untried is not None and self._teacher is not None:
+            self._require_all_parts(pl_module)
+            self._place(trainer, pl_module)
+            dry_run_step(trainer, pl_module, untried, self._try, "distill")
+
+    def _try(self, module: L.LightningModule, step: Callable[[], STEP_OUTPUT], batch: Any) -> None:
+        """Compare one step of a copy, so that a teacher of other inputs or outputs fails before training."""
+        self._reset()
+        self._watch(module)
+        try:
+            with self._recorder.recording() as calls:
+                output = step()
+            if output is not None and calls:
+                self._distance(module, calls, batch, output.get("weight") if isinstance(output, Mapping) else None)
+        finally:
+            self._recorder.close()
 
     def before_model_changes(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See :func:`~lightning_accel.callbacks.compression_phase.announce_change`."""
@@ -194,11 +216,15 @@ class Distillation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._make_initial_teacher(trainer, pl_module)
+        self._require_all_parts(pl_module)
+        if self._teacher is not None:
+            self._place(trainer, pl_module)
+        self._wrap_step(pl_module)
+
+    def _require_all_parts(self, pl_module: L.LightningModule) -> None:
         _require_parts("student", pl_module, [*self.features, *([] if self.module is None else [self.module])])
         if self._teacher is not None:
             _require_parts("teacher", self._teacher.module, self._teacher.features)
-            self._place(trainer, pl_module)
-        self._wrap_step(pl_module)
 
     def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._teacher is not None
@@ -208,8 +234,11 @@ class Distillation(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        names = callable_parts(pl_module) if self._student is None else [self._student]
-        self._recorder.watch(pl_module, dict.fromkeys([*names, *self.features]))
+        self._watch(pl_module)
+
+    def _watch(self, module: L.LightningModule) -> None:
+        names = callable_parts(module) if self._student is None else [self._student]
+        self._recorder.watch(module, dict.fromkeys([*names, *self.features]))
 
     # ---- the step
 
@@ -358,6 +387,18 @@ def _make_copy(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object
     if type(pl_module).configure_model is not L.LightningModule.configure_model:
         pl_module.configure_model()  # the Trainer calls it later; its contract allows two calls
     return WholeCopy(pl_module)
+
+
+def _copy_for_dry_run(trainer: L.Trainer, pl_module: L.LightningModule) -> WholeCopy | None:
+    """Return a copy of the student to try a step on, or None where one would cost what training does without."""
+    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        return None
+    if type(pl_module).configure_model is not L.LightningModule.configure_model:
+        return None
+    try:
+        return WholeCopy(pl_module)
+    except TypeError:
+        return None
 
 
 def _to_function(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_OUTPUT]:

@@ -10,8 +10,10 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls
+from lightning_accel.compress.calls import first_line
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 from lightning_accel.strategies.named_code import code_named_in
@@ -40,15 +42,30 @@ class Teacher:
         self.close()
 
     def run(self, call: Call, name: str, device: torch.device) -> tuple[Any, Calls]:
-        """Return the teacher's output for a call of the student's submodule ``name``, and its recorded features."""
+        """Return the teacher's output for a call of the student's submodule ``name``, and its recorded features.
+
+        Raises:
+            ValueError: if the teacher cannot take the inputs of that call.
+        """
         if device not in self._copies:
             module = self.module if not self._copies else copy.deepcopy(self.module).to(device)
             recorder = CallRecorder()
             recorder.watch(module, self.features)
             self._copies[device] = module, recorder
         module, recorder = self._copies[device]
+        part = self._submodule(module, name)
         with torch.no_grad(), recorder.recording() as calls:
-            return self._submodule(module, name)(*call.args, **call.kwargs), calls
+            try:
+                return part(*call.args, **call.kwargs), calls
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"the teacher {type(part).__name__} must take what the student's "
+                    f"{f'submodule {name!r}' if name else 'forward'} is called with, {_describe(call)}, and fails with "
+                    f"{first_line(error)}; give a teacher of the same inputs, or name by module the submodule of the "
+                    "student whose inputs it takes"
+                ) from error
 
     def _submodule(self, module: nn.Module, name: str) -> nn.Module:
         if not isinstance(module, L.LightningModule):
@@ -75,6 +92,11 @@ class Teacher:
         for _, recorder in self._copies.values():
             recorder.close()
         self._copies = {}
+
+
+def _describe(call: Call) -> str:
+    tensors = [value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor)]
+    return ", ".join(f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" for value in tensors)
 
 
 def load_teacher(path: str | PathLike[str]) -> L.LightningModule:

@@ -1,6 +1,7 @@
 """Distilled runs are compared with loops that know no Trainer, and, resumed or split, with whole ones."""
 
 import copy
+import threading
 import warnings
 from collections import UserDict
 from functools import partial
@@ -588,7 +589,7 @@ def test_autocast_reaches_the_teacher_and_not_the_distance():
 
     teacher = Sees(5, 3).train()
     fit(Own(), Distillation(teacher, loss=distance), data=FLOATS, precision="bf16-mixed", max_steps=1)
-    assert seen == [(torch.bfloat16, False, False), False]
+    assert seen == [(torch.bfloat16, False, False), False] * 2  # before training, too
 
 
 def test_what_cannot_work_is_refused(tmp_path):
@@ -618,21 +619,72 @@ def test_what_cannot_work_is_refused(tmp_path):
         fit(ByHand(), Distillation(teacher_net()))
 
 
-def test_shapes_are_compared_before_any_weight_changes():
-    for callback, message in [
-        (Distillation(nn.Linear(5, 4)), r"the teacher gives \(4, 4\) where the student gives \(4, 3\)"),
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+class Begins(L.Callback):
+    has_begun = False
+
+    def on_train_start(self, trainer, pl_module):
+        self.has_begun = True
+
+
+def test_teachers_that_do_not_fit_are_rejected_before_training():
+    """A stream, which is not read before, is rejected by its first step, before any weight changes."""
+    for make_teacher, message in [
+        (lambda: Distillation(nn.Linear(5, 4)), r"the teacher gives \(4, 4\) where the student gives \(4, 3\)"),
         (
-            Distillation(teacher_net(), features={"net.1": "2"}),
+            lambda: Distillation(teacher_net(), features={"net.1": "2"}),
             r"'net.1' of the student is \(4, 7\), '2' of the teacher",
         ),
-        (Distillation(teacher_net(), features={"net": "0"}, module="net.3"), "mat1 and mat2"),
-        (Distillation(Own.__base__()), "the teacher LightningModule has no forward, and no submodule 'net'"),
+        (
+            lambda: Distillation(teacher_net(), features={"net": "0"}, module="net.3"),
+            r"the teacher Sequential must take what the student's submodule 'net.3' is called with, \(4, 7\) float64, "
+            "and fails with RuntimeError: mat1 and mat2",
+        ),
+        (
+            lambda: Distillation(nn.Bilinear(5, 5, 3)),
+            r"the teacher Bilinear must take .* 'net' .*, \(4, 5\) float64, and fails with TypeError: .*'input2'; give",
+        ),
+        (
+            lambda: Distillation(L.LightningModule()),
+            "the teacher LightningModule has no forward, and no submodule 'net'",
+        ),
     ]:
-        module = Own()
-        before = copy.deepcopy(module.state_dict())
-        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
-            fit(module, callback)
-        torch.testing.assert_close(module.double().state_dict(), {k: v.double() for k, v in before.items()})
+        for data in (DATA, Streamed()):
+            module, begins = Own(), Begins()
+            before = copy.deepcopy(module.state_dict())
+            with pytest.raises((ValueError, TypeError), match=message):
+                fit(module, make_teacher(), begins, data=data)
+            assert begins.has_begun == (data is not DATA)
+            torch.testing.assert_close(module.double().state_dict(), {k: v.double() for k, v in before.items()})
+
+
+def test_what_the_dry_run_cannot_do_is_left_to_training():
+    """Modules that cannot be copied, and steps that need the loop, train; random numbers and statistics are theirs."""
+
+    class Needs(Own):
+        def __init__(self, lock):
+            super().__init__(dropout=0.3)
+            self.net.insert(1, nn.BatchNorm1d(7))
+            self.lock = threading.Lock() if lock else None
+
+        def training_step(self, batch, batch_idx):
+            rate = 0.0 if self.lock is None else self.trainer.optimizers[0].param_groups[0]["lr"]
+            return super().training_step(batch, batch_idx) + rate
+
+    ends = []
+    for lock, callbacks in [(False, []), (False, [Distillation(teacher_net(), weight=0.0)]),
+                            (True, [Distillation(teacher_net(), weight=0.0)])]:  # fmt: skip
+        torch.manual_seed(1)
+        module = Needs(lock)
+        fit(module, *callbacks)
+        ends.append(module.state_dict())
+    assert ends[0]["net.1.num_batches_tracked"] == 6
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
 
 
 def test_a_step_that_calls_nothing_is_told():
