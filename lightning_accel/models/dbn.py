@@ -15,16 +15,24 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_accel.models.dbn_figures import BeliefFigures, Likelihood
 from lightning_accel.models.dbn_layers import Units, require_options
-from lightning_accel.models.dbn_stages import Decay, Schedule, Stage, hand_out, require_schedule, survey, write_
+from lightning_accel.models.dbn_metrics import BeliefMetrics, Likelihood
+from lightning_accel.models.dbn_stages import (
+    Decay,
+    Schedule,
+    Stage,
+    data_statistics,
+    redistribute_states,
+    require_schedule,
+    set_parameter_,
+)
 from lightning_accel.models.hooks import (
     is_logging_step,
     keep_plain_hyperparameters,
     list_of_str,
     take_from_datamodule,
 )
-from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
+from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import Hidden, Visible
 from lightning_accel.nn.rbm_units import GaussianVisible
@@ -154,7 +162,7 @@ class DeepBeliefNetwork(L.LightningModule):
         self.schedule = Schedule(plan)
         self.sampling = [stage.start_sampling(seed=0) for stage in self.stages]
         self._groups_are_ours = False
-        self._surveyed = True
+        self._data_checked = True
         self.stack: RBMStack | None = None
         self.head: nn.Linear | None = None
         self._stage = 0
@@ -184,9 +192,9 @@ class DeepBeliefNetwork(L.LightningModule):
                 "minibatch_size does without the backward pass, whose gradients fp16 scales; take bf16-mixed, or leave "
                 "minibatch_size out"
             )
-        self._ask_datamodule()
+        self._read_datamodule()
 
-    def _ask_datamodule(self) -> None:
+    def _read_datamodule(self) -> None:
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         offered = getattr(datamodule, "num_features", None)
         if self.num_visible is None and offered is not None:
@@ -196,11 +204,11 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
-        refuse_tensor_parallelism(self, "'ddp'")
+        reject_tensor_parallelism(self, "'ddp'")
         if self.stack is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._ask_datamodule()
+            self._read_datamodule()
         if self.num_visible is None or (self._needs_classes and self.num_classes is None):
             raise ValueError(
                 "DeepBeliefNetwork needs num_visible, and num_classes where it knows classes; got "
@@ -221,7 +229,7 @@ class DeepBeliefNetwork(L.LightningModule):
             assert self.num_classes is not None
             self.head = nn.Linear(self.layers[-1], self.num_classes)
         num_classes = self.num_classes if self._needs_classes else None
-        self.val_figures, self.test_figures = (BeliefFigures(num_classes, self.likelihood) for _ in range(2))
+        self.val_figures, self.test_figures = (BeliefMetrics(num_classes, self.likelihood) for _ in range(2))
 
     def repeated_blocks(self) -> list[nn.Module]:
         """Return no blocks: layers are not only called by ``forward``, so they are gathered with the whole module."""
@@ -249,7 +257,7 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits (B, C) of a classifier, else means of the top hidden units (B, H), of samples (B, ...)."""
-        features = self._known(self.stack).transform(_flat(x))
+        features = self._require_stack(self.stack).transform(_flat(x))
         return features if self.head is None else self.head(features.to(self.head.weight.dtype))
 
     def on_fit_start(self) -> None:
@@ -273,7 +281,7 @@ class DeepBeliefNetwork(L.LightningModule):
     def on_train_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
         self._restore_sampling()  # some strategies load checkpoints after on_fit_start
-        self._stop_at_the_end(self.current_epoch)
+        self._stop_after_last_stage(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)
@@ -282,43 +290,43 @@ class DeepBeliefNetwork(L.LightningModule):
             self._begun = self._stage
 
     def on_train_epoch_end(self) -> None:
-        self._stop_at_the_end(self.current_epoch + 1)
+        self._stop_after_last_stage(self.current_epoch + 1)
 
-    def _stop_at_the_end(self, epochs: int) -> None:
+    def _stop_after_last_stage(self, epochs: int) -> None:
         if epochs >= self.schedule.num_epochs:
             self.trainer.should_stop = True
 
     def _begin_stage(self) -> None:
         span = self.schedule.spans[self._stage]
         rank_zero_info(f"{span.name}: epochs {span.first_epoch} to {span.first_epoch + span.epochs - 1}")
-        trained = {id(parameter) for parameter in self._trained().parameters()}
+        trained = {id(parameter) for parameter in self._trained_module().parameters()}
         for optimizer in self.trainer.optimizers:
             for parameter in [one for one in optimizer.state if id(one) in trained]:
                 del optimizer.state[parameter]
         if self.finetune == "updown":
-            self._known(self.stack).untie_()
+            self._require_stack(self.stack).untie_()
         if self._stage < len(self.layers):
             self._begin_rbm(self._stage)
 
     def _begin_rbm(self, number: int) -> None:
-        rbm = self._known(self.stack).layers[number]
+        rbm = self._require_stack(self.stack).layers[number]
         self.sampling[number] = self.stages[number].start_sampling(self._seed_of(number))
-        with self._whole_parameters():
-            found = survey(self, partial(self._checked_rows, number=number), self.trainer.train_dataloader)
-        self._surveyed = found is not None
+        with self._unsharded_parameters():
+            found = data_statistics(self, partial(self._checked_input, number=number), self.trainer.train_dataloader)
+        self._data_checked = found is not None
         if found is None:
             return
         for part in rbm.visible_units.modules():
             if isinstance(part, GaussianVisible) and (fault := part.find_fault(found.extremes[:, : part.num_visible])):
                 raise ValueError(fault)  # equal extremes show a constant column
-        write_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
+        set_parameter_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
 
     def _seed_of(self, number: int) -> int:
         return torch.initial_seed() % 2**62 + number
 
-    def _checked_rows(self, batch: Batch, number: int) -> Tensor:
-        rows = self._rows(batch, number)
-        self._known(self.stack).layers[number].require_support(rows, all_rows=False)
+    def _checked_input(self, batch: Batch, number: int) -> Tensor:
+        rows = self._rbm_input(batch, number)
+        self._require_stack(self.stack).layers[number].require_support(rows, all_rows=False)
         if self._needs_classes:
             self._require_classes(_classes_of(batch), len(rows))
         return rows
@@ -331,16 +339,16 @@ class DeepBeliefNetwork(L.LightningModule):
                 f"{tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
             )
 
-    def _renew_recognition(self) -> None:
+    def _copy_recognition_weights(self) -> None:
         """Copy the RBMs' weights to separate recognition weights, which are trained only in the last stage."""
         if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
-            self._known(self.stack).untie_()
+            self._require_stack(self.stack).untie_()
 
-    def _trained(self) -> nn.Module:
-        return self._known(self.stack).layers[self._stage] if self._stage < len(self.layers) else self
+    def _trained_module(self) -> nn.Module:
+        return self._require_stack(self.stack).layers[self._stage] if self._stage < len(self.layers) else self
 
     @contextmanager
-    def _whole_parameters(self) -> Iterator[None]:
+    def _unsharded_parameters(self) -> Iterator[None]:
         """Temporarily gather parameters that FSDP2 has sharded."""
         root = self.trainer.strategy.model
         if not isinstance(root, FSDPModule):
@@ -365,13 +373,13 @@ class DeepBeliefNetwork(L.LightningModule):
         if not self.automatic_optimization:
             self._update_in_minibatches(batch)
             return None
-        return self._reach_all(self._objective(batch))
+        return self._connect_untrained(self._objective(batch))
 
     def _objective(self, batch: Batch) -> Tensor:
         """Return what the stage minimizes, ()."""
-        stack = self._known(self.stack)
+        stack = self._require_stack(self.stack)
         if self._stage < len(self.layers):
-            rows = self._training_rows(batch)
+            rows = self._training_input(batch)
             gap = self.sampling[self._stage](stack.layers[self._stage], rows)
             self._log_training("energy_gap", gap)
             return gap
@@ -387,22 +395,22 @@ class DeepBeliefNetwork(L.LightningModule):
         optimizer: Any = self.optimizers()
         assert self.minibatch_size is not None
         if self._stage < len(self.layers):
-            rbm, learn = self._known(self.stack).layers[self._stage], self.sampling[self._stage]
-            rows = self._training_rows(batch)
+            rbm, learn = self._require_stack(self.stack).layers[self._stage], self.sampling[self._stage]
+            rows = self._training_input(batch)
             self._log_training("energy_gap", learn.train_(rbm, rows, self.minibatch_size, optimizer))
             return
         parts = [one.split(self.minibatch_size) for one in ([batch] if isinstance(batch, Tensor) else batch)]
         for part in zip(*parts, strict=True):
             optimizer.zero_grad()
-            self.manual_backward(self._reach_all(self._objective(part)))
+            self.manual_backward(self._connect_untrained(self._objective(part)))
             optimizer.step()
 
-    def _training_rows(self, batch: Batch) -> Tensor:
+    def _training_input(self, batch: Batch) -> Tensor:
         """Return the input of the RBM of this stage for a batch, (B, V)."""
-        if self._surveyed:
-            return self._rows(batch, self._stage)
-        self._surveyed = True  # only the first batch is checked
-        return self._checked_rows(batch, self._stage)
+        if self._data_checked:
+            return self._rbm_input(batch, self._stage)
+        self._data_checked = True  # only the first batch is checked
+        return self._checked_input(batch, self._stage)
 
     def _log_training(self, figure: str, value: Tensor) -> None:
         if is_logging_step(self):
@@ -416,21 +424,21 @@ class DeepBeliefNetwork(L.LightningModule):
             self.log(f"{name}: {figure}", value.detach(), prog_bar=True, logger=False)
             self.log("train/stage", float(self._stage))
 
-    def _reach_all(self, loss: Tensor) -> Tensor:
+    def _connect_untrained(self, loss: Tensor) -> Tensor:
         """Give parameters that this stage does not train a zero gradient under DDP, which waits for all of them."""
         if not isinstance(self.trainer.strategy.model, DistributedDataParallel):
             return loss
-        for parameter in self._idle():
+        for parameter in self._untrained_parameters():
             loss = loss + 0 * parameter.flatten()[0]
         return loss
 
-    def _idle(self) -> list[nn.Parameter]:
-        trained = set(map(id, self._trained().parameters())) if self._stage < len(self.layers) else set()
+    def _untrained_parameters(self) -> list[nn.Parameter]:
+        trained = set(map(id, self._trained_module().parameters())) if self._stage < len(self.layers) else set()
         return [one for one in self.parameters() if id(one) not in trained and one.requires_grad]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._stage < len(self.layers):  # momentum and decay must not change untrained parameters
-            for parameter in self._idle():
+            for parameter in self._untrained_parameters():
                 parameter.grad = None
 
     def on_validation_epoch_start(self) -> None:
@@ -445,15 +453,15 @@ class DeepBeliefNetwork(L.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, "test", self.test_figures)
 
-    def _begin_evaluation(self, figures: BeliefFigures) -> None:
+    def _begin_evaluation(self, figures: BeliefMetrics) -> None:
         figures.begin()
-        self._renew_recognition()
+        self._copy_recognition_weights()
 
-    def _evaluate(self, batch: Batch, stage: str, figures: BeliefFigures) -> None:
+    def _evaluate(self, batch: Batch, stage: str, figures: BeliefMetrics) -> None:
         x = _first(batch)
         scores = None if self.head is None else self(x)
         classes = _classes_of(batch) if self._needs_classes else None
-        figures.update(self._known(self.stack), self._num_trained(), _flat(x), scores, classes)
+        figures.update(self._require_stack(self.stack), self._num_trained(), _flat(x), scores, classes)
         if figures.log_z_gap is not None:
             self.log(f"{stage}/log_z_gap", figures.log_z_gap, sync_dist=True)
         for name, figure in figures.items():
@@ -481,20 +489,20 @@ class DeepBeliefNetwork(L.LightningModule):
         x = _first(batch)
         if not self._needs_classes:
             return {"feature": self(x)}
-        stack = self._known(self.stack)
+        stack = self._require_stack(self.stack)
         log_prob = self(x).log_softmax(dim=-1) if self.head is not None else stack.class_log_prob(_flat(x))
         probability, label = log_prob.exp().max(dim=-1)
         names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
         return {"class": label if names is None else names, "probability": probability}
 
-    def _rows(self, batch: Batch, number: int) -> Tensor:
+    def _rbm_input(self, batch: Batch, number: int) -> Tensor:
         """Return the input of RBM ``number`` for a batch, (B, V)."""
         with torch.no_grad():
-            stack = self._known(self.stack)
+            stack = self._require_stack(self.stack)
             rows = stack.transform(_flat(_first(batch)), number)
             return stack.join_labels(rows, _classes_of(batch)) if stack.layers[number].num_labels else rows
 
-    def _known(self, stack: RBMStack | None) -> RBMStack:
+    def _require_stack(self, stack: RBMStack | None) -> RBMStack:
         if stack is None:
             raise RuntimeError(
                 "the sizes of this DeepBeliefNetwork are not known yet; pass num_visible and num_classes"
@@ -529,7 +537,7 @@ class DeepBeliefNetwork(L.LightningModule):
         for number, learn in enumerate(self.sampling):
             learn.seed = self._seed_of(number)  # for processes that the checkpoint does not have
             states = [saved["sampling"][number] for saved in self._saved]
-            learn.load_state_dict(hand_out(states, world_size, rank), self.device)
+            learn.load_state_dict(redistribute_states(states, world_size, rank), self.device)
         self._saved = []
 
 

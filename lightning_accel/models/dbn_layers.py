@@ -27,7 +27,7 @@ class Units(NamedTuple):
             raise ValueError(f"hidden must be one kind, or {len(stages)}, one for each RBM; got {self.hidden}")
         for number, (hidden, stage) in enumerate(zip(self.hidden, stages, strict=True)):
             sampler = stage.start_sampling(0).sampler
-            if (self._below(number), hidden) == ("gaussian", "relu") and sampler != "cd":
+            if (self._visible_kind(number), hidden) == ("gaussian", "relu") and sampler != "cd":
                 raise ValueError(
                     f"RBM {number + 1} has Gaussian visible and relu hidden units, which have no density where weights "
                     f"are large, so that chains of sampler={sampler!r} run away; take sampler='cd' for its stage, or "
@@ -41,15 +41,15 @@ class Units(NamedTuple):
         rbms = []
         for number, (below, size) in enumerate(pairwise([num_visible, *layers])):
             labels = num_labels if number == len(layers) - 1 else 0
-            all_bernoulli = (self._below(number), self.hidden[number]) == ("bernoulli", "bernoulli")
-            options: dict[str, Any] = {"visible": self._below(number), "hidden": self.hidden[number]}
+            all_bernoulli = (self._visible_kind(number), self.hidden[number]) == ("bernoulli", "bernoulli")
+            options: dict[str, Any] = {"visible": self._visible_kind(number), "hidden": self.hidden[number]}
             if number == 0:
                 options |= {"num_categories": self.num_categories, "learn_variance": self.learn_variance}
             std = stages[number].std_for(below + labels, size, all_bernoulli)
             rbms.append(RBM(below, size, num_labels=labels, initial_std=std, **options))
         return RBMStack(rbms, untied=untied)
 
-    def _below(self, number: int) -> Visible:
+    def _visible_kind(self, number: int) -> Visible:
         """Return the kind of the visible units of RBM ``number``."""
         if number == 0:
             return self.visible

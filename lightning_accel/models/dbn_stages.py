@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from lightning_accel.nn.contrastive import ContrastiveDivergence, Sampler
 
 Decay: TypeAlias = Literal["linear", "none"]
-_SURVEY_ROWS = 512  # batch size of the pass over the data
+_STATISTICS_BATCH_SIZE = 512  # batch size of the pass over the data
 
 
 class _Preset(NamedTuple):
@@ -139,7 +139,7 @@ class Schedule:
         return max(number for number, span in enumerate(self.spans) if span.first_epoch <= epoch)
 
 
-class Survey(NamedTuple):
+class DataStatistics(NamedTuple):
     """Hold statistics of the training data."""
 
     mean: Tensor  # (V,) float64
@@ -148,7 +148,9 @@ class Survey(NamedTuple):
 
 
 @torch.no_grad()
-def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object) -> Survey | None:
+def data_statistics(
+    module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object
+) -> DataStatistics | None:
     """Pass once over the data of ``loader``, each process over its share; return None if it cannot be iterated twice.
 
     Args:
@@ -164,7 +166,7 @@ def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: 
     has_whole_batches = loader.batch_sampler is None
     share = DataLoader(
         loader.dataset,
-        batch_size=None if has_whole_batches else _SURVEY_ROWS,
+        batch_size=None if has_whole_batches else _STATISTICS_BATCH_SIZE,
         sampler=numbers,
         collate_fn=loader.collate_fn,
         generator=Generator(),  # an iterator draws a seed, which must not use the run's random numbers
@@ -174,7 +176,7 @@ def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: 
         try:
             rows = rows_of(module.trainer.strategy.batch_to_device(batch)).double()
         except ValueError as error:
-            first = number if has_whole_batches else number * _SURVEY_ROWS
+            first = number if has_whole_batches else number * _STATISTICS_BATCH_SIZE
             raise ValueError(f"training data, rows counted from item {numbers[first]}: {error}") from None
         sums.append(torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(dim=0)]))
         extremes.append(torch.stack([-rows.amin(dim=0), rows.amax(dim=0)]))
@@ -183,10 +185,10 @@ def survey(module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: 
     if world_size > 1:
         dist.all_reduce(total)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    return Survey(total[1] / total[0], torch.stack([-most[0], most[1]]), int(total[0, 0]))
+    return DataStatistics(total[1] / total[0], torch.stack([-most[0], most[1]]), int(total[0, 0]))
 
 
-def write_(parameter: Tensor, value: Tensor) -> None:
+def set_parameter_(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter, sharded over processes or not."""
     value = value.to(parameter.dtype)
     if isinstance(parameter, DTensor):
@@ -195,7 +197,7 @@ def write_(parameter: Tensor, value: Tensor) -> None:
         parameter.copy_(value)
 
 
-def hand_out(states: Sequence[dict[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
+def redistribute_states(states: Sequence[dict[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
     """Return the state for process ``rank`` of ``world_size``, from states that another number of processes saved.
 
     Chains are redistributed; generators of additional processes start anew.

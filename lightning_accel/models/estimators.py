@@ -29,7 +29,7 @@ from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm import RBM, Hidden
 
 _MINIBATCHES = 500  # updates per training_step: one step of Lightning's loop costs as much as several updates
-_STARTS = 2**31 - 1
+_MAX_SEED = 2**31 - 1
 
 
 class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -96,7 +96,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             ValueError: if parameters are out of range, samples are not finite or do not fit the units, or training
                 diverges.
         """
-        rows = _validated(self, X, reset=True)
+        rows = _validate_input(self, X, reset=True)
         self.random_state_ = check_random_state(self.random_state)
         self._scaler = RowScaler(rows, self.visible)
         scaled = self._scaler.scaled(rows)
@@ -110,11 +110,11 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             hidden=self.hidden,
             minibatch_size=self.batch_size,
         )
-        self.rbm_ = _fitted(make_network, [scaled], self, self.n_iter)[0].top
-        self._tell_weights()
+        self.rbm_ = _fit_network(make_network, [scaled], self, self.n_iter)[0].top
+        self._set_weights()
         return self
 
-    def _tell_weights(self) -> None:
+    def _set_weights(self) -> None:
         scaler, weight = self._scaler, self.rbm_.weight.detach().numpy()
         self.visible_, self.mean_, self.scale_ = scaler.visible, scaler.mean, scaler.scale
         self.components_ = scaler.with_constants(weight, 0)
@@ -129,8 +129,8 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def transform(self, X: ArrayLike) -> Array:
         """Compute the means of the hidden units, (N, H), of samples (N, V)."""
         check_is_fitted(self)
-        rows = _validated(self, X, reset=False)
-        return self._rbm_of(rows)(self._scaler.scaled(rows)).numpy()
+        rows = _validate_input(self, X, reset=False)
+        return self._rbm_as(rows)(self._scaler.scaled(rows)).numpy()
 
     @torch.no_grad()
     def inverse_transform(self, X: ArrayLike) -> Array:
@@ -139,7 +139,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         hidden = check_array(X, dtype=[np.float64, np.float32])
         if hidden.shape[1] != self.n_components:
             raise ValueError(f"inverse_transform takes {self.n_components} components; got {hidden.shape[1]} columns")
-        rbm = self._rbm_of(hidden)
+        rbm = self._rbm_as(hidden)
         return self._scaler.unscaled(rbm.visible_units.mean(rbm.visible_activation(torch.from_numpy(hidden))))
 
     def score_samples(self, X: ArrayLike) -> Array:
@@ -150,11 +150,11 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         here, which ranks models differently.
         """
         check_is_fitted(self)
-        rows = _validated(self, X, reset=False)
+        rows = _validate_input(self, X, reset=False)
         log_z = self.rbm_.log_z(
             "exact" if self._num_bits() <= 20 else "ais", base_mean=self._base, generator=Generator().manual_seed(0)
         )
-        log_prob = self._rbm_of(rows).log_prob(self._scaler.scaled(rows), log_z)
+        log_prob = self._rbm_as(rows).log_prob(self._scaler.scaled(rows), log_z)
         return log_prob.numpy() - self._scaler.log_volume
 
     def score(self, X: ArrayLike, y: object = None) -> float:
@@ -165,8 +165,8 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def gibbs(self, v: ArrayLike, n_steps: int = 1) -> Array:
         """Draw samples (N, V) by ``n_steps`` Gibbs steps starting from samples ``v`` (N, V)."""
         check_is_fitted(self)
-        rows = _validated(self, v, reset=False)
-        rbm, states, generator = self._rbm_of(rows), self._scaler.scaled(rows), self._generator()
+        rows = _validate_input(self, v, reset=False)
+        rbm, states, generator = self._rbm_as(rows), self._scaler.scaled(rows), self._generator()
         for _ in range(n_steps):
             states = rbm.sample_visible(rbm.sample_hidden(states, generator), generator)
         return self._scaler.unscaled(states)
@@ -181,9 +181,9 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return min(visible, self.rbm_.num_hidden if self.hidden == "bernoulli" else math.inf)
 
     def _generator(self) -> Generator:
-        return Generator().manual_seed(int(self.random_state_.randint(_STARTS)))
+        return Generator().manual_seed(int(self.random_state_.randint(_MAX_SEED)))
 
-    def _rbm_of(self, rows: Array) -> RBM:
+    def _rbm_as(self, rows: Array) -> RBM:
         """Return the RBM in the dtype of ``rows``."""
         if rows.dtype == np.float32:
             return self.rbm_
@@ -248,7 +248,7 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         Raises:
             ValueError: as :meth:`RBMTransformer.fit`, or if there are fewer than two classes.
         """
-        rows, classes = _validated(self, X, y, reset=True)
+        rows, classes = _validate_input(self, X, y, reset=True)
         check_classification_targets(classes)
         self.classes_, labels = np.unique(classes, return_inverse=True)
         if len(self.classes_) < 2:
@@ -266,14 +266,14 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             hidden=self.hidden,
             finetune="classifier",
             finetune_epochs=self.finetune_n_iter,
-            finetune_lr=_rate_of(
+            finetune_lr=_resolve_rate(
                 "finetune_learning_rate", self.finetune_learning_rate, 0.1 if self.hidden == "relu" else 1.0
             ),
             num_classes=len(self.classes_),
             minibatch_size=self.batch_size,
         )
         tensors = [self._scaler.scaled(rows), torch.from_numpy(labels.astype(np.int64))]
-        stack, head = _fitted(make_network, tensors, self, len(sizes) * self.n_iter + self.finetune_n_iter)
+        stack, head = _fit_network(make_network, tensors, self, len(sizes) * self.n_iter + self.finetune_n_iter)
         assert head is not None
         self.network_ = stack.to_mlp().append(head)
         return self
@@ -282,7 +282,7 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def predict_log_proba(self, X: ArrayLike) -> Array:
         """Compute the log-probabilities of the classes, (N, C), of samples (N, V)."""
         check_is_fitted(self)
-        rows = _validated(self, X, reset=False)
+        rows = _validate_input(self, X, reset=False)
         network = self.network_ if rows.dtype == np.float32 else copy.deepcopy(self.network_).double()
         return network(self._scaler.scaled(rows)).log_softmax(dim=1).numpy()
 
@@ -297,7 +297,7 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
 
 
 def _stage(estimator: RBMTransformer | DBNClassifier, visible: str) -> Stage:
-    lr = _rate_of("learning_rate", estimator.learning_rate, 0.1 if visible == "bernoulli" else 0.01)
+    lr = _resolve_rate("learning_rate", estimator.learning_rate, 0.1 if visible == "bernoulli" else 0.01)
     if estimator.preset not in ("features", "density"):
         raise ValueError(f"preset must be 'features' or 'density'; got {estimator.preset!r}")
     if estimator.preset == "density":
@@ -305,13 +305,13 @@ def _stage(estimator: RBMTransformer | DBNClassifier, visible: str) -> Stage:
     return Stage(epochs=estimator.n_iter, lr=lr, lr_decay="none", preset="features")
 
 
-def _rate_of(name: str, rate: float | str, default: float) -> float:
+def _resolve_rate(name: str, rate: float | str, default: float) -> float:
     if isinstance(rate, str) and rate != "auto":
         raise ValueError(f"{name} must be a number or 'auto'; got {rate!r}")
     return default if isinstance(rate, str) else rate
 
 
-def _fitted(
+def _fit_network(
     make_network: Callable[[], DeepBeliefNetwork],
     tensors: Sequence[Tensor],
     estimator: RBMTransformer | DBNClassifier,
@@ -320,7 +320,7 @@ def _fitted(
     """Train without files, progress bars or messages, and without changing torch's global random state."""
     if estimator.batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {estimator.batch_size}")
-    seed = int(check_random_state(estimator.random_state).randint(_STARTS))
+    seed = int(check_random_state(estimator.random_state).randint(_MAX_SEED))
     rows = TensorRows(tensors[0].float(), *tensors[1:])
     batch_size = _MINIBATCHES * estimator.batch_size
     with _quiet(), torch.random.fork_rng():
@@ -357,7 +357,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _validated(estimator: Any, X: ArrayLike, y: object = "no_validation", *, reset: bool) -> Any:
+def _validate_input(estimator: Any, X: ArrayLike, y: object = "no_validation", *, reset: bool) -> Any:
     """Validate input as scikit-learn's own estimators do, by a method before version 1.6, by a function since."""
     options: dict[str, Any] = {"reset": reset, "dtype": [np.float64, np.float32]}
     try:

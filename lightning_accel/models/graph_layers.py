@@ -36,7 +36,7 @@ class GraphBlock(nn.Module):
         self.norm: nn.Module = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "none": _Identity}[norm](dim)
         self.dropout = nn.Dropout(dropout)
         self.residual = residual
-        self._takes_batch = "batch" in _names_of(conv)
+        self._takes_batch = "batch" in _parameter_names(conv)
 
     def forward(
         self,
@@ -160,7 +160,7 @@ def require_width(conv: nn.Module, dim: int, edges: EdgeKind) -> None:
     Raises:
         ValueError: describing what it does; also if a graph's nodes get other values in a batch than alone.
     """
-    name, names = type(conv).__name__, _names_of(conv)
+    name, names = type(conv).__name__, _parameter_names(conv)
     if edges != EdgeKind() and names[2:3] not in (["edge_attr"], ["edge_type"]):
         raise ValueError(
             f"edges have {'types' if edges.dim is None else f'{edges.dim} features'}, which {name} does not take; "
@@ -170,8 +170,13 @@ def require_width(conv: nn.Module, dim: int, edges: EdgeKind) -> None:
         raise ValueError(f"{name} takes x and batch, and no edge_index; choose a convolution over edges")
     try:
         with torch.no_grad(), evaluating(conv):
-            out = _try(conv, dim, edges, _PAIR, [0, 0])
-            mixes = isinstance(out, Tensor) and out.shape == (2, dim) and not out.is_meta and _mixes(conv, dim, edges)
+            out = _apply_example(conv, dim, edges, _PAIR, [0, 0])
+            mixes = (
+                isinstance(out, Tensor)
+                and out.shape == (2, dim)
+                and not out.is_meta
+                and _mixes_graphs(conv, dim, edges)
+            )
     except Exception as error:
         raise ValueError(
             f"{name} could not be called as conv(x, edge_index{', edge_attr' * (edges != EdgeKind())}): {error}. Set "
@@ -195,24 +200,24 @@ _PAIR = [[0, 1], [1, 0]]
 _STAR = [[0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 0, 0]]
 
 
-def _try(conv: nn.Module, dim: int, edges: EdgeKind, ends: list[list[int]], graphs: list[int]) -> Any:
+def _apply_example(conv: nn.Module, dim: int, edges: EdgeKind, ends: list[list[int]], graphs: list[int]) -> Any:
     """Apply ``conv`` to unequal nodes, one for each entry of ``graphs``, and edges ``ends``."""
     edge_index, batch = torch.tensor(ends), torch.tensor(graphs)
     attributes = edges.example(edge_index.shape[1])
     x = torch.arange(len(graphs))[:, None] + torch.arange(dim) / dim
-    given: dict[str, Any] = {"batch": batch} if "batch" in _names_of(conv) else {}
+    given: dict[str, Any] = {"batch": batch} if "batch" in _parameter_names(conv) else {}
     return conv(x, edge_index, *(() if attributes is None else (attributes,)), **given)
 
 
-def _mixes(conv: nn.Module, dim: int, edges: EdgeKind) -> bool:
+def _mixes_graphs(conv: nn.Module, dim: int, edges: EdgeKind) -> bool:
     """Return whether a pair of nodes gets other values beside a star graph than alone; False if ``conv`` is random."""
-    alone, again = (_try(conv, dim, edges, _PAIR, [0, 0]) for _ in range(2))
+    alone, again = (_apply_example(conv, dim, edges, _PAIR, [0, 0]) for _ in range(2))
     both = [pair + [2 + node for node in star] for pair, star in zip(_PAIR, _STAR, strict=True)]
-    beside = _try(conv, dim, edges, both, [0, 0, 1, 1, 1, 1])[:2]
+    beside = _apply_example(conv, dim, edges, both, [0, 0, 1, 1, 1, 1])[:2]
     return torch.equal(alone, again) and not torch.allclose(alone, beside, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def _names_of(conv: nn.Module) -> list[str]:
+def _parameter_names(conv: nn.Module) -> list[str]:
     """Return the parameters of ``conv.forward`` that may be passed by position."""
     kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, parameter in signature(conv.forward).parameters.items() if parameter.kind in kinds]

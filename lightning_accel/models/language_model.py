@@ -22,7 +22,7 @@ from lightning_accel.models.hooks import (
     num_replicas,
     take_from_datamodule,
 )
-from lightning_accel.models.tensor_parallel import split_, tensor_parallel_mesh
+from lightning_accel.models.tensor_parallel import shard_weights_, tensor_parallel_mesh
 from lightning_accel.nn import (
     ExpertLoad,
     FeedForward,
@@ -162,9 +162,9 @@ class MoELanguageModel(L.LightningModule):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
-        self._ask_datamodule()
+        self._read_datamodule()
 
-    def _ask_datamodule(self) -> None:
+    def _read_datamodule(self) -> None:
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         self.bytes_per_token = getattr(datamodule, "bytes_per_token", None)
         self.tokenizer = getattr(datamodule, "tokenizer", None)
@@ -176,7 +176,7 @@ class MoELanguageModel(L.LightningModule):
             self._build()
         mesh = tensor_parallel_mesh(self.device_mesh)
         if mesh is not None and not isinstance(self.head.weight, DTensor):
-            split_(self, self.tensor_parallel_plan(mesh.size()), mesh)
+            shard_weights_(self, self.tensor_parallel_plan(mesh.size()), mesh)
 
     def tensor_parallel_plan(self, num_devices: int) -> dict[str, ParallelStyle]:
         """Return how ``ModelParallelStrategy`` shards the weights: attention by heads, the scores by tokens.
@@ -198,7 +198,7 @@ class MoELanguageModel(L.LightningModule):
     def _build(self) -> None:
         """Create and initialize the layers whose sizes depend on the vocabulary, and scale the blocks' outputs."""
         if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._ask_datamodule()
+            self._read_datamodule()
         if self.vocab_size is None:
             raise ValueError(
                 "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute, as "

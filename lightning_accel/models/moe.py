@@ -20,7 +20,7 @@ from lightning_accel.models.hooks import (
     list_of_str,
     take_from_datamodule,
 )
-from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
+from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.gating import GateFactory
@@ -136,18 +136,18 @@ class MoEClassifier(L.LightningModule):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
-        self._ask_datamodule()
+        self._read_datamodule()
 
-    def _ask_datamodule(self) -> None:
+    def _read_datamodule(self) -> None:
         take_from_datamodule(self, num_features=int, num_classes=int, class_names=list_of_str)
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
-        refuse_tensor_parallelism(self, "'accel_expert_parallel', which deals its experts to them")
+        reject_tensor_parallelism(self, "'accel_expert_parallel', which deals its experts to them")
         if self.head is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._ask_datamodule()
+            self._read_datamodule()
         if self.num_classes is None or (self.encoder is None and self.num_features is None):
             if self._trainer is None:  # load_from_checkpoint, which calls load_state_dict next
                 return

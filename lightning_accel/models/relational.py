@@ -20,9 +20,9 @@ from lightning_accel.models.hooks import (
     list_of_str,
     take_from_datamodule,
 )
-from lightning_accel.models.measured import Measured, is_valid, measure
+from lightning_accel.models.masked_loss import MaskedLoss, is_valid, masked_loss
 from lightning_accel.models.sequence_predictions import name_classes
-from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
+from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational_pooling import RelationalPooling
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
@@ -179,14 +179,14 @@ class RelationalGNN(L.LightningModule):
             )
 
     def setup(self, stage: str) -> None:
-        self._ask_datamodule()
+        self._read_datamodule()
         if self.marks and isinstance(self.trainer.strategy, PipelineStrategy):
             raise ValueError(
                 "marks run through the layers once for each of many copies of a graph, which accel_pipeline cannot; "
                 "take 'accel_ddp' or 'accel_fsdp2', or marks=0"
             )
 
-    def _ask_datamodule(self) -> None:
+    def _read_datamodule(self) -> None:
         sizes = dict.fromkeys(_SIZES, index)
         take_from_datamodule(self, **sizes, level=str, target_kind=str, class_names=list_of_str)
         if self.target_kind == "regression" and self.num_targets is None:
@@ -198,11 +198,11 @@ class RelationalGNN(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
-        refuse_tensor_parallelism(self)
+        reject_tensor_parallelism(self)
         if self.layers is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._ask_datamodule()
+            self._read_datamodule()
         self._require_sizes()
         self._build()
 
@@ -300,15 +300,15 @@ class RelationalGNN(L.LightningModule):
         """
         if self.layers is None:
             raise RuntimeError("the sizes of this RelationalGNN are not known yet; pass num_features and num_classes")
-        edge_attr = edge_attr if self._knows_edges else None  # as in the steps
+        edge_attr = edge_attr if self._uses_edges else None  # as in the steps
         if self.marked is not None:
-            draws = self._draws_of_this_process()
-            return self._in_own_unit(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
+            draws = self._mark_generator()
+            return self._unscale(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
         triples = self._triples(x, edge_index, triangle_index)
         nodes = self.layers(x, edge_index, edge_attr, triples, batch)
         if self.readout is not None:
             nodes = self.readout(nodes, edge_index, batch, size, triples)
-        return self._in_own_unit(self.head(nodes))
+        return self._unscale(self.head(nodes))
 
     def estimate(
         self,
@@ -323,11 +323,11 @@ class RelationalGNN(L.LightningModule):
         if self.marked is None:
             mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
             return Estimate(mean, torch.zeros_like(mean))
-        edge_attr = edge_attr if self._knows_edges else None
+        edge_attr = edge_attr if self._uses_edges else None
         mean, error = self.marked.estimate(x, edge_index, edge_attr, batch, size)
-        return Estimate(self._in_own_unit(mean), error * self.target_std if self.target_kind == "regression" else error)
+        return Estimate(self._unscale(mean), error * self.target_std if self.target_kind == "regression" else error)
 
-    def _draws_of_this_process(self) -> torch.Generator | None:
+    def _mark_generator(self) -> torch.Generator | None:
         """Create a generator for the marks of training, since processes that are seeded alike would mark equal nodes.
 
         It is seeded by torch's global generator, whose state checkpoints contain.
@@ -341,7 +341,7 @@ class RelationalGNN(L.LightningModule):
             return None
         return triples_of(edge_index, len(x), triangle_index)
 
-    def _in_own_unit(self, scores: Tensor) -> Tensor:
+    def _unscale(self, scores: Tensor) -> Tensor:
         if self.target_kind != "regression":
             return scores
         return scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.target_std + self.target_mean
@@ -360,7 +360,7 @@ class RelationalGNN(L.LightningModule):
         self._valid_per_graph = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / _num_graphs(batch)
 
     def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        measured = self._measure(batch, "train")
+        measured = self._masked_loss(batch, "train")
         per_graph = self._valid_per_graph
         if per_graph is None:  # a subclass may override on_train_batch_start
             per_graph = measured.valid.clamp(min=1) / _num_graphs(batch)
@@ -372,10 +372,10 @@ class RelationalGNN(L.LightningModule):
             self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=_num_graphs(batch))
         return {"loss": loss, "weight": weight}
 
-    def _measure(self, batch: Data, stage: str) -> Measured:
+    def _masked_loss(self, batch: Data, stage: str) -> MaskedLoss:
         target = self._target(batch, stage)
         unit = self.target_std if self.target_kind == "regression" else None
-        return measure(self(*self._inputs(batch))[self._rows(batch)], target, unit)
+        return masked_loss(self(*self._inputs(batch))[self._target_index(batch)], target, unit)
 
     def _inputs(self, batch: Data) -> tuple[Any, ...]:
         x = batch.x
@@ -385,7 +385,7 @@ class RelationalGNN(L.LightningModule):
         return x, batch.edge_index, self._edges(batch), batch.batch, size, getattr(batch, "triangle_index", None)
 
     @property
-    def _knows_edges(self) -> bool:
+    def _uses_edges(self) -> bool:
         return self.edge_dim is not None or self.num_relations is not None
 
     def _edges(self, batch: Data) -> Tensor | None:
@@ -394,7 +394,7 @@ class RelationalGNN(L.LightningModule):
         Raises:
             ValueError: if the batch lacks them.
         """
-        if not self._knows_edges:
+        if not self._uses_edges:
             return None
         edges = batch.edge_attr if batch.edge_attr is not None else getattr(batch, "edge_type", None)
         if edges is None:
@@ -415,14 +415,14 @@ class RelationalGNN(L.LightningModule):
             raise ValueError(f"RelationalGNN needs a target y in each batch of {stage}; got {batch}")
         if self.target_kind == "regression" and not target.is_floating_point():
             target = target.float()
-        rows = self._rows(batch)
+        rows = self._target_index(batch)
         mask = None if "target_index" in batch or self.level == "graph" else getattr(batch, f"{stage}_mask", None)
         if mask is not None:
             mask = mask.view(-1, *[1] * (target.ndim - 1))
             target = torch.where(mask, target, torch.nan if target.is_floating_point() else IGNORED)
         return (target.view(-1) if self.target_kind == "classification" else target)[rows]
 
-    def _rows(self, batch: Data) -> Tensor | slice:
+    def _target_index(self, batch: Data) -> Tensor | slice:
         """Return the index of the outputs that have targets."""
         if self.level == "graph":
             return slice(None)
@@ -442,7 +442,7 @@ class RelationalGNN(L.LightningModule):
         self._evaluate(batch, "test", self.test_loss, self.test_score)
 
     def _evaluate(self, batch: Data, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
-        measured = self._measure(batch, stage)
+        measured = self._masked_loss(batch, stage)
         count = measured.valid.clamp(min=1)
         loss.update(measured.loss / count, weight=measured.valid)
         score.update(measured.score / count, weight=measured.valid)
@@ -460,7 +460,7 @@ class RelationalGNN(L.LightningModule):
 
         Predicted nodes are those of ``target_index``, or the first ``batch_size``, or all.
         """
-        rows = self._rows(batch)
+        rows = self._target_index(batch)
         mean, error = (part[rows] for part in self.estimate(*self._inputs(batch)))
         if self.target_kind == "regression":
             return {"value": mean.squeeze(dim=-1), "standard_error": error.squeeze(dim=-1)}

@@ -20,11 +20,11 @@ from lightning_accel.models.hooks import (
     list_of_str,
     take_from_datamodule,
 )
-from lightning_accel.models.measured import Measured, is_valid, measure
-from lightning_accel.models.sequence_export import export_step, export_whole
+from lightning_accel.models.masked_loss import MaskedLoss, is_valid, masked_loss
+from lightning_accel.models.sequence_export import export_sequence, export_step
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
-from lightning_accel.models.sequence_targets import target_of, within
-from lightning_accel.models.tensor_parallel import refuse_tensor_parallelism
+from lightning_accel.models.sequence_targets import target_of, valid_steps
+from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
@@ -162,7 +162,7 @@ class SequenceModel(L.LightningModule):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
-        self._ask_datamodule()
+        self._read_datamodule()
         if stage == "fit":
             self._carried.forget("train")  # states of another run; a resumed run loads its own later
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -175,7 +175,7 @@ class SequenceModel(L.LightningModule):
                 "on one device, from the checkpoint"
             )
 
-    def _ask_datamodule(self) -> None:
+    def _read_datamodule(self) -> None:
         take_from_datamodule(self, **dict.fromkeys(_SIZES, index), target_kind=str, class_names=list_of_str)
         if self.target_kind == "regression" and self.num_targets is None:
             self.num_targets = self.hparams["num_targets"] = 1
@@ -188,11 +188,11 @@ class SequenceModel(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
-        refuse_tensor_parallelism(self)
+        reject_tensor_parallelism(self)
         if self.head is not None:
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._ask_datamodule()
+            self._read_datamodule()
         self._require_sizes()
         self._build()
 
@@ -259,7 +259,7 @@ class SequenceModel(L.LightningModule):
             raise RuntimeError("the sizes of this SequenceModel are not known yet; pass num_features and num_classes")
         if x.is_floating_point() and lengths is not None and self.residual:
             # a NaN in the padding would reach the gradient of the encoder's weight
-            x = torch.where(within(lengths, x.shape[1], x.device)[..., None], x, 0)
+            x = torch.where(valid_steps(lengths, x.shape[1], x.device)[..., None], x, 0)
         features = self.encoder(x)
         states = []
         for number, block in enumerate(self.blocks):
@@ -284,9 +284,9 @@ class SequenceModel(L.LightningModule):
     def _score(self, features: Tensor) -> Tensor:
         assert self.head is not None
         scores: Tensor = self.head(self.dropout(self.norm(features)))
-        return self._in_own_unit(scores) if self.target_kind == "regression" else scores
+        return self._unscale(scores) if self.target_kind == "regression" else scores
 
-    def _in_own_unit(self, values: Tensor) -> Tensor:
+    def _unscale(self, values: Tensor) -> Tensor:
         return values.to(torch.promote_types(values.dtype, torch.float32)) * self.value_std + self.value_mean
 
     def require_streaming(self) -> None:
@@ -326,7 +326,7 @@ class SequenceModel(L.LightningModule):
         dtype = torch.int64 if self.vocab_size is not None else self.dtype
         x = torch.zeros(shape, dtype=dtype, device=self.device)  # type: ignore[arg-type]
         with evaluating(self):
-            return export_step(self, x[:, 0], path) if streaming else export_whole(self, x, path)
+            return export_step(self, x[:, 0], path) if streaming else export_sequence(self, x, path)
 
     def on_fit_start(self) -> None:
         """Copy the mean and standard deviation of values from the datamodule, if it provides them."""
@@ -346,7 +346,7 @@ class SequenceModel(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         batch = SequenceBatch(*batch)
-        measured = self._measure(batch, "train")
+        measured = self._masked_loss(batch, "train")
         per_row = self._valid_per_row
         if per_row is None:  # a subclass may override on_train_batch_start
             per_row = measured.valid.clamp(min=1) / len(batch.x)
@@ -359,10 +359,10 @@ class SequenceModel(L.LightningModule):
             self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.x))
         return {"loss": loss, "weight": weight}
 
-    def _measure(self, batch: SequenceBatch, stage: str) -> Measured:
+    def _masked_loss(self, batch: SequenceBatch, stage: str) -> MaskedLoss:
         assert self.target_kind is not None
         unit = self.value_std if self.target_kind == "regression" else None
-        return measure(self._scores(batch, stage), target_of(batch, self.target_kind), unit)
+        return masked_loss(self._scores(batch, stage), target_of(batch, self.target_kind), unit)
 
     def _scores(self, batch: SequenceBatch, stage: str) -> Tensor:
         if batch.carried is None:
@@ -409,7 +409,7 @@ class SequenceModel(L.LightningModule):
         self._evaluate(batch, "test", self.test_loss, self.test_score)
 
     def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
-        measured = self._measure(SequenceBatch(*batch), stage)
+        measured = self._masked_loss(SequenceBatch(*batch), stage)
         count = measured.valid.clamp(min=1)
         loss.update(measured.loss / count, weight=measured.valid)
         score.update(measured.score / count, weight=measured.valid)
@@ -431,7 +431,7 @@ class SequenceModel(L.LightningModule):
         batch = SequenceBatch(*batch)
         if self.target_kind == "forecasting":
             steps = forecast(self, batch.x, batch.lengths, self.horizon)
-            return name_steps(steps if self.vocab_size is not None else self._in_own_unit(steps))
+            return name_steps(steps if self.vocab_size is not None else self._unscale(steps))
         scores = self._scores(batch, "predict")
         if self.target_kind == "regression":
             return {"value": scores.squeeze(dim=-1)}

@@ -24,7 +24,7 @@ class _Step(nn.Module):
         return scores, tree_flatten(state)[0]
 
 
-class _Whole(nn.Module):
+class _FullSequence(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -49,11 +49,11 @@ def export_step(model: nn.Module, x: Tensor, path: str | PathLike[str]) -> torch
 
 
 @torch.no_grad()
-def export_whole(model: nn.Module, x: Tensor, path: str | PathLike[str]) -> torch.export.ExportedProgram:
+def export_sequence(model: nn.Module, x: Tensor, path: str | PathLike[str]) -> torch.export.ExportedProgram:
     """Save ``model.forward`` for any number of samples and steps: from ``x`` (B, T, ...) and lengths (B,) to scores."""
     rows, steps = Dim("rows", min=1), Dim("steps", min=1)
     lengths = torch.full((len(x),), x.shape[1], device=x.device)
-    return _save(_Whole(model), (x, lengths), {"x": {0: rows, 1: steps}, "lengths": {0: rows}}, path)
+    return _save(_FullSequence(model), (x, lengths), {"x": {0: rows, 1: steps}, "lengths": {0: rows}}, path)
 
 
 def _save(

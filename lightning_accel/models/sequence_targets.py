@@ -6,10 +6,10 @@ from torch import Tensor
 from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 
 
-def within(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
+def valid_steps(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
     """Return which steps are before each sample's end, (B, T) bool.
 
-    >>> within(torch.tensor([1, 0]), 2, torch.device("cpu")).tolist()
+    >>> valid_steps(torch.tensor([1, 0]), 2, torch.device("cpu")).tolist()
     [[True, False], [False, False]]
     """
     return torch.arange(num_steps, device=device) < lengths.to(device, non_blocking=True)[:, None]
@@ -17,7 +17,7 @@ def within(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
 
 def next_steps(x: Tensor, lengths: Tensor) -> Tensor:
     """Return the step after each step of ``x`` (B, T) or (B, T, F); IGNORED, or NaN, from a sample's last step on."""
-    there = within(lengths - 1, x.shape[1], x.device)
+    there = valid_steps(lengths - 1, x.shape[1], x.device)
     there = there if x.ndim == 2 else there[..., None]
     return torch.where(there, x.roll(-1, dims=1), torch.nan if x.is_floating_point() else IGNORED)
 
@@ -29,11 +29,11 @@ def target_of(batch: SequenceBatch, kind: str) -> Tensor:
         ValueError: if it has none.
     """
     if batch.target is not None:
-        return _like_floating(batch.target) if kind == "regression" else batch.target
+        return _to_floating(batch.target) if kind == "regression" else batch.target
     if kind != "forecasting":
         raise ValueError(f"target_kind={kind!r} needs a target in each batch; got SequenceBatch.target=None")
     return next_steps(batch.x, batch.lengths)
 
 
-def _like_floating(target: Tensor) -> Tensor:
+def _to_floating(target: Tensor) -> Tensor:
     return target if target.is_floating_point() else target.float()

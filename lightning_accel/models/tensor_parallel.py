@@ -25,7 +25,7 @@ def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh["tensor_parallel"]
 
 
-def refuse_tensor_parallelism(module: L.LightningModule, alternative: str = "") -> None:
+def reject_tensor_parallelism(module: L.LightningModule, alternative: str = "") -> None:
     """Reject tensor parallelism in ``configure_model`` of a model without a plan; suggest ``alternative``, if given.
 
     Raises:
@@ -38,7 +38,7 @@ def refuse_tensor_parallelism(module: L.LightningModule, alternative: str = "") 
         )
 
 
-def split_(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:
+def shard_weights_(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Shard the weights in ``plan``; copy the others from the first process, where they stay plain tensors."""
     parallelize_module(module, mesh, plan)
     broadcast_state(module, torch.device(mesh.device_type))

@@ -23,19 +23,19 @@ from lightning_accel.strategies.batch_splitting import count_samples, split_batc
 from lightning_accel.strategies.pipeline_chain import (
     Chain,
     find_layers,
-    free_,
-    measured_costs,
+    measure_costs,
     move_,
+    move_to_meta_,
     num_parameters,
     stage_sizes,
 )
-from lightning_accel.strategies.pipeline_checkpoint import WholeState
+from lightning_accel.strategies.pipeline_checkpoint import FullState
 from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, ScheduleName
 from lightning_accel.strategies.pipeline_gradients import (
-    GradientDeposit,
+    PrecomputedGradients,
     average_,
+    broadcast_overflow_,
     clip_by_norm_,
-    spread_overflow_,
     sum_shared_,
 )
 from lightning_accel.strategies.pipeline_logging import StepLog
@@ -211,7 +211,7 @@ class PipelineStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._has_failed = False
-        self._refuse(self.lightning_module)
+        self._require_supported(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._pipeline is None or self._pipeline.module is not self.lightning_module:
             self._split(self.lightning_module)
@@ -225,7 +225,7 @@ class PipelineStrategy(DDPStrategy):
         self.setup_precision_plugin()
         self.pipeline.random.align()  # loaders and hooks, which run on all stages, must draw equal numbers
 
-    def _refuse(self, module: pl.LightningModule) -> None:
+    def _require_supported(self, module: pl.LightningModule) -> None:
         """Reject modules and plug-ins that would fail during training."""
         if not module.automatic_optimization:
             raise ValueError(
@@ -265,7 +265,7 @@ class PipelineStrategy(DDPStrategy):
             )
         shared = {parameter for parameter in whole if sum(parameter in one for one in held) != 1}
         broadcast_state(module, self.root_device)
-        free_(module, set(whole) - held[ranks.rank] - shared)
+        move_to_meta_(module, set(whole) - held[ranks.rank] - shared)
         self._shared = [parameter for parameter in whole if parameter in shared]
         self._owned = [parameter for parameter in whole if parameter in held[ranks.rank] - shared]
         self._pipeline = Pipeline(module, chain, ranks, self.schedule)
@@ -273,7 +273,7 @@ class PipelineStrategy(DDPStrategy):
     def _costs(self, module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
         if module.example_input_array is None:
             return [float(num_parameters(layer)) for layer in layers]
-        costs = measured_costs(module, layers) if self.is_global_zero else []
+        costs = measure_costs(module, layers) if self.is_global_zero else []
         return self.broadcast(costs)  # measurements differ between processes, but all must split alike
 
     def on_exception(self, exception: BaseException) -> None:
@@ -299,7 +299,7 @@ class PipelineStrategy(DDPStrategy):
 
     def _return_full_weights(self, module: pl.LightningModule) -> None:
         """Return full weights from ``module.state_dict``, for the parent process that started this one."""
-        whole: Any = self._whole().of_module()
+        whole: Any = self._full_state().module_state()
         module.state_dict = lambda *_, **__: whole  # type: ignore[method-assign]
 
     # ---- steps
@@ -365,7 +365,7 @@ class PipelineStrategy(DDPStrategy):
         loss = self._mean_loss(job)
         _, (loss,) = log.share(None, [loss])
         start = torch.zeros((), device=self.root_device, requires_grad=True)
-        return GradientDeposit.apply(start, loss, partial(self._deposit, parameters, grads, scale))
+        return PrecomputedGradients.apply(start, loss, partial(self._add_gradients, parameters, grads, scale))
 
     def _mean_loss(self, job: Job) -> Tensor:
         if not self.pipeline.on_last:
@@ -383,7 +383,7 @@ class PipelineStrategy(DDPStrategy):
     def _scaler(self) -> Any:
         return self.precision_plugin.scaler if isinstance(self.precision_plugin, MixedPrecision) else None
 
-    def _deposit(
+    def _add_gradients(
         self, parameters: list[nn.Parameter], grads: list[Tensor | None], scale: float | Tensor, factor: Tensor
     ) -> None:
         """Add the gradients of a batch whose loss was multiplied by ``factor`` before it was run backward."""
@@ -405,7 +405,7 @@ class PipelineStrategy(DDPStrategy):
         if self.data_parallel_size > 1:
             average_(parameters, self.device_mesh.get_group("data_parallel"), self.data_parallel_size)
         if self._scaler() is not None:
-            spread_overflow_(parameters, self.root_device, self.pipeline.ranks.group)
+            broadcast_overflow_(parameters, self.root_device, self.pipeline.ranks.group)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = [one for one in self.precision_plugin.main_params(optimizer) if not one.is_meta]
@@ -451,24 +451,24 @@ class PipelineStrategy(DDPStrategy):
 
     # ---- checkpoints
 
-    def _whole(self) -> WholeState:
+    def _full_state(self) -> FullState:
         assert self.lightning_module is not None
-        return WholeState(self.lightning_module, self.pipeline)
+        return FullState(self.lightning_module, self.pipeline)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict on the first process of each pipeline, and an empty one on the others."""
-        return self._whole().of_module()
+        return self._full_state().module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the full optimizer state on the first process of each pipeline, and an empty dict on the others."""
-        return self._whole().of_optimizer(getattr(optimizer, "optimizer", optimizer))
+        return self._full_state().optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._pipeline is None or self._pipeline.module is not self.lightning_module:  # not yet split by setup
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._whole().load_module(checkpoint["state_dict"], strict)
+            self._full_state().load_module(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._whole().load_optimizer(optimizer, state)
+            self._full_state().load_optimizer(optimizer, state)

@@ -86,7 +86,7 @@ def num_parameters(module: nn.Module) -> int:
 
 
 @torch.no_grad()
-def measured_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
+def measure_costs(module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
     """Measure the seconds of each of ``layers`` in a forward pass of the ``example_input_array``, on the CPU."""
     example, seconds = module.example_input_array, [0.0] * len(layers)
     hooks = []
@@ -132,7 +132,7 @@ def stage_sizes(costs: Sequence[float], num_stages: int) -> list[int]:
     return [stop - start for start, stop in pairwise((*best(len(costs), num_stages)[1], len(costs)))]
 
 
-def free_(module: nn.Module, freed: set[nn.Parameter]) -> None:
+def move_to_meta_(module: nn.Module, freed: set[nn.Parameter]) -> None:
     """Move ``freed`` parameters to the meta device, where they keep name, shape and place in lists of parameters."""
     empty = {one: nn.Parameter(one.detach().to("meta"), one.requires_grad) for one in freed}
     for inner in module.modules():

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from lightning_accel.strategies.pipeline_engine import Pipeline
 
 
-class WholeState:
+class FullState:
     """Gather on rank 0 what the stages hold, in the names and the order of the full module.
 
     Args:
@@ -23,13 +23,13 @@ class WholeState:
         self.module = module
         self.pipeline = pipeline
 
-    def of_module(self) -> dict[str, Any]:
+    def module_state(self) -> dict[str, Any]:
         """Return the module's state dict; empty on ranks other than the first of the pipeline.
 
         What no layer of the chain holds, such as a counter, comes from the last stage, which alone runs the full step.
         """
         state = self.module.state_dict()
-        owner = self._owner_of()
+        owner = self._owner_ranks()
         last_rank = self.pipeline.last % self.pipeline.ranks.size
         own = {
             name: _to_cpu(value)
@@ -42,10 +42,12 @@ class WholeState:
         state.update({name: parts[owner.get(name, last_rank)][name] for name in state})
         return state
 
-    def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state dict; empty on ranks other than the first of the pipeline."""
         state = optimizer.state_dict()
-        own = {number: _to_cpu(state["state"][number]) for number in _held(optimizer) if number in state["state"]}
+        own = {
+            number: _to_cpu(state["state"][number]) for number in _held_numbers(optimizer) if number in state["state"]
+        }
         parts = self._gather(own)
         if not parts:
             return {}
@@ -61,11 +63,11 @@ class WholeState:
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state of the parameters that this process holds from a full optimizer state dict."""
-        held = set(_held(optimizer))
+        held = set(_held_numbers(optimizer))
         own = {number: value for number, value in state["state"].items() if number in held}
         optimizer.load_state_dict({**state, "state": own})
 
-    def _owner_of(self) -> dict[str, int]:
+    def _owner_ranks(self) -> dict[str, int]:
         """Return the pipeline rank that holds each entry of the state dict, for entries that belong to a layer."""
         chain = self.pipeline.chain
         stage_of = {id(layer): stage for layer, stage in zip(chain.layers, chain.stage_of, strict=True)}
@@ -83,7 +85,7 @@ class WholeState:
         return parts or []
 
 
-def _held(optimizer: Optimizer) -> list[int]:
+def _held_numbers(optimizer: Optimizer) -> list[int]:
     """Return the numbers of the parameters that are not on the meta device, as in the optimizer's state dict."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [number for number, parameter in enumerate(parameters) if not parameter.is_meta]

@@ -17,12 +17,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lightning_accel.strategies.batch_splitting import contains_graphs, leaves
 from lightning_accel.strategies.pipeline_chain import Chain
-from lightning_accel.strategies.pipeline_message import parcels
+from lightning_accel.strategies.pipeline_message import flat_specs
 from lightning_accel.strategies.pipeline_random import StepRandom
-from lightning_accel.strategies.pipeline_stage import Header, Message, Place, StageRun
+from lightning_accel.strategies.pipeline_stage import Header, Message, OutputIndex, StageRun
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
-_MOST_PLANS = 4  # each holds buffers for its messages
+_MAX_PLANS = 4  # each holds buffers for its messages
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass
-class _Kept:
+class _BackwardInputs:
     """Hold what the backward pass of one micro-batch on one stage starts from."""
 
     received: list[Tensor]
@@ -93,7 +93,7 @@ class Pipeline:
         self.last = chain.num_stages - 1
         self.on_last = self.last in self.stages
         self.random = StepRandom(module, chain, ranks, ranks.device)
-        self._needed: dict[str, set[Place]] = {}
+        self._needed: dict[str, set[OutputIndex]] = {}
         self._plans: dict[str, _Plan | None] = {}
 
     def run(self, job: Job) -> None:
@@ -110,12 +110,12 @@ class Pipeline:
             return
         learning = job.name not in self._needed
         headers = self._run_in_lockstep(job)
-        if key and not learning and self._fits(len(job.micro_batches)):
-            if len(self._plans) == _MOST_PLANS:
+        if key and not learning and self._schedule_supports(len(job.micro_batches)):
+            if len(self._plans) == _MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = _Plan(self, headers, len(job.micro_batches))
 
-    def _fits(self, num: int) -> bool:
+    def _schedule_supports(self, num: int) -> bool:
         """Return whether the schedule can run ``num`` micro-batches."""
         if self.schedule == "interleaved":
             return num >= self.ranks.size and num % (num // self.ranks.size) == 0
@@ -140,12 +140,12 @@ class Pipeline:
                 f"{type(loss).__name__}. A pipeline cannot skip a batch by returning None"
             )
         assert job.loss_scale is not None
-        return run.tie(loss * (job.loss_scale / len(job.micro_batches)))
+        return run.connect(loss * (job.loss_scale / len(job.micro_batches)))
 
     def _run_in_lockstep(self, job: Job) -> dict[int, tuple[Header | None, Header | None]]:
-        kept: dict[tuple[int, int], _Kept] = {}
+        kept: dict[tuple[int, int], _BackwardInputs] = {}
         headers: dict[int, tuple[Header | None, Header | None]] = {}
-        needed: set[Place] = set()
+        needed: set[OutputIndex] = set()
         error: Exception | None = None
         for number in range(len(job.micro_batches)):
             for stage in self.stages:
@@ -163,20 +163,20 @@ class Pipeline:
                             if outgoing
                             else [self.loss(job, result, run)]
                         )
-                        kept[number, stage] = _Kept(message.flat if message else [], sent)
+                        kept[number, stage] = _BackwardInputs(message.flat if message else [], sent)
                         headers[stage] = message and message.header, outgoing and outgoing.header
                     except Exception as raised:
                         error = raised
                 if stage < self.last:
                     self._send(stage, None if error else outgoing)
-        self._agree(job, error, needed)
+        self._share_outcome(job, error, needed)
         if job.loss_scale is not None:
             for number in range(len(job.micro_batches)):
                 for stage in reversed(self.stages):
                     self._backward(stage, kept.pop((number, stage)))
         return headers
 
-    def _agree(self, job: Job, error: Exception | None, needed: set[Place]) -> None:
+    def _share_outcome(self, job: Job, error: Exception | None, needed: set[OutputIndex]) -> None:
         """Raise on all ranks what failed on any, and share which outputs later stages need."""
         if error is not None and "device meta" in str(error):
             hint = (
@@ -206,12 +206,12 @@ class Pipeline:
         dist.recv_object_list(headers, src=peer, group=self.ranks.objects)
         if (header := headers[0]) is None:
             return None
-        flat = [torch.empty(one.length, dtype=one.dtype, device=self.ranks.device) for one in parcels(header.parts)]
+        flat = [torch.empty(one.length, dtype=one.dtype, device=self.ranks.device) for one in flat_specs(header.parts)]
         for one in flat:
             dist.recv(one, src=peer, group=self.ranks.group)
         return Message(header, [one.requires_grad_(backward) for one in flat])
 
-    def _backward(self, stage: int, kept: _Kept) -> None:
+    def _backward(self, stage: int, kept: _BackwardInputs) -> None:
         grads: list[Tensor | None] = [None]
         if stage < self.last:
             grads = [self._receive_like(one, stage + 1) for one in kept.sent]
@@ -259,7 +259,7 @@ class _Plan:
             self.schedule = kind(stages[0], num_micro_batches, **options)
 
     def _examples(self, header: Header | None) -> tuple[Tensor, ...]:
-        made = parcels(header.parts) if header else []
+        made = flat_specs(header.parts) if header else []
         device = self.pipeline.ranks.device
         return tuple(torch.empty(one.length, dtype=one.dtype, device=device, requires_grad=True) for one in made)
 

@@ -12,7 +12,7 @@ from lightning_accel.strategies.pipeline_engine import Ranks
 _BUCKET = 2**25  # bytes of gradients reduced in one message
 
 
-class GradientDeposit(torch.autograd.Function):
+class PrecomputedGradients(torch.autograd.Function):
     """Return a loss whose gradients are computed already: its backward pass delivers them."""
 
     @staticmethod
@@ -59,7 +59,7 @@ def sum_shared_(shared: list[nn.Parameter], ranks: Ranks) -> None:
             dist.all_reduce(parameter.grad, group=ranks.group)
 
 
-def spread_overflow_(parameters: list[nn.Parameter], device: torch.device, group: Any) -> None:
+def broadcast_overflow_(parameters: list[nn.Parameter], device: torch.device, group: Any) -> None:
     """Let all stages skip an update whose gradients overflowed on one; each scaler sees only its own gradients."""
     grads = [one.grad for one in parameters if one.grad is not None and one.numel()]
     total = torch.zeros((), device=device)

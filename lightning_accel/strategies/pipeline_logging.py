@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_accel.strategies.pipeline_engine import Pipeline
-from lightning_accel.strategies.pipeline_stage import use
+from lightning_accel.strategies.pipeline_stage import materialize
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _OVER_MICRO_BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -67,8 +67,8 @@ class StepLog:
         told: list[Any] = [None]
         values = numbers
         if self.pipeline.on_last:
-            calls, logged = self._joined()
-            states = {name: _news(metric, self.before[name]) for name, metric in self._updated().items()}
+            calls, logged = self._merge_calls()
+            states = {name: _state_changes(metric, self.before[name]) for name, metric in self._updated().items()}
             values = numbers + logged
             told = [(calls, states, result, [one.dtype for one in values])]
         dist.broadcast_object_list(told, src=last, group=ranks.objects)
@@ -81,12 +81,12 @@ class StepLog:
             dist.broadcast(row, src=last, group=ranks.group)
         if not self.pipeline.on_last:
             for name, state in states.items():
-                _catch_up(self.metrics[name], *state)
+                _apply_state(self.metrics[name], *state)
         values = [one.to(dtype) for one, dtype in zip(row, dtypes, strict=True)]
         self._repeat(calls, values[len(numbers) :])
         return result, values[: len(numbers)]
 
-    def _joined(self) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    def _merge_calls(self) -> tuple[list[dict[str, Any]], list[Tensor]]:
         """Merge the calls of all micro-batches; return them and the logged numbers, in order."""
         names = {id(metric): name for name, metric in self.metrics.items()}
         calls, numbers = [], []
@@ -105,7 +105,7 @@ class StepLog:
         return calls, numbers
 
     def _number(self, value: Any) -> Tensor:
-        value = torch.as_tensor(use(value), device=self.pipeline.ranks.device).detach().squeeze()
+        value = torch.as_tensor(materialize(value), device=self.pipeline.ranks.device).detach().squeeze()
         return value if value.is_floating_point() else value.to(torch.get_default_dtype())
 
     def _repeat(self, calls: list[dict[str, Any]], numbers: list[Tensor]) -> None:
@@ -127,8 +127,8 @@ def _progress(metric: Metric) -> tuple[int, dict[str, int]]:
     return metric.update_count, lengths
 
 
-def _news(metric: Metric, before: tuple[int, dict[str, int]]) -> tuple[int, dict[str, Any]]:
-    """Return the update count and the changed states that :func:`_catch_up` applies elsewhere."""
+def _state_changes(metric: Metric, before: tuple[int, dict[str, int]]) -> tuple[int, dict[str, Any]]:
+    """Return the update count and the changed states that :func:`_apply_state` applies elsewhere."""
     state = {
         key: (min(before[1][key], len(value)), tree_map(_to_cpu, value[before[1][key] :]))
         if isinstance(value, list)
@@ -138,7 +138,7 @@ def _news(metric: Metric, before: tuple[int, dict[str, int]]) -> tuple[int, dict
     return metric.update_count, state
 
 
-def _catch_up(metric: Metric, update_count: int, state: dict[str, Any]) -> None:
+def _apply_state(metric: Metric, update_count: int, state: dict[str, Any]) -> None:
     for key, value in state.items():
         if isinstance(value, tuple):
             kept, added = value

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class TensorSpec(NamedTuple):
     """Describe one tensor before it arrives."""
 
     shape: tuple[int, ...]
@@ -22,17 +22,19 @@ class Part(NamedTuple):
     on_host: bool = False  # while others are on a device, such as lengths for pack_padded_sequence
 
 
-class Parcel(NamedTuple):
+class FlatSpec(NamedTuple):
     """Hold shape and dtype of one flat tensor of a message."""
 
     length: int
     dtype: torch.dtype
 
 
-def pack(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Part], list[Tensor]]:
+def pack(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[TensorSpec], list[Tensor]]:
     """Concatenate ``tensors`` into at least one flat floating tensor on ``device``."""
     parts = [
-        Part(tuple(one.shape), one.dtype, one.requires_grad, on_host=device.type != "cpu" and one.device.type == "cpu")
+        TensorSpec(
+            tuple(one.shape), one.dtype, one.requires_grad, on_host=device.type != "cpu" and one.device.type == "cpu"
+        )
         for one in tensors
     ]
     flat = [
@@ -45,28 +47,28 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Part], l
     return parts, flat
 
 
-def parcels(parts: Sequence[Part]) -> list[Parcel]:
+def flat_specs(parts: Sequence[TensorSpec]) -> list[FlatSpec]:
     """Return the lengths and dtypes of the flat tensors that :func:`pack` returns for such tensors."""
     groups = _groups(parts)
-    made = [Parcel(sum(_numel(part) for part in parts if part in group), group[0].dtype) for group in groups]
+    made = [FlatSpec(sum(_numel(part) for part in parts if part in group), group[0].dtype) for group in groups]
     rest = [_num_bytes(part) for part in parts if not part.differentiable]
-    return made + ([Parcel(max(1, -(-sum(rest) // 4)), torch.float32)] if rest or not made else [])
+    return made + ([FlatSpec(max(1, -(-sum(rest) // 4)), torch.float32)] if rest or not made else [])
 
 
-def unpack(parts: Sequence[Part], flat: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the tensors of a message, and a zero () that connects all of ``flat`` to the graph, see :func:`tie`."""
+def unpack(parts: Sequence[TensorSpec], flat: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the tensors of a message, and a zero () that connects all of ``flat``, see :func:`connect`."""
     anchor, *tensors = _Unpack.apply(list(parts), *flat)
     return anchor, tensors
 
 
-def tie(anchor: Tensor | None, x: Tensor) -> Tensor:
+def connect(anchor: Tensor | None, x: Tensor) -> Tensor:
     """Return ``x``, with a backward pass that also reaches ``anchor``, with a zero gradient."""
-    return x if anchor is None else _Tie.apply(anchor, x)
+    return x if anchor is None else _Connect.apply(anchor, x)
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(parts: list[Part], *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(parts: list[TensorSpec], *flat: Tensor) -> tuple[Tensor, ...]:
         offsets = dict.fromkeys([group[0].dtype for group in _groups(parts)], 0)
         source = dict(zip(offsets, flat, strict=False))
         as_bytes = flat[-1].detach().view(torch.uint8)
@@ -101,7 +103,7 @@ class _Unpack(torch.autograd.Function):
         return None, *made
 
 
-class _Tie(torch.autograd.Function):
+class _Connect(torch.autograd.Function):
     @staticmethod
     def forward(anchor: Tensor, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -115,7 +117,7 @@ class _Tie(torch.autograd.Function):
         return torch.zeros((), dtype=ctx.dtype, device=ctx.device), grad
 
 
-def _groups(parts: Sequence[Part]) -> list[list[Part]]:
+def _groups(parts: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     """Group the differentiable parts by dtype."""
     dtypes = dict.fromkeys(part.dtype for part in parts if part.differentiable)
     return [[part for part in parts if part.differentiable and part.dtype == dtype] for dtype in dtypes]
@@ -126,9 +128,9 @@ def _to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return F.pad(joined, (0, max(4 - len(joined), -len(joined) % 4))).view(torch.float32)
 
 
-def _numel(part: Part) -> int:
+def _numel(part: TensorSpec) -> int:
     return int(torch.Size(part.shape).numel())
 
 
-def _num_bytes(part: Part) -> int:
+def _num_bytes(part: TensorSpec) -> int:
     return _numel(part) * part.dtype.itemsize

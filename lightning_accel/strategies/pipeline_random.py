@@ -25,11 +25,11 @@ class _Generator(NamedTuple):
     """Hold the functions that save, restore and seed one source of random numbers."""
 
     state: Callable[[], Any]
-    go_on_from: Callable[[Any], object]
+    restore: Callable[[Any], object]
     seed: Callable[[int], object]
 
 
-_Holder = Mapping[str, Any] | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
+_Container = Mapping[str, Any] | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 
 
 class StepRandom:
@@ -59,7 +59,7 @@ class StepRandom:
         self.device = device
         self._seed = 0
         self._generators: list[_Generator] = []
-        self._holders: dict[bool, list[_Holder]] = {}  # by module.training
+        self._containers: dict[bool, list[_Container]] = {}  # by module.training
 
     def align(self) -> None:
         """Set the global generators of all stages to the states of those of the first."""
@@ -67,23 +67,23 @@ class StepRandom:
         states: list[Any] = [[one.state() for one in everywhere]]
         dist.broadcast_object_list(states, src=self.ranks.world_rank(0), group=self.ranks.objects)
         for one, state in zip(everywhere, states[0], strict=True):
-            one.go_on_from(state)
+            one.restore(state)
 
     @contextmanager
     def batch(self, stages: list[int]) -> Iterator[None]:
         """Seed the layers of ``stages`` separately, then restore the generators, advanced by one draw for the batch."""
         drawn = torch.randint(2**63 - 1, (1,), generator=torch.default_generator, device="cpu")
         dist.broadcast(drawn, src=self.ranks.world_rank(0), group=self.ranks.objects)
-        self._seed = _mixed(int(drawn), self.ranks.world_rank(0))  # other pipelines draw other numbers
+        self._seed = _mix_seed(int(drawn), self.ranks.world_rank(0))  # other pipelines draw other numbers
         self._generators = _global_generators(self.device) + self._own_generators()
         owned = [
             (number, layer) for number, layer in enumerate(self.chain.layers) if self.chain.stage_of[number] in stages
         ]
         before = [layer._compiled_call_impl for _, layer in owned]
         for (number, layer), own in zip(owned, before, strict=True):
-            layer._compiled_call_impl = partial(self._call_apart, number, own or layer._call_impl)
+            layer._compiled_call_impl = partial(self._call_with_own_seed, number, own or layer._call_impl)
         try:
-            with self._kept():
+            with self._preserved_states():
                 yield
         finally:
             for (_, layer), own in zip(owned, before, strict=True):
@@ -91,22 +91,22 @@ class StepRandom:
 
     def begin(self, number: int) -> None:
         """Seed the generators for a micro-batch."""
-        self._seed_all(_mixed(self._seed, number))
+        self._seed_all(_mix_seed(self._seed, number))
 
-    def _call_apart(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._kept():
+    def _call_with_own_seed(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._preserved_states():
             drawn = torch.randint(2**63 - 1, (), generator=torch.default_generator, device="cpu")
-            self._seed_all(_mixed(int(drawn), number))
+            self._seed_all(_mix_seed(int(drawn), number))
             return forward(*args, **kwargs)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _preserved_states(self) -> Iterator[None]:
         before = [one.state() for one in self._generators]
         try:
             yield
         finally:
             for one, state in zip(self._generators, before, strict=True):
-                one.go_on_from(state)
+                one.restore(state)
 
     def _seed_all(self, seed: int) -> None:
         for one in self._generators:
@@ -115,15 +115,15 @@ class StepRandom:
     def _own_generators(self) -> list[_Generator]:
         inside = {id(inner) for layer in self.chain.layers for inner in layer.modules()}
         outside = [inner for inner in self.module.modules() if id(inner) not in inside]
-        if self.module.training not in self._holders:
-            self._holders[self.module.training] = _holders(outside, inside)
-        places = [*map(vars, outside), *self._holders[self.module.training]]
+        if self.module.training not in self._containers:
+            self._containers[self.module.training] = _find_containers(outside, inside)
+        places = [*map(vars, outside), *self._containers[self.module.training]]
         sources = {id(value): value for place in places for value in _values(place)}
-        found = [_described(value) for value in sources.values()]
+        found = [_as_generator(value) for value in sources.values()]
         return [one for one in found if one is not None]
 
 
-class DrawsNoted(TorchDispatchMode):
+class RandomOpDetector(TorchDispatchMode):
     """Record whether an operation draws random numbers."""
 
     drawn = False
@@ -133,7 +133,7 @@ class DrawsNoted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _mixed(*parts: int) -> int:
+def _mix_seed(*parts: int) -> int:
     """Return a seed in [0, 2**63) that differs for different ``parts``, which must not be negative."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]) >> 1
 
@@ -142,10 +142,10 @@ def _global_generators(device: torch.device) -> list[_Generator]:
     sources: list[Any] = [torch.default_generator, np.random, random]
     if device.type == "cuda":
         sources.append(torch.cuda.default_generators[device.index])
-    return [_described(source) for source in sources]  # type: ignore[misc]
+    return [_as_generator(source) for source in sources]  # type: ignore[misc]
 
 
-def _described(source: Any) -> _Generator | None:
+def _as_generator(source: Any) -> _Generator | None:
     """Return the functions that save, restore and seed ``source``; None if it is no generator."""
     if isinstance(source, torch.Generator):
         return _Generator(source.get_state, source.set_state, source.manual_seed)
@@ -155,14 +155,14 @@ def _described(source: Any) -> _Generator | None:
         return _Generator(source.getstate, source.setstate, source.seed)
     if isinstance(source, np.random.Generator):
         bits: Any = source.bit_generator
-        go_on_from = partial(setattr, bits, "state")
-        return _Generator(lambda: bits.state, go_on_from, lambda seed: go_on_from(type(bits)(seed).state))
+        restore = partial(setattr, bits, "state")
+        return _Generator(lambda: bits.state, restore, lambda seed: restore(type(bits)(seed).state))
     return None
 
 
-def _holders(modules: Iterable[nn.Module], skipped: set[int]) -> list[_Holder]:
+def _find_containers(modules: Iterable[nn.Module], skipped: set[int]) -> list[_Container]:
     """Find the containers of generators in what ``modules`` hold, nearest first, skipping ids in ``skipped``."""
-    found: list[_Holder] = []
+    found: list[_Container] = []
     seen = set(skipped)
     level: list[Any] = list(modules)
     for _ in range(1 + _DEPTH):
@@ -171,23 +171,23 @@ def _holders(modules: Iterable[nn.Module], skipped: set[int]) -> list[_Holder]:
             if id(one) in seen or isinstance(one, type | ModuleType):  # searched by way of their instances
                 continue
             seen.add(id(one))
-            for holder in _held_by(one, seen):
+            for holder in _containers_of(one, seen):
                 values = _values(holder)
-                if any(_described(value) is not None for value in values):
+                if any(_as_generator(value) is not None for value in values):
                     found.append(holder)
                 beyond += values
         level = beyond
     return found
 
 
-def _held_by(one: Any, seen: set[int]) -> list[_Holder]:
+def _containers_of(one: Any, seen: set[int]) -> list[_Container]:
     """List the containers of what ``one`` holds, including its classes and their files unless ``seen`` has them."""
     if isinstance(one, dict | list | tuple):
         return [one] if len(one) <= _LONGEST else []
-    if isinstance(one, torch.Tensor) or not (isinstance(one, nn.Module) or _is_users(type(one))):
+    if isinstance(one, torch.Tensor) or not (isinstance(one, nn.Module) or _is_user_class(type(one))):
         return []
-    holders: list[_Holder] = [vars(one)] if hasattr(one, "__dict__") else []
-    for origin in filter(_is_users, type(one).__mro__):
+    holders: list[_Container] = [vars(one)] if hasattr(one, "__dict__") else []
+    for origin in filter(_is_user_class, type(one).__mro__):
         for place in (origin, sys.modules.get(origin.__module__)):
             if place is not None and id(place) not in seen:
                 seen.add(id(place))
@@ -195,9 +195,9 @@ def _held_by(one: Any, seen: set[int]) -> list[_Holder]:
     return holders
 
 
-def _is_users(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     return kind.__module__ == "__main__" or kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def _values(holder: _Holder) -> list[Any]:
+def _values(holder: _Container) -> list[Any]:
     return list(holder.values() if isinstance(holder, Mapping) else holder)

@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_accel.strategies.pipeline_chain import Chain
-from lightning_accel.strategies.pipeline_message import Part, pack, tie, unpack
-from lightning_accel.strategies.pipeline_random import DrawsNoted
+from lightning_accel.strategies.pipeline_message import TensorSpec, connect, pack, unpack
+from lightning_accel.strategies.pipeline_random import RandomOpDetector
 
-Place = tuple[int, int]  # number of the call of a layer, number of the tensor in its outputs
+OutputIndex = tuple[int, int]  # number of the call of a layer, number of the tensor in its outputs
 
 
-class Absent(NamedTuple):
+class AbsentTensor(NamedTuple):
     """Describe a tensor that is not sent on: it went into a later layer, and nothing else needs it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Slot(NamedTuple):
+class SentTensor(NamedTuple):
     """Describe a tensor that is sent on."""
 
     consumed: bool  # it was the input of an earlier layer; report if it is used again
@@ -32,8 +32,8 @@ class Slot(NamedTuple):
 class Header(NamedTuple):
     """Describe everything about a message but its numbers."""
 
-    calls: list[tuple[int, TreeSpec, list[Any]]]  # number of the layer; leaves: Slot, Absent, or a constant
-    parts: list[Part]  # one for each Slot
+    calls: list[tuple[int, TreeSpec, list[Any]]]  # number of the layer; leaves: SentTensor, AbsentTensor, or a constant
+    parts: list[TensorSpec]  # one for each SentTensor
 
 
 class Message(NamedTuple):
@@ -41,7 +41,7 @@ class Message(NamedTuple):
     flat: list[Tensor]
 
 
-class Echo(Tensor):
+class StandInTensor(Tensor):
     """Stand for an output of an earlier layer that went into the next one, when code between the layers uses it again.
 
     In the first run of a step it has its value, and its use is recorded in ``needed``. From then on unused outputs are
@@ -51,16 +51,18 @@ class Echo(Tensor):
 
     plain: Tensor
     home: torch.device
-    sources: frozenset[Place]
-    needed: set[Place]
+    sources: frozenset[OutputIndex]
+    needed: set[OutputIndex]
 
     @staticmethod
-    def make(plain: Tensor, home: torch.device, sources: frozenset[Place], needed: set[Place]) -> "Echo":
-        echo = plain.as_subclass(Echo)
-        echo.plain, echo.home, echo.sources, echo.needed = plain, home, sources, needed
-        return echo
+    def make(
+        plain: Tensor, home: torch.device, sources: frozenset[OutputIndex], needed: set[OutputIndex]
+    ) -> "StandInTensor":
+        stand_in = plain.as_subclass(StandInTensor)
+        stand_in.plain, stand_in.home, stand_in.sources, stand_in.needed = plain, home, sources, needed
+        return stand_in
 
-    def use(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the value, and record that it is needed."""
         if self.plain.is_meta:
             raise RuntimeError(
@@ -75,33 +77,33 @@ class Echo(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        echoes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Echo)]
+        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandInTensor)]
         if func is Tensor.device.__get__:
-            return echoes[0].home
-        if func in _OF_SHAPE:
+            return stand_ins[0].home
+        if func in _SHAPE_FUNCTIONS:
             return func(*_plain(args), **_plain(kwargs))
-        if _changes_another(func, args, kwargs):
-            return func(*use(args), **use(kwargs))
-        with DrawsNoted() as noted:
-            if not any(echo.plain.is_meta for echo in echoes):
+        if _changes_other_tensor(func, args, kwargs):
+            return func(*materialize(args), **materialize(kwargs))
+        with RandomOpDetector() as noted:
+            if not any(stand_in.plain.is_meta for stand_in in stand_ins):
                 result = func(*_plain(args), **_plain(kwargs))
             else:
                 try:
                     with torch.no_grad():
                         result = func(*_on_meta(args), **_on_meta(kwargs))
                 except (NotImplementedError, RuntimeError):
-                    result = func(*use(args), **use(kwargs))  # explains why it cannot
+                    result = func(*materialize(args), **materialize(kwargs))  # explains why it cannot
         if noted.drawn:
-            use(echoes)  # generators must advance as with its value, not as on the meta device
+            materialize(stand_ins)  # generators must advance as with its value, not as on the meta device
         leaves, spec = tree_flatten(result)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            use(echoes)
-        sources = frozenset[Place]().union(*[echo.sources for echo in echoes])
-        wrap = partial(Echo.make, home=echoes[0].home, sources=sources, needed=echoes[0].needed)
+            materialize(stand_ins)
+        sources = frozenset[OutputIndex]().union(*[stand_in.sources for stand_in in stand_ins])
+        wrap = partial(StandInTensor.make, home=stand_ins[0].home, sources=sources, needed=stand_ins[0].needed)
         return tree_unflatten([wrap(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-_OF_SHAPE = {
+_SHAPE_FUNCTIONS = {
     Tensor.size,
     Tensor.stride,
     Tensor.dim,
@@ -117,12 +119,12 @@ _OF_SHAPE = {
 
 
 def _plain(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.plain if isinstance(leaf, Echo) else leaf, tree)
+    return tree_map(lambda leaf: leaf.plain if isinstance(leaf, StandInTensor) else leaf, tree)
 
 
 def _on_meta(tree: Any) -> Any:
     def move(leaf: Any) -> Any:
-        leaf = leaf.plain if isinstance(leaf, Echo) else leaf
+        leaf = leaf.plain if isinstance(leaf, StandInTensor) else leaf
         if isinstance(leaf, Tensor):
             return leaf.to("meta")
         return torch.device("meta") if isinstance(leaf, torch.device) else leaf
@@ -130,18 +132,18 @@ def _on_meta(tree: Any) -> Any:
     return tree_map(move, tree)
 
 
-def use(tree: Any) -> Any:
-    """Replace every :class:`Echo` in ``tree`` by its value."""
-    return tree_map(lambda leaf: leaf.use() if isinstance(leaf, Echo) else leaf, tree)
+def materialize(tree: Any) -> Any:
+    """Replace every :class:`StandInTensor` in ``tree`` by its value."""
+    return tree_map(lambda leaf: leaf.materialize() if isinstance(leaf, StandInTensor) else leaf, tree)
 
 
-def _changes_another(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a tensor other than an :class:`Echo` is changed in place, such as the state of a metric."""
+def _changes_other_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a tensor other than a :class:`StandInTensor` is changed in place, such as a metric state."""
     name = getattr(func, "__name__", "")
     in_place = name in ("__setitem__", "set_") or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
     in_place = in_place and name not in ("__index__", "__int__", "__invert__")
     target = args[0] if args and in_place else kwargs.get("out")
-    return isinstance(target, Tensor) and not isinstance(target, Echo)
+    return isinstance(target, Tensor) and not isinstance(target, StandInTensor)
 
 
 class _LaterLayer(BaseException):  # not an Exception, which the user's own code may catch
@@ -172,7 +174,7 @@ class StageRun:
         self,
         chain: Chain,
         stage: int,
-        needed: set[Place] | None,
+        needed: set[OutputIndex] | None,
         received: Message | None,
         device: torch.device,
     ) -> None:
@@ -180,11 +182,11 @@ class StageRun:
         self.stage = stage
         self.device = device
         self.needed_later = needed
-        self.needed_here: set[Place] = set()
+        self.needed_here: set[OutputIndex] = set()
         self.calls: list[Call] = []
         self._replayed = 0
-        self._place_of: dict[int, Place] = {}
-        self._consumed: set[Place] = set()
+        self._place_of: dict[int, OutputIndex] = {}
+        self._consumed: set[OutputIndex] = set()
         self._into_next: set[int] = set()
         self._anchor: Tensor | None = None
         if received is not None:
@@ -197,7 +199,7 @@ class StageRun:
         Raises:
             RuntimeError: if the step does not call the layers as the pipeline needs it.
         """
-        with self._standing_in():
+        with self._replace_layer_calls():
             try:
                 result = step()
             except _LaterLayer:
@@ -208,14 +210,14 @@ class StageRun:
                 "stage. Let pipeline_layers() return layers that forward always calls, and training_step a loss for "
                 "each batch: None leaves none out here"
             )
-        return use(result)
+        return materialize(result)
 
-    def tie(self, output: Tensor) -> Tensor:
+    def connect(self, output: Tensor) -> Tensor:
         """Return ``output``, with a backward pass that reaches all that was received."""
-        return tie(self._anchor, output)
+        return connect(self._anchor, output)
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def _replace_layer_calls(self) -> Iterator[None]:
         # nn.Module.compile() redirects calls of one instance by this private name. A patched forward would also run
         # hooks for stand-ins, and would be traced if the layer is compiled.
         before = [layer._compiled_call_impl for layer in self.chain.layers]
@@ -236,7 +238,7 @@ class StageRun:
         self._consumed |= {self._place_of[id(leaf)] for leaf in inputs if id(leaf) in self._place_of}
         if stage < self.stage:
             return self._replay(number)
-        outputs = forward(*use(args), **use(kwargs))
+        outputs = forward(*materialize(args), **materialize(kwargs))
         self._record(number, *tree_flatten(outputs))
         return outputs
 
@@ -264,17 +266,17 @@ class StageRun:
         for number, (layer, spec, slots) in enumerate(message.header.calls):
             leaves: list[Any] = []
             for at, slot in enumerate(slots):
-                make = partial(Echo.make, sources=frozenset([(number, at)]), needed=self.needed_here)
-                if isinstance(slot, Absent):
+                make = partial(StandInTensor.make, sources=frozenset([(number, at)]), needed=self.needed_here)
+                if isinstance(slot, AbsentTensor):
                     stand_in = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
                     leaves.append(make(stand_in, home=self.device))
-                elif isinstance(slot, Slot):
+                elif isinstance(slot, SentTensor):
                     tensor = next(coming)
-                    echoes = slot.consumed and self.needed_later is None
-                    leaves.append(make(tensor, home=tensor.device) if echoes else tensor)
+                    is_stand_in = slot.consumed and self.needed_later is None
+                    leaves.append(make(tensor, home=tensor.device) if is_stand_in else tensor)
                 else:
                     leaves.append(slot)
-                if isinstance(slot, Slot) and slot.consumed:
+                if isinstance(slot, SentTensor) and slot.consumed:
                     self._consumed.add((number, at))
             self._record(layer, leaves, spec)
 
@@ -284,8 +286,8 @@ class StageRun:
             slots = []
             for at, (leaf, version) in enumerate(zip(call.leaves, call.versions, strict=True)):
                 slot = self._slot((number, at), leaf)
-                if isinstance(slot, Slot):
-                    plain = leaf.plain if isinstance(leaf, Echo) else leaf
+                if isinstance(slot, SentTensor):
+                    plain = leaf.plain if isinstance(leaf, StandInTensor) else leaf
                     if leaf._version != version:
                         raise RuntimeError(
                             f"an output of layer {call.layer} of the pipeline was changed in place by the code between "
@@ -295,14 +297,14 @@ class StageRun:
                 slots.append(slot)
             calls.append((call.layer, call.spec, slots))
         parts, flat = pack(tensors, self.device)
-        flat[0] = self.tie(flat[0])
+        flat[0] = self.connect(flat[0])
         return Message(Header(calls, parts), flat)
 
-    def _slot(self, place: Place, leaf: Any) -> Any:
+    def _slot(self, place: OutputIndex, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         consumed = place in self._consumed and id(leaf) not in self._into_next
-        absent = isinstance(leaf, Echo) and leaf.plain.is_meta
+        absent = isinstance(leaf, StandInTensor) and leaf.plain.is_meta
         if absent or (consumed and self.needed_later is not None and place not in self.needed_later):
-            return Absent(tuple(leaf.shape), leaf.dtype)
-        return Slot(consumed)
+            return AbsentTensor(tuple(leaf.shape), leaf.dtype)
+        return SentTensor(consumed)

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
-from lightning_accel.models.dbn_stages import hand_out
+from lightning_accel.models.dbn_stages import redistribute_states
 from lightning_accel.nn import RBM
 from lightning_accel.nn.partition import LogZ
 from tests.ranks import run_ranks
@@ -107,11 +107,11 @@ def test_chains_go_on_in_another_number_of_processes(run_folder):
 
 def test_chains_are_dealt_to_any_number_of_processes():
     states = [{"chains": torch.arange(3 * 2).view(3, 2) + 10 * rank, "generator": rank} for rank in range(2)]
-    dealt = [hand_out(states, 4, rank) for rank in range(4)]
+    dealt = [redistribute_states(states, 4, rank) for rank in range(4)]
     assert torch.cat([one["chains"] for one in dealt])[:, 0].sort().values.tolist() == [0, 2, 4, 10, 12, 14]
     assert [one.get("generator") for one in dealt] == [0, 1, None, None]
-    assert hand_out(states, 2, 1) == states[1]
-    assert [len(hand_out(states, 9, rank)["chains"]) for rank in range(9)] == [1] * 9
+    assert redistribute_states(states, 2, 1) == states[1]
+    assert [len(redistribute_states(states, 9, rank)["chains"]) for rank in range(9)] == [1] * 9
 
 
 @pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])

@@ -204,7 +204,7 @@ def test_of_batches_of_whole_graphs_all_nodes_count():
     graphs = [Data(torch.ones(6, 1), HEXAGON, y=torch.arange(6) % 2) for _ in range(3)]
     model = RelationalGNN(1, 2, level="node", target_kind="classification", dim=4, norm="none").eval()
     batch = Batch.from_data_list(graphs)
-    assert model._measure(batch, "train").valid == 18
+    assert model._masked_loss(batch, "train").valid == 18
     assert len(model.predict_step(batch, 0)["class"]) == 18
 
 
@@ -260,7 +260,7 @@ def test_nodes_count_in_their_stage(marks):
     assert scores.shape == (9, 3)
     for stage in ("train", "val", "test"):
         mask = data[f"{stage}_mask"]
-        measured = model._measure(data, stage)
+        measured = model._masked_loss(data, stage)
         torch.testing.assert_close(measured.loss / measured.valid, F.cross_entropy(scores[mask], data.y[mask]))
     assert len(model.predict_step(data, 0)["class"]) == 9
 
@@ -270,7 +270,7 @@ def test_of_sampled_neighbours_the_seeds_alone_count():
     del data.train_mask
     data.batch_size = 4
     model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none").eval()
-    measured = model._measure(data, "train")
+    measured = model._masked_loss(data, "train")
     scores = model(data.x, data.edge_index)[:4]
     torch.testing.assert_close(measured.loss, F.cross_entropy(scores, data.y[:4], reduction="sum"))
     assert len(model.predict_step(data, 0)["class"]) == 4
@@ -280,7 +280,7 @@ def test_of_nodes_those_of_target_index_count():
     data = node_data()
     data.target_index = torch.tensor([7, 2])
     model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none").eval()
-    measured = model._measure(data, "train")
+    measured = model._masked_loss(data, "train")
     scores = model(data.x, data.edge_index)[[7, 2]]
     torch.testing.assert_close(measured.loss, F.cross_entropy(scores, data.y[[7, 2]], reduction="sum"))
     torch.testing.assert_close(model.predict_step(data, 0)["class"], scores.argmax(1))

@@ -369,7 +369,7 @@ class TestTruncation:
         model.training_step(chunks[0], 0)
         expected = model.training_step(chunks[1], 1)["loss"]
         model.training_step(chunks[0], 0)
-        model._measure(chunks[0]._replace(x=chunks[0].x + 1), "val")
+        model._masked_loss(chunks[0]._replace(x=chunks[0].x + 1), "val")
         torch.testing.assert_close(model.training_step(chunks[1], 1)["loss"], expected)
 
     @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from lightning_accel.models import MoELanguageModel
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.strategies import PipelineStrategy
 from lightning_accel.strategies.pipeline_chain import Chain, find_layers, stage_sizes
-from lightning_accel.strategies.pipeline_gradients import spread_overflow_
-from lightning_accel.strategies.pipeline_message import pack, parcels, unpack
+from lightning_accel.strategies.pipeline_gradients import broadcast_overflow_
+from lightning_accel.strategies.pipeline_message import flat_specs, pack, unpack
 from lightning_accel.strategies.pipeline_stage import StageRun
 from tests.ranks import run_ranks
 from tests.strategies.test_pipeline import ADAMW, Plain, load, loader, make_trainer, tokens, trained
@@ -192,11 +192,11 @@ def check_overflow_of_other_layouts(rank):
     conv(torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)).sum().backward()
     nothing, expected = nn.Parameter(torch.empty(0, 2)), conv.weight.grad.clone()
     nothing.grad = torch.empty(0, 2)
-    spread_overflow_([nothing, conv.weight], torch.device("cpu"), None)
+    broadcast_overflow_([nothing, conv.weight], torch.device("cpu"), None)
     torch.testing.assert_close(conv.weight.grad, expected, rtol=0, atol=0)
     if rank == 1:
         conv.weight.grad[2, 1, 0, 1] = float("inf")
-    spread_overflow_([nothing, conv.weight], torch.device("cpu"), None)
+    broadcast_overflow_([nothing, conv.weight], torch.device("cpu"), None)
     return int((~conv.weight.grad.isfinite()).sum())
 
 
@@ -302,7 +302,7 @@ def test_messages_arrive_as_they_left():
     others = [torch.tensor(2**62 + 1), torch.tensor([True, False, True]), torch.randn(3).bfloat16(), torch.empty(0)]
     sent = [others[0], x, others[1], y, *others[2:]]
     parts, flat = pack(sent, torch.device("cpu"))
-    assert [(len(one), one.dtype) for one in flat] == [tuple(one) for one in parcels(parts)]
+    assert [(len(one), one.dtype) for one in flat] == [tuple(one) for one in flat_specs(parts)]
     received = [one.detach().requires_grad_() for one in flat]
     _, (a, got_x, b, got_y, *rest) = unpack(parts, received)
     torch.testing.assert_close([a, got_x, b, got_y, *rest], sent, rtol=0, atol=0)
@@ -314,7 +314,7 @@ def test_messages_arrive_as_they_left():
 
 def test_a_message_of_no_tensors_is_on_the_device_of_the_stage():
     parts, (flat,) = pack([], torch.device("meta"))
-    assert (parts, flat.device.type, [(len(flat), flat.dtype)]) == ([], "meta", [tuple(parcels([])[0])])
+    assert (parts, flat.device.type, [(len(flat), flat.dtype)]) == ([], "meta", [tuple(flat_specs([])[0])])
 
 
 @pytest.mark.gpu

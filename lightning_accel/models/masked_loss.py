@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_accel.data.sequence_batch import IGNORED
 
 
-class Measured(NamedTuple):
+class MaskedLoss(NamedTuple):
     """Hold sums over the valid targets of a batch, and their number; () each."""
 
     loss: Tensor  # sum of cross entropies in nats, or of squared errors in units
@@ -22,7 +22,7 @@ def is_valid(target: Tensor) -> Tensor:
     return ~target.isnan() if target.is_floating_point() else target != IGNORED
 
 
-def measure(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> Measured:
+def masked_loss(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> MaskedLoss:
     """Compare ``scores`` (..., S) with classes (...), or with as many floating values.
 
     For the loss, errors of values are divided by ``unit`` (S,).
@@ -30,8 +30,8 @@ def measure(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> Measu
     Raises:
         ValueError: if their shapes do not match.
 
-    >>> measure(torch.tensor([[1.0], [5.0]]), torch.tensor([3.0, torch.nan]))
-    Measured(loss=tensor(4.), score=tensor(4.), valid=tensor(1))
+    >>> masked_loss(torch.tensor([[1.0], [5.0]]), torch.tensor([3.0, torch.nan]))
+    MaskedLoss(loss=tensor(4.), score=tensor(4.), valid=tensor(1))
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     valid = is_valid(target)
@@ -42,6 +42,6 @@ def measure(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> Measu
         target, there = target.view_as(scores), valid.view_as(scores)
         error = torch.where(there, scores - target.nan_to_num(), 0)
         scaled = error if unit is None else error / unit
-        return Measured(scaled.square().sum(), error.detach().square().sum(), valid.sum())
+        return MaskedLoss(scaled.square().sum(), error.detach().square().sum(), valid.sum())
     loss = F.cross_entropy(scores.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
-    return Measured(loss, (scores.argmax(dim=-1) == target).sum(), valid.sum())
+    return MaskedLoss(loss, (scores.argmax(dim=-1) == target).sum(), valid.sum())

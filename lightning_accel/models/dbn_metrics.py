@@ -17,7 +17,7 @@ from lightning_accel.nn.rbm import RBM
 Likelihood: TypeAlias = Literal["none", "exact", "ais"]
 
 
-class BeliefFigures(nn.Module):
+class BeliefMetrics(nn.Module):
     """Compute the metrics of one kind of evaluation, over all its batches and processes.
 
     Args:
@@ -77,10 +77,10 @@ class BeliefFigures(nn.Module):
         if num_layers < len(stack.layers):
             stack = RBMStack(stack.layers[:num_layers])
         if self._log_z is None:
-            self._log_z = stack.top.log_z("exact") if self.likelihood == "exact" else self._annealed(stack.top)
+            self._log_z = stack.top.log_z("exact") if self.likelihood == "exact" else self._anneal(stack.top)
         return stack.log_prob_bound(rows, self._log_z).estimate
 
-    def _annealed(self, top: RBM) -> LogZ:
+    def _anneal(self, top: RBM) -> LogZ:
         generator = Generator(top.weight.device).manual_seed(0)  # evaluation must not change random numbers of training
         found = top.log_z("ais", generator=generator)
         self.log_z_gap = float(top.log_z("reverse_ais", generator=generator).upper - found.lower)
