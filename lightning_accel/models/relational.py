@@ -465,8 +465,8 @@ class RelationalGNN(L.LightningModule):
         if self.target_kind == "regression":
             return {"value": mean.squeeze(dim=-1), "standard_error": error.squeeze(dim=-1)}
         best = mean.argmax(dim=-1, keepdim=True)
-        told = name_classes(mean, self.class_names)
-        return {**told, "score": mean.gather(1, best)[:, 0], "standard_error": error.gather(1, best)[:, 0]}
+        predictions = name_classes(mean, self.class_names)
+        return {**predictions, "score": mean.gather(1, best)[:, 0], "standard_error": error.gather(1, best)[:, 0]}
 
 
 def _num_graphs(batch: Data) -> int:

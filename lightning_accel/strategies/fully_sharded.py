@@ -267,12 +267,12 @@ class FullyShardedStrategy(DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average the gradients of parameters without a dimension, which FSDP does not support."""
         super().post_backward(closure_loss)
-        for number in self._sharded.numbers if self._sharded is not None and not self._accumulating else []:
-            if number.requires_grad:
-                if number.grad is None:
-                    number.grad = torch.zeros_like(number)
-                dist.all_reduce(number.grad)
-                number.grad /= self.world_size
+        for scalar in self._sharded.scalars if self._sharded is not None and not self._accumulating else []:
+            if scalar.requires_grad:
+                if scalar.grad is None:
+                    scalar.grad = torch.zeros_like(scalar)
+                dist.all_reduce(scalar.grad)
+                scalar.grad /= self.world_size
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         # torch's own rejects gradients of several meshes, which experts have

@@ -64,15 +64,15 @@ class StepLog:
     def share(self, result: Any, numbers: list[Tensor]) -> tuple[Any, list[Tensor]]:
         """Repeat the calls on every stage; return what the last stage passed, an object and scalar tensors."""
         ranks, last = self.pipeline.ranks, self.pipeline.ranks.world_rank(self.pipeline.last)
-        told: list[Any] = [None]
+        payload: list[Any] = [None]
         values = numbers
         if self.pipeline.on_last:
             calls, logged = self._merge_calls()
             states = {name: _state_changes(metric, self.before[name]) for name, metric in self._updated().items()}
             values = numbers + logged
-            told = [(calls, states, result, [one.dtype for one in values])]
-        dist.broadcast_object_list(told, src=last, group=ranks.objects)
-        calls, states, result, dtypes = told[0]
+            payload = [(calls, states, result, [one.dtype for one in values])]
+        dist.broadcast_object_list(payload, src=last, group=ranks.objects)
+        calls, states, result, dtypes = payload[0]
         wide = torch.float32 if ranks.device.type == "mps" else torch.float64
         row = torch.empty(len(dtypes), dtype=wide, device=ranks.device)
         if self.pipeline.on_last and values:

@@ -185,7 +185,7 @@ class StageRun:
         self.needed_here: set[OutputIndex] = set()
         self.calls: list[Call] = []
         self._replayed = 0
-        self._place_of: dict[int, OutputIndex] = {}
+        self._index_of: dict[int, OutputIndex] = {}
         self._consumed: set[OutputIndex] = set()
         self._into_next: set[int] = set()
         self._anchor: Tensor | None = None
@@ -235,7 +235,7 @@ class StageRun:
         if stage > self.stage:
             self._into_next = {id(leaf) for leaf in inputs}
             raise _LaterLayer
-        self._consumed |= {self._place_of[id(leaf)] for leaf in inputs if id(leaf) in self._place_of}
+        self._consumed |= {self._index_of[id(leaf)] for leaf in inputs if id(leaf) in self._index_of}
         if stage < self.stage:
             return self._replay(number)
         outputs = forward(*materialize(args), **materialize(kwargs))
@@ -257,7 +257,7 @@ class StageRun:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                self._place_of[id(leaf)] = len(self.calls), number
+                self._index_of[id(leaf)] = len(self.calls), number
         self.calls.append(Call(layer, leaves, spec, versions))
 
     def _unpack(self, message: Message) -> None:
@@ -300,11 +300,11 @@ class StageRun:
         flat[0] = self.connect(flat[0])
         return Message(Header(calls, parts), flat)
 
-    def _slot(self, place: OutputIndex, leaf: Any) -> Any:
+    def _slot(self, index: OutputIndex, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        consumed = place in self._consumed and id(leaf) not in self._into_next
+        consumed = index in self._consumed and id(leaf) not in self._into_next
         absent = isinstance(leaf, StandInTensor) and leaf.plain.is_meta
-        if absent or (consumed and self.needed_later is not None and place not in self.needed_later):
+        if absent or (consumed and self.needed_later is not None and index not in self.needed_later):
             return AbsentTensor(tuple(leaf.shape), leaf.dtype)
         return SentTensor(consumed)

@@ -63,7 +63,7 @@ class Sharded(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.numbers: list[nn.Parameter] = []  # parameters without a dimension, which FSDP does not support
+        self.scalars: list[nn.Parameter] = []  # parameters without a dimension, which FSDP does not support
         self.options: tuple[object, ...] = ()
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -74,7 +74,7 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     """Shard ``module`` in place, each of ``blocks`` on its own; call the returned wrapper instead of it.
 
     Submodules with an attribute ``keep_float32 = True``, and batch norms, are gathered in their own dtype. The caller
-    has to reduce the gradients of parameters without a dimension, the ``numbers`` of the wrapper.
+    has to reduce the gradients of parameters without a dimension, the ``scalars`` of the wrapper.
 
     Raises:
         ValueError: if experts cannot be distributed in equal numbers.
@@ -82,8 +82,8 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     if sharding.expert_mesh is not None:
         for name, experts in find_experts(module).items():
             _shard_experts(name, experts, sharding, sharding.expert_mesh)
-    numbers = [parameter for parameter in module.parameters() if parameter.ndim == 0]
-    sharding.ignored.update(numbers)
+    scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
+    sharding.ignored.update(scalars)
     for submodule in module.modules():
         # torch's batch norms combine low-precision inputs with float32 weights, but not float32 statistics with low
         # weights
@@ -94,7 +94,7 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
         sharding.apply(block, sharding.dtype)
     root = Sharded(module)
     sharding.apply(root, sharding.dtype, reshard_after_forward=False)
-    root.numbers = numbers
+    root.scalars = scalars
     _move_unsharded(module, sharding)
     return root
 
