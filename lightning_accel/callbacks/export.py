@@ -58,6 +58,10 @@ class Export(L.Callback):
     is removed, an earlier file stays, and a warning gives the reason; ``fit`` still succeeds. As much as possible is
     checked on a batch before training. Read the file with :func:`lightning_accel.load_compressed`.
 
+    The length of token sequences, integers (B, T), is dynamic if the module can be traced so; otherwise, as with
+    transformers' T5, the file takes sequences of the length of the validation batches, which is announced before
+    training. With a ``Quantization`` that makes an ONNX file, labels that the module is called with stay inputs.
+
     A report beside it, in ``figures/`` of the run folder and in the terminal, lists parameters, size,
     multiply-accumulates, latency at batch size 1 and at the validation batch size, and the metrics that
     ``validation_step`` logs, for the file and for the model as it is, compiled, and in bfloat16.

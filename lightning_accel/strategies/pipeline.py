@@ -67,10 +67,11 @@ class PipelineStrategy(DDPStrategy):
 
     Random numbers that a step draws, such as noise, masks, mixing rates or time steps, are equal on all stages of a
     pipeline and differ between micro-batches: from the global generators of torch, NumPy and Python, and from
-    generators that are attributes of the module or of a submodule outside the layers. A layer draws numbers of its own,
-    whichever stage it is on. Both follow from the state of the global generators where training begins, which the first
-    stage sends to the others; not from the seeds of the module's own generators. GPUs must be of one kind to draw equal
-    numbers.
+    generators that are attributes of the module or of a submodule outside the layers, also in lists, tuples, dicts and
+    helper objects there. Generators in closures, sets and ``__slots__`` are not found: make them attributes. A layer
+    draws numbers of its own, whichever stage it is on. Both follow from the state of the global generators where
+    training begins, which the first stage sends to the others; not from the seeds of the module's own generators.
+    GPUs must be of one kind to draw equal numbers.
 
     Differences from one process: a micro-batch draws other numbers than its samples would in the whole batch; BatchNorm
     uses the statistics of micro-batches (over all pipelines with

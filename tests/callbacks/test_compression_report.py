@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import Classifier, CompressionReport, DigitsDataModule, Pruning
+from tests.compress.networks import Graphs, two_graphs
 from tests.ranks import run_ranks
 
 
@@ -56,19 +57,12 @@ def test_zeros_are_counted_and_shapes_are_the_same(tmp_path):
 
 
 class OfGraphs(L.LightningModule):
-    """Called as networks of PyTorch Geometric are, with nodes, edges, and the graph of each node."""
-
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x, edge_index, batch):
-        found = self.layer(x)
-        found = found.index_add(0, edge_index[1], found[edge_index[0]])
-        return found.new_zeros(2, 2).index_add(0, batch, found)
+        self.network = Graphs()
 
     def training_step(self, graphs, batch_idx):
-        return nn.functional.cross_entropy(self(*graphs), torch.tensor([0, 1]))
+        return nn.functional.cross_entropy(self.network(*graphs), torch.tensor([0, 1]))
 
     def validation_step(self, graphs, batch_idx):
         self.log("val/loss", self.training_step(graphs, batch_idx), batch_size=2)
@@ -78,10 +72,8 @@ class OfGraphs(L.LightningModule):
 
 
 def test_batches_of_graphs_are_measured_whole(tmp_path, caplog):
-    edges = torch.tensor([[0, 1, 2, 4, 6], [1, 2, 3, 5, 4]])
-    graphs = (torch.randn(7, 3), edges, torch.tensor([0, 0, 0, 0, 1, 1, 1]))
     seen = CompressionReport(compiled=False, seconds=0.02)
-    loader = DataLoader([graphs], None)
+    loader = DataLoader([two_graphs()], None)
     trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[seen],
                         enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path)  # fmt: skip
     trainer.fit(OfGraphs(), loader, loader)

@@ -136,3 +136,22 @@ class Attention(nn.Module):
             parts = [one(x).view(rows, steps, heads, width).transpose(1, 2) for one in layers]
         mixed = nn.functional.scaled_dot_product_attention(*parts, enable_gqa=self.shares)
         return self.out(mixed.transpose(1, 2).reshape(rows, steps, -1))
+
+
+class Graphs(nn.Module):
+    """Called as networks of PyTorch Geometric are, with nodes, edges, and the graph of each node; two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, edge_index, batch):
+        found = self.layer(x)
+        found = found.index_add(0, edge_index[1], found[edge_index[0]])
+        return found.new_zeros(2, 2).index_add(0, batch, found)
+
+
+def two_graphs():
+    """Return nodes (7, 3), edges and the graph of each node, as ``Graphs`` takes them."""
+    edges = torch.tensor([[0, 1, 2, 4, 6], [1, 2, 3, 5, 4]])
+    return torch.randn(7, 3), edges, torch.tensor([0, 0, 0, 0, 1, 1, 1])

@@ -10,6 +10,7 @@ from lightning_accel.compress import Latency, Report, Row, Speedup, describe_lay
 from lightning_accel.compress.calls import first_rows, num_rows, smallest_call
 from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.report import _draw, describe_speedup
+from tests.compress.networks import Graphs, two_graphs
 
 
 def printed(report):
@@ -148,17 +149,6 @@ def test_forms_are_measured_at_one_row_and_at_the_batch():
     assert lines[-1].startswith("trial: measures 3 forms at batch 6, 0.01 s each (")
 
 
-class Graphs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x, edge_index, batch):
-        found = self.layer(x)
-        found = found.index_add(0, edge_index[1], found[edge_index[0]])
-        return torch.zeros(2, 2).index_add(0, batch, found)
-
-
 class Dense(nn.Module):
     def __init__(self):
         super().__init__()
@@ -169,9 +159,8 @@ class Dense(nn.Module):
 
 
 def test_calls_that_cannot_be_cut_are_measured_whole():
-    x, batch = torch.randn(7, 3), torch.tensor([0, 0, 0, 0, 1, 1, 1])
-    edges = torch.tensor([[0, 1, 2, 4, 6], [1, 2, 3, 5, 4]])
-    calls = [(Graphs(), ((x, edges, batch), {}), 3 * 2), (Dense(), ((x, torch.ones(7, 7)), {}), 3 * 2 + 7 * 2)]
+    graphs = two_graphs()
+    calls = [(Graphs(), (graphs, {}), 3 * 2), (Dense(), ((graphs[0], torch.ones(7, 7)), {}), 3 * 2 + 7 * 2)]
     for module, call, macs in calls:
         plain = plain_forms(module, compiled=False)
         for batches in (None, [1]):
