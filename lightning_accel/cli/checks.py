@@ -16,7 +16,9 @@ from lightning_accel.cli.errors import UsageError, nearest
 
 _LARGEST_RATE = 1e6  # for learning rates, decays and loss weights; values in use reach about 10
 _RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr", "momentum", "eps", "gamma", "factor")
-_COUNTS = ("accumulate_grad_batches", "step_size", "val_check_interval")  # 0 would divide by zero in mid-run
+# 0 would divide by zero in mid-run
+_COUNTS = ("accumulate_grad_batches", "check_val_every_n_epoch", "step_size", "val_check_interval")
+_LOWEST = {"patience": 0, "cooldown": 0, "num_sanity_val_steps": -1}
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
 
@@ -39,6 +41,9 @@ def require_valid_values(config: Namespace) -> None:
                 raise UsageError(f"{place}: expected a number from 0 to {_LARGEST_RATE:g}; got {value:g}")
             if name in _COUNTS and value <= 0:
                 raise UsageError(f"{place}: expected more than 0; got {value}")
+            lowest = _LOWEST.get(name, -math.inf) if section in ("lr_scheduler", "trainer") else -math.inf
+            if value < lowest:
+                raise UsageError(f"{place}: expected {lowest} or more; got {value}")
     every = config.get("trainer.log_every_n_steps")
     if every is not None and every < 0:
         raise UsageError(f"trainer.log_every_n_steps: expected 0, which logs nothing, or more; got {every}")

@@ -215,6 +215,12 @@ class AccelCLI(LightningCLI):
         for keeper in self.trainer.checkpoint_callbacks:
             if isinstance(keeper, ModelCheckpoint) and keeper.best_model_path:
                 score = keeper.best_model_score
+                if score is not None and not score.isfinite():
+                    rank_zero_info(
+                        f"{keeper.monitor} was nan or infinite in every checkpoint, so that none is the best; "
+                        f"{keeper.best_model_path} is one of them. Check the data, or lower the learning rate"
+                    )
+                    continue
                 figure = "" if score is None else f" ({keeper.monitor} {score.item():.4g})"
                 which = "last" if keeper.monitor is None else "best"
                 rank_zero_info(f"{which} checkpoint: {keeper.best_model_path}{figure}")

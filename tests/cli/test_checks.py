@@ -48,6 +48,9 @@ def options(section: str, **given: object) -> Namespace:
         (options("lr_scheduler", step_size=0), r"step_size: expected more than 0; got 0"),
         (Namespace(trainer=Namespace(accumulate_grad_batches=0)), r"accumulate_grad_batches: expected more than 0"),
         (Namespace(trainer=Namespace(val_check_interval=0.0)), r"val_check_interval: expected more than 0"),
+        (Namespace(trainer=Namespace(check_val_every_n_epoch=0)), r"check_val_every_n_epoch: expected more than 0"),
+        (Namespace(trainer=Namespace(num_sanity_val_steps=-7)), r"num_sanity_val_steps: expected -1 or more; got -7"),
+        (options("lr_scheduler", patience=-2), r"lr_scheduler\.patience: expected 0 or more; got -2"),
         (Namespace(trainer=Namespace(gradient_clip_val=-1.0)), r"gradient_clip_val: expected 0, .* or more; got -1"),
         (Namespace(trainer=Namespace(log_every_n_steps=-5)), r"log_every_n_steps: expected 0, .* or more; got -5"),
         (Namespace(trainer=Namespace(strategy="accel_pipelin")), r"'accel_pipelin'; did you mean 'accel_pipeline'\?"),
@@ -134,3 +137,17 @@ def test_a_schedule_longer_than_the_run_is_told(caplog, total, steps, is_told):
         for scheduler in schedulers:
             report_unused_schedule(scheduler, steps, "step")
     assert caplog.text.count("goes through the first 6 % of its schedule alone") == 3 * is_told
+
+
+def test_no_checkpoint_is_the_best_where_the_monitored_figure_diverges(command, run_folder):
+    diverges = [
+        "--optimizer=SGD",
+        "--optimizer.lr=1e6",
+        "--optimizer.weight_decay=1e6",
+        "--trainer.limit_train_batches=9",
+    ]
+    monitors = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {monitor: val/loss}}"
+    result = command("fit", *SHORT, "--model=Classifier", "--data=DigitsDataModule", *diverges, monitors)
+    assert result.status == 0
+    assert re.search(r"val/loss was nan or infinite in every checkpoint.*epoch=\d\S* is one of them", result.log)
+    assert "best checkpoint" not in result.log
