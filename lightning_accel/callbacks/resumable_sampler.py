@@ -66,7 +66,7 @@ class ResumableSampler:
         return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
-        self._reseed()  # here, not at the first batch: the loader draws the seeds of its workers before that
+        self._reseed()  # the loader draws the seeds of its workers before the first batch
         return self._batches()
 
     def _reseed(self) -> tuple[int, float]:
