@@ -55,9 +55,17 @@ class SaveOnSignal(L.Callback):
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]  # by a connector
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install_handlers(trainer)  # Lightning's ends a run that is told to stop here with status 0
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install_handlers(trainer)
+
+    def _install_handlers(self, trainer: L.Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only
+        if signal.getsignal(signal.SIGTERM) == self._handle_signal:
+            return  # the sanity check did
         self._received = 0
         environment = getattr(trainer.strategy, "cluster_environment", None)
         requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue

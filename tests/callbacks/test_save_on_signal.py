@@ -15,15 +15,14 @@ class Sends(L.Callback):
 
 
 def trainer(folder, *callbacks, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return L.Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=1,
         default_root_dir=folder,
         callbacks=list(callbacks),
-        **quiet,
-        **options,
+        **{**quiet, "limit_val_batches": 0, **options},
     )
 
 
@@ -35,6 +34,29 @@ def test_saves_after_the_optimizer_step_and_ends(tmp_path, accumulated, step):
         run.fit(BoringModel())
     assert stop.value.code == 143
     assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"signal-step={step}.ckpt"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_signal_in_the_sanity_check_is_obeyed_after_the_first_step(tmp_path, batch):
+    class SendsEarlier(L.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, _, batch_idx):
+            if batch_idx == batch:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(
+        tmp_path,
+        SendsEarlier(),
+        SaveOnSignal(),
+        enable_checkpointing=False,
+        limit_val_batches=3,
+        num_sanity_val_steps=2,
+    )
+    with pytest.raises(SystemExit) as stop:
+        run.fit(BoringModel())
+    assert stop.value.code == 143
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["signal-step=1.ckpt"]
     assert signal.getsignal(signal.SIGTERM) == before
 
 
