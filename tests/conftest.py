@@ -1,6 +1,7 @@
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,41 @@ import torch
 
 from lightning_accel.__main__ import main
 from lightning_accel.ops.native import KERNELS
+from tests.ranks import cpu_seconds
 
-torch.set_num_threads(1)  # threads that share their cores with another program wait for each other most of the time
+# One by default: threads that share their cores with another program wait for each other most of the time.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)  # a command line leaves it, and processes that are started then obey it
+
+
+def pytest_collection_modifyitems(items):
+    """Keep the tests of a file in one process of pytest-xdist, and all that start ranks, which reuse their pools."""
+    for item in items:
+        module = getattr(item, "module", None)
+        group = "ranks" if hasattr(module, "run_ranks") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    modules, before = len(sys.modules), _cpu_seconds()
+    result = yield
+    seconds = _cpu_seconds() - before
+    has_imported = len(sys.modules) - modules > 100  # such as transformers, which whoever comes first pays for all
+    if seconds > 3 and not has_imported and not item.get_closest_marker("slow"):
+        pytest.fail(f"took {seconds:.1f} s of CPU time: at most 3, or mark it slow", pytrace=False)
+    return result
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process, of those that it has waited for, and of the checks of ranks."""
+    times = os.times()
+    return sum(times[:4]) + cpu_seconds()
 
 
 def pytest_runtest_setup(item):

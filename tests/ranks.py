@@ -17,6 +17,12 @@ from typing import Any
 
 _START_S = 600  # bounds the start of a process and the imports of its check, however busy the machine is
 _pools: dict[int, "_Pool"] = {}
+_cpu_seconds = 0.0
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all checks so far, summed over their processes."""
+    return _cpu_seconds
 
 
 def run_ranks(check: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 300) -> list[Any]:
@@ -74,6 +80,7 @@ class _Pool:
 
     def _answers(self, timeout_s: float, late: str) -> tuple[dict[int, str], dict[int, Any]]:
         """Wait for one answer of each process; return failures and results by rank."""
+        global _cpu_seconds
         failures: dict[int, str] = {}
         results: dict[int, Any] = {}
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
@@ -85,9 +92,10 @@ class _Pool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    succeeded, answer = pipe.recv()
+                    succeeded, answer, seconds = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    succeeded, answer = False, f"the process died, exit code {self._exit_code(rank)}"
+                    succeeded, answer, seconds = False, f"the process died, exit code {self._exit_code(rank)}", 0.0
+                _cpu_seconds += seconds
                 (results if succeeded else failures)[rank] = answer
             if failures:  # the others may wait for the one that failed
                 deadline = min(deadline, time.monotonic() + 2)
@@ -98,9 +106,12 @@ class _Pool:
         return self.processes[rank].exitcode
 
     def kill(self) -> None:
+        global _cpu_seconds
+        before = sum(os.times()[2:4])
         for process in self.processes:
             process.kill()
             process.join()
+        _cpu_seconds -= sum(os.times()[2:4]) - before  # their lives are no cost of whoever ends them
 
 
 @atexit.register
@@ -123,14 +134,15 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     while True:
         try:
             check, args, store, timeout_s = pipe.recv()  # which imports the module of the check
-            pipe.send((True, "ready"))
+            pipe.send((True, "ready", 0.0))
             pipe.recv()
         except EOFError:
             return
+        started = time.process_time()
         try:
             dist.init_process_group(
                 "gloo",
@@ -143,7 +155,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             answer = True, check(rank, *args)
         except BaseException:
             answer = False, traceback.format_exc()
-        pipe.send(answer)
+        pipe.send((*answer, time.process_time() - started))
         if not answer[0]:
             return
         dist.destroy_process_group()
