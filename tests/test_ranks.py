@@ -48,10 +48,12 @@ def test_ranks_talk_and_processes_are_reused():
     assert len({os.getpid(), *(pid for pid, _ in first)}) == 3
 
 
+@pytest.mark.slow
 def test_world_size_is_free():
     assert [total for _, total in run_ranks(check_sum, 0, world_size=4)] == [6, 6, 6, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "said"),
     [(check_fails_on_rank_1, r"rank 1: .*planted"), (check_dies_on_rank_0, r"rank 0: the process died, exit code 3")],
@@ -62,10 +64,12 @@ def test_failure_is_reported_and_the_next_call_works(check, said):
     assert [total for _, total in run_ranks(check_sum, 1)] == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named():
     with pytest.raises(AssertionError, match="rank 0: no answer in 5 s"):
         run_ranks(check_hangs_on_rank_0, timeout_s=5)
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_not_for_starting_and_importing():
     assert run_ranks(check_arrived, SlowToArrive(), timeout_s=5) == [0, 1]

@@ -319,6 +319,13 @@ def test_sharded_parameters_are_refused():
     run_ranks(check_refusal)
 
 
+@pytest.mark.slow
+def test_processes_that_hand_nothing_back_are_refused():
+    reason = "channels cannot be removed in processes that are spawned or forked"
+    with pytest.raises(ProcessRaisedException, match=reason):
+        fit(Own(), strategy="ddp_spawn")
+
+
 @pytest.mark.filterwarnings("ignore:.*no `validation_step`:UserWarning")
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="criterion magnitude, batchnorm, taylor, random, or a function; got 'wanda'"):
@@ -328,10 +335,6 @@ def test_what_cannot_work_is_refused():
 
     with pytest.raises(ValueError, match=r"must return finite scores; those of net\.0 have NaN or infinity"):
         fit(Own(), prune=pruning(criterion=lambda name, value: value * torch.nan))
-    with pytest.raises(
-        ProcessRaisedException, match="channels cannot be removed in processes that are spawned or forked"
-    ):
-        fit(Own(), strategy="ddp_spawn")
     with pytest.raises(
         ValueError, match=r"round_to=1000 and min_left=\d+ let no channel go at a target of 0\.5; the l"
     ):

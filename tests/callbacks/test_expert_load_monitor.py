@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -56,6 +57,13 @@ def fit(module, callback, batch_size=4, micro_batches=1, **kwargs):
     return trainer
 
 
+@pytest.fixture
+def empty_pictures(monkeypatch):
+    """Nothing is in the pictures, which take most of a run's time."""
+    monkeypatch.setattr("lightning_accel.callbacks.expert_load_monitor.draw_load", lambda *_: Figure())
+
+
+@pytest.mark.usefixtures("empty_pictures")
 def test_counts_are_those_of_training_once(tmp_path):
     module, callback = Foreign(), ExpertLoadMonitor()
     trainer = fit(module, callback, default_root_dir=tmp_path)
@@ -68,6 +76,7 @@ def test_counts_are_those_of_training_once(tmp_path):
     assert not module.first._forward_hooks
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_micro_batches_move_the_gates_as_one_batch_does(tmp_path):
     results = []
     for batch_size, micro_batches in ((8, 1), (2, 4)):
@@ -88,6 +97,7 @@ def test_picture_lies_in_the_run_folder_and_in_tensorboard(tmp_path):
     assert drawn[-1] == ("expert_load", 12)
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_own_modules_are_watched_too(tmp_path):
     model, callback = MoEClassifier(6, 3, dim=8, num_experts=4, expert_dim=8), ExpertLoadMonitor("load.png")
     trainer = L.Trainer(
@@ -101,6 +111,7 @@ def test_own_modules_are_watched_too(tmp_path):
     assert (tmp_path / "lightning_logs" / "version_0" / "load.png").exists()
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_history_survives_a_checkpoint(tmp_path):
     callback = ExpertLoadMonitor()
     trainer = fit(Foreign(), callback, default_root_dir=tmp_path)
@@ -130,6 +141,7 @@ def test_colours_are_equal_shares():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning's own, which pytest.warns raises anew
+@pytest.mark.usefixtures("empty_pictures")
 def test_collapse_is_told(tmp_path):
     module = Foreign(update_rate=0.0)
     module.first.gate.weight.data = torch.tensor([[9.0], [8.0], [-1.0], [-2.0], [-3.0]]) * torch.ones(1, 6)
@@ -140,6 +152,7 @@ def test_collapse_is_told(tmp_path):
         fit(module, ExpertLoadMonitor(), batch_size=24, max_epochs=1, default_root_dir=tmp_path)
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_a_run_that_fails_leaves_no_hook(tmp_path):
     module = Foreign()
     module.validation_step = lambda batch, batch_idx: 1 / 0
@@ -149,6 +162,7 @@ def test_a_run_that_fails_leaves_no_hook(tmp_path):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.usefixtures("empty_pictures")
 def test_a_step_is_remembered_once_and_logged_where_the_loggers_record(tmp_path, micro_batches):
     callback, logger = ExpertLoadMonitor(), CSVLogger(tmp_path)
     fit(Foreign(), callback, 24 // 6, micro_batches, logger=logger, log_every_n_steps=3, max_epochs=2 * micro_batches)
@@ -157,6 +171,7 @@ def test_a_step_is_remembered_once_and_logged_where_the_loggers_record(tmp_path,
     assert logged.dropna(subset="train/max_violation")["step"].tolist() == [2, 5, 8, 11]
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_a_frozen_mixture_does_not_stop_the_others(tmp_path):
     class WithTeacher(Foreign):
         def __init__(self):
@@ -177,6 +192,7 @@ def test_a_frozen_mixture_does_not_stop_the_others(tmp_path):
     assert len(callback.loads[-1]) == len(callback.names) == 3
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_mixtures_that_the_module_does_not_watch_are_watched(tmp_path):
     class Encoder(nn.Module):
         def __init__(self):
@@ -202,6 +218,7 @@ def test_mixtures_that_the_module_does_not_watch_are_watched(tmp_path):
     assert model.mixture.gate.expert_slots.sum() == 8
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_a_backward_pass_that_failed_leaves_no_trace_in_the_next_fit(tmp_path):
     callback, failing = ExpertLoadMonitor(), Foreign()
     failing.backward = lambda *_: 1 / 0
@@ -212,6 +229,7 @@ def test_a_backward_pass_that_failed_leaves_no_trace_in_the_next_fit(tmp_path):
     assert module.first.gate.expert_slots.sum() == 4 * 2
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_another_fit_starts_anew(tmp_path):
     callback = ExpertLoadMonitor()
     for _ in range(2):
@@ -219,6 +237,7 @@ def test_another_fit_starts_anew(tmp_path):
         assert callback.steps == list(range(1, 13))
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_module_without_mixtures_is_refused():
     class Plain(Foreign):
         def __init__(self):

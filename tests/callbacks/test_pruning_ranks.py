@@ -75,7 +75,9 @@ def test_masks_are_those_of_one_process(strategy):
                 assert their_sparsity == sparsity
 
 
-@pytest.mark.parametrize("criterion", ["movement", "taylor", "wanda"])
+@pytest.mark.parametrize(
+    "criterion", ["wanda", *(pytest.param(one, marks=pytest.mark.slow) for one in ("movement", "taylor"))]
+)
 def test_measured_masks_are_those_of_one_process(criterion):
     options = {"criterion": criterion, "scope": "global", "begin": 3, "end": 12, "every_n_steps": 3, "target": 0.8}
     one = trained_masks(options, 1)
@@ -99,7 +101,7 @@ def check_trained_masks(rank, options, strategy):
     return trained_masks(options, 2, strategy=strategy)
 
 
-@pytest.mark.parametrize("regrowth", ["rigl", "set"])
+@pytest.mark.parametrize("regrowth", ["rigl", pytest.param("set", marks=pytest.mark.slow)])
 def test_regrown_masks_are_those_of_one_process(regrowth):
     options = {"target": 0.7, "schedule": "constant", "regrowth": regrowth, "end": 0.9, "every_n_steps": 2}
     one = trained_masks(options, 1)

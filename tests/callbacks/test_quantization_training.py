@@ -123,9 +123,8 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a submodule", "a layer", "in place"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["all", "a submodule", "a layer", "in place"])
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of Dynamo, which Lightning's steps are broken up by
 def test_compiled_modules_train_and_convert_as_eager_ones(tmp_path, converted, what):
     found = []

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -85,6 +86,13 @@ def gap_by_hand(rbm, training, validation):
         return float(rbm.free_energy(validation).mean() - rbm.free_energy(training).mean())
 
 
+@pytest.fixture
+def empty_pictures(monkeypatch):
+    """Nothing is in the pictures, which take most of a run's time."""
+    monkeypatch.setattr("lightning_accel.callbacks.rbm_monitor.draw_rbm", lambda *_: Figure())
+
+
+@pytest.mark.usefixtures("empty_pictures")
 def test_gap_is_that_of_the_first_rows(tmp_path):
     module, callback = Foreign(), RBMMonitor(num_rows=10)
     run = fit(module, callback, tmp_path)
@@ -125,6 +133,7 @@ def test_loggers_that_take_images_get_them(tmp_path):
     assert Images.images == [("rbm/rbm", 4, 4)]
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_views_show_chains_rows_and_what_they_stand_for(tmp_path):
     module, callback = Foreign(), RBMMonitor(num_rows=9)
     fit(module, callback, tmp_path)
@@ -154,6 +163,7 @@ def test_upper_machines_are_shown_in_the_lowest_ones_pixels():
     assert to_pixels(torch.rand(7, 8), first, []).shape == (7, 6)
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_training_is_the_same_with_and_without_it(tmp_path):
     results = []
     for callback in (None, RBMMonitor()):
@@ -164,6 +174,7 @@ def test_training_is_the_same_with_and_without_it(tmp_path):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_curve_goes_on_where_a_run_resumes(tmp_path):
     whole, first, second = RBMMonitor(), RBMMonitor(), RBMMonitor()
     modules = []
@@ -183,6 +194,7 @@ def test_curve_goes_on_where_a_run_resumes(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.usefixtures("empty_pictures")
 def test_a_run_that_stops_before_its_rows_are_complete_goes_on_with_them(tmp_path):
     module, again = OneMachine("cd"), RBMMonitor()
     for callback, resumed in ((RBMMonitor(), None), (again, tmp_path / "step=2.ckpt")):
@@ -194,6 +206,7 @@ def test_a_run_that_stops_before_its_rows_are_complete_goes_on_with_them(tmp_pat
     assert again.gaps["rbm"][-1] == (8, pytest.approx(gap_by_hand(module.rbm, training, held_out), abs=1e-5))
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_another_fit_starts_anew(tmp_path):
     callback = RBMMonitor()
     for seed in (0, 2):
@@ -202,6 +215,7 @@ def test_another_fit_starts_anew(tmp_path):
         assert callback._training.values.equal(rows(seed)[0])
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_pictures_may_be_drawn_less_often(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     drawn = []
@@ -215,6 +229,7 @@ def test_pictures_may_be_drawn_less_often(tmp_path):
     assert again.state_dict() == callback.state_dict()
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_at_most_num_rows_are_kept_and_none_of_the_batch(tmp_path):
     callback = RBMMonitor(num_rows=4)
     fit(OneMachine(), callback, tmp_path, labelled=False)
@@ -231,6 +246,7 @@ def test_without_validation_training_rows_are_drawn_at_the_end(tmp_path):
     assert callback._compute_views(module)["rbm"].rows.equal(rows(0)[0].flatten(1))
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_batches_may_be_dicts(tmp_path):
     class OfDicts(Foreign):
         def training_step(self, batch, batch_idx):
@@ -286,6 +302,7 @@ def test_every_kind_of_unit_and_type_is_drawn(tmp_path, rbm):
         assert gap == pytest.approx(gap_by_hand(module.rbm, training.to(dtype), held_out.to(dtype)), abs=1e-5)
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_mixed_precision_compares_in_float32(tmp_path):
     module, callback = OneMachine(), RBMMonitor()
     fit(module, callback, tmp_path, labelled=False, precision="bf16-mixed")
@@ -301,6 +318,7 @@ def test_weights_that_are_not_finite_are_drawn(tmp_path, hidden):
     assert (tmp_path / "figures" / "rbm_rbm.png").exists()
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_long_curves_are_thinned(tmp_path):
     module, callback = OneMachine(), RBMMonitor(num_rows=2)
     callback.gaps = {"rbm": [(step, 0.0) for step in range(-400, 0)]}

@@ -261,6 +261,7 @@ def test_real_signals(tmp_path):
     check(tmp_path, whole=whole, scheduler="plateau val")
 
 
+@pytest.mark.slow
 def test_a_kill_while_columns_are_added_leaves_the_rows(tmp_path):
     """A CSVLogger writes its file anew when a figure is logged for the first time, as those of validation are."""
     program = f"""

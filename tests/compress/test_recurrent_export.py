@@ -63,7 +63,8 @@ class TestFiles:
         module = Steps(cell).eval()
         self.check(module, [module.call(6, 6), module.call(7, 5)], tmp_path / "m.pt2", "pt2")
 
-    @pytest.mark.parametrize("arguments", [pytest.param(1, marks=pytest.mark.slow), 3])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("arguments", [1, 3])
     def test_onnx_has_one_operator_for_each_layer(self, cell, arguments, tmp_path):
         pytest.importorskip("onnxruntime")
         module = Steps(cell).eval()
@@ -79,6 +80,7 @@ class TestFiles:
         self.check(module, [module.call(4, 6, 1), module.call(4, 5, 1)], tmp_path / "m.pt2", "pt2")
 
 
+@pytest.mark.slow
 def test_programs_load_without_layers(tmp_path):
     module = Steps("lstm").eval()
     args, _ = module.call(6, 6)
@@ -93,7 +95,8 @@ def test_programs_load_without_layers(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("cell", ["lstm", pytest.param("gru", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_int8_in_onnx_runtime(cell):
     pytest.importorskip("onnxruntime")
     model = SequenceModel(3, 4, target_kind="classification", cell=cell, hidden_size=64, bidirectional=True).eval()

@@ -158,7 +158,14 @@ def killed_at(calls: int, path: Path, folder: bool) -> None:
         write(partial, "new", folder)
 
 
-@pytest.mark.parametrize(("old", "folder"), [(False, False), (True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("old", "folder"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((False, True), (True, False))),
+    ],
+)
 def test_killed_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path, old, folder):
     seen = []
     for calls in range(1, 40):

@@ -58,8 +58,7 @@ def test_options_change_no_result(strategy):
     equals_one_process("language_model", strategy, {"gradient_clip_val": 0.1, "optimizer": SGD})
 
 
-@pytest.mark.parametrize("reduce_every_micro_batch", [False, True])
-@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+@pytest.mark.parametrize(("reduce_every_micro_batch", "expert_parallel_size"), [(False, 2), (True, 1)])
 def test_accumulated_and_clipped_gradients_equal_those_of_one_process(reduce_every_micro_batch, expert_parallel_size):
     strategy = {"reduce_every_micro_batch": reduce_every_micro_batch, "expert_parallel_size": expert_parallel_size}
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_steps": 2, "optimizer": SGD}
@@ -87,8 +86,11 @@ def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
     run.strategy.teardown()  # completes what is written in the background
 
 
-@pytest.mark.parametrize("strategy", [{}, {"expert_parallel_size": 2}, {"cpu_offload": True}], ids=str)
-@pytest.mark.parametrize("name", ["plain", "language_model"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("plain", {}), ("language_model", {"expert_parallel_size": 2}), ("plain", {"cpu_offload": True})],
+    ids=str,
+)
 def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
     if name == "plain" and "expert_parallel_size" in strategy:
         pytest.skip("has no experts")
@@ -107,8 +109,7 @@ def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
             close(actual, expected)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+@pytest.mark.parametrize(("in_background", "expert_parallel_size"), [(False, 1), (True, 2)])
 def test_sharded_checkpoints_resume(in_background, expert_parallel_size, tmp_path):
     options = {"checkpoints": "sharded", "expert_parallel_size": expert_parallel_size}
     expected = whole_weights(one_batch("language_model", 8))
@@ -456,6 +457,7 @@ def check_failure(rank):
         os._exit(3)  # as the end of its program would
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_so_at_once():
     with pytest.raises(AssertionError, match="rank 1: the process died, exit code 3"):
         run_ranks(check_failure)

@@ -172,7 +172,9 @@ def classifier():
     return MoEClassifier(6, 3, **SIZES, balance_weight=0.5, optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("split", [(1, 4), (2, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "split", [(1, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((2, 3), (3, 2)))], ids=str
+)
 def test_residual_outside_the_layers(tmp_path, split):
     """The encoder's output is used again after the mixture, by code between the layers."""
     one = trained(tmp_path, module=classifier())
@@ -199,7 +201,7 @@ def check_ragged(rank, folder, num_rows):
     return trained(folder, PipelineStrategy(), data=loader(num_rows, 8), max_epochs=4)
 
 
-@pytest.mark.parametrize("num_rows", [27, 30, 25])
+@pytest.mark.parametrize("num_rows", [27, *(pytest.param(number, marks=pytest.mark.slow) for number in (30, 25))])
 def test_ragged_last_batch(tmp_path, num_rows):
     one = trained(tmp_path, data=loader(num_rows, 8), max_epochs=4)
     for result in run_ranks(check_ragged, tmp_path, num_rows):
