@@ -195,7 +195,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._state_to_load = None
         self.model = self._sharded
         if fitting:
-            self._reset_optimizers_and_schedulers()  # those of an earlier fit hold other parameters
+            self._reset_optimizers_and_schedulers()  # optimizers of an earlier fit hold other parameters
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 step_on_shards(optimizer)

@@ -34,7 +34,7 @@ class Chain:
 def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
     """Return the layers that ``module.pipeline_layers()`` declares, or the items of its one dominant container.
 
-    That container is the one ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the parameters. Submodules with
+    The container is the one ``nn.Sequential`` or ``nn.ModuleList`` that holds most of the parameters. Submodules with
     a true attribute ``indivisible``, whose layers pass on more than tensors of one shape, are not searched.
 
     Raises:
