@@ -130,6 +130,9 @@ def _cached_damage(path: Path, fingerprint: tuple[tuple[str, int, int, int], ...
 def _damage_of_archive(file: Path | io.BytesIO) -> str:
     try:
         with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:  # a small file may unpack to any size
+                    return f"its part {entry.filename} is compressed, which torch.save does not do"
             if not any(entry.CRC for entry in archive.infolist()):
                 return ""  # written without checksums
             wrong = archive.testzip()

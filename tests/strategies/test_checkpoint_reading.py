@@ -106,6 +106,18 @@ def test_a_damaged_file_is_refused_and_passed_over(tmp_path, layer, how):
     assert all(torch.equal(*pair) for pair in zip(before, layer.parameters(), strict=True))
 
 
+def test_a_file_that_unpacks_to_more_than_its_size_is_refused(tmp_path):
+    torch.save({"state_dict": {"weight": torch.zeros(500_000)}}, tmp_path / "whole.ckpt")
+    with zipfile.ZipFile(tmp_path / "whole.ckpt") as whole, zipfile.ZipFile(tmp_path / "small.ckpt", "w") as small:
+        for entry in whole.infolist():
+            small.writestr(entry.filename, whole.read(entry), zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "small.ckpt").stat().st_size < 10_000
+    assert len(torch.load(tmp_path / "small.ckpt", weights_only=True)["state_dict"]["weight"]) == 500_000
+    for read in (read_checkpoint, AtomicCheckpointIO().load_checkpoint):
+        with pytest.raises(DamagedCheckpointError, match=r"its part whole/data\.pkl is compressed"):
+            read(tmp_path / "small.ckpt")
+
+
 def test_files_without_checksums_and_of_the_older_format_are_read(tmp_path, layer):
     torch.serialization.set_crc32_options(False)
     try:
