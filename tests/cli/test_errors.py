@@ -2,22 +2,28 @@
 
 import os
 import re
+import shutil
 import sys
 import traceback
 import zipfile
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import MoEClassifier
+from lightning_accel.__main__ import main
 from lightning_accel.callbacks.teacher import load_teacher
 from lightning_accel.cli.checkpoints import Checkpoint
 from lightning_accel.cli.errors import UsageError, require_config_files
+from lightning_accel.cli.run_folder import require_names
 
 OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
 OWN = ["fit", *OFF, "--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData"]
+THREE_EXPERTS = ["--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3"]
 TABLE = ["fit", *OFF, "--model=MoEClassifier", "--data=TabularDataModule"]
 
 
@@ -26,109 +32,100 @@ def config(text):
     return ("fit", *OFF, "--config=wrong.yaml"), text
 
 
+WRONG = [
+    ([*OURS, "--config=absent.yaml"], r"no config file absent.yaml; did you mean 'present.yaml'\?"),
+    (["fot"], r"no subcommand 'fot'; did you mean 'fit'\?"),
+    (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
+    ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),
+    ([*OURS, "--model.num_expert=3"], r"has no option 'num_expert'; did you mean 'num_experts'\?\nIt has: num_"),
+    (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
+    (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
+    (["fit", *OFF, "--model=own_modul.OwnModule"], r"no module 'own_modul'; did you mean 'own_module'\?"),
+    (["fit", *OFF, "--model=torch.nn.Linear"], r"model: expected a LightningModule, got torch.nn.Linear"),
+    ([*OURS, "--model.optimizer=AdmW"], r"model.optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
+    ([*OURS, "--model.optimizer.lrr=1"], r"model.optimizer: torch.optim.AdamW has no option 'lrr'"),
+    ([*OURS, "--trainer.callbacks=EarlyStoping"], r"trainer.callbacks: no class 'EarlyStoping'; did you mean"),
+    ([*OURS, "--optimizer.lr=3"], r"optimizer: 'lr' belongs to no class\nName the class: --optimizer CLASS"),
+    ([*OURS, "--verbose=1"], r"'verbose' comes after a subcommand, and belongs to validate, test"),
+    ([*OURS, "-trainer.max_epochs=1"], r"no option '-trainer.max_epochs=1'; did you mean '--trainer.max_epochs=1'"),
+    (
+        ["fit", *OFF, "--model=bad_syntax.M"],
+        r"bad_syntax cannot be imported: invalid syntax \(bad_syntax.py, line 1",
+    ),
+    ([*OURS, "--model.dim=wide"], r"model.dim: expected int; got wide"),
+    ([*OURS, "--model.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
+    ([*OURS, "--trainer.strategy=dpp"], r"no strategy 'dpp'; did you mean 'ddp'"),
+    (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
+    (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing for own_module.OwnModule"),
+    ([*OURS, "--lr_interval=step"], r"--lr_interval step has no effect without --lr_scheduler"),
+    ([*OURS, "--data.batch_size=0"], r"batch_size must be at least 1; got 0"),
+    ([*OURS, "--config"], r"argument -c/--config: expected one argument"),
+    ([*OURS, "--model.num_features=63"], r"num_features=63, but DigitsDataModule has num_features=64"),
+    ([*OURS, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"], r"--lr_scheduler needs --optimizer"),
+    (
+        config("model: {class_path: MoEClassifier, init_args: {num_expert: 3}}"),
+        r"has no option 'num_expert'; did you mean 'num_experts'\?",
+    ),
+    (
+        [*OURS, "--trainer.default_root_dir=own_module.py/logs"],
+        r"cannot write to the log folder own_module.py/logs",
+    ),
+    ([*TABLE, "--data.path=present.csv", "--data.target=z"], r"present.csv has no column 'z'.*Its columns: x, y"),
+    (
+        [*OURS, "--ckpt_path=best"],
+        r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path best is not for fit",
+    ),
+    (
+        ["test", *OURS[1:], "--ckpt_path=best"],
+        r"best: no checkpoint of MoEClassifier under .*lightning_logs. Run fit",
+    ),
+]
+ALIKE = [  # found by the same checks, at other options
+    ([*OURS, "--max_epochs=3"], r"no option 'max_epochs'; did you mean 'trainer.max_epochs'\?"),
+    ([*OWN, "--model.widht=3"], r"own_module.OwnModule has no option 'widht'; did you mean 'width'\?"),
+    ([*OURS, "--optimizer=AdmW"], r"optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
+    ([*OURS, "--optimizer=AdamW", "--optimizer.lrr=1"], r"torch.optim.AdamW has no option 'lrr'"),
+    ([*OURS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"], r"did you mean 'monitor'"),
+    ([*OURS, "--trainer.logger=CSVLoger"], r"trainer.logger: no class 'CSVLoger'; did you mean 'CSVLogger'"),
+    (
+        [*OURS, "--trainer.logger.save_dir=x"],
+        r"trainer.logger: 'save_dir' belongs to no class\nName the class: --trainer.logger CLASS",
+    ),
+    (
+        config("trainer: {logger: {save_dir: x}}"),
+        r"trainer.logger: 'save_dir' belongs to no class\nName the class: --trainer.logger CLASS",
+    ),
+    ([*OURS, "--trainer.strategy.timeout=x"], r"'timeout' belongs to no class\nName the class: --trainer.strategy"),
+    ([*OURS, "--trainer.logger=CSVLogger", "--trainer.logger.name=[]"], r"expected str"),
+    ([*OURS, "--trainer.logger+=CSVLogger", "--trainer.logger.save_dirr=x"], r"did you mean 'save_dir'"),
+    (["fit", *OFF, "--model=bad_key.M"], r"bad_key cannot be imported: 'k'\n\(KeyError in .*bad_key.py, line 2\)"),
+    (["fit", *OFF, "--model=bad_need.M"], r"bad_need needs the module 'nosuchpkg', which is not installed"),
+    ([*OURS, "--optimizer=SGD", "--optimizer.lr=fast"], r"optimizer.lr: expected float; got fast"),
+    ([*OURS, "--trainer.max_epochs=many"], r"trainer.max_epochs: expected int; got many"),
+    ([*OURS, "--lr_interval=steps"], r"lr_interval: expected 'epoch' or 'step'; got steps; did you mean 'step'\?"),
+    ([*OURS, "--optimizer=Adam", "--lr_scheduler=StepLR"], r"lr_scheduler.step_size is missing for .*StepLR"),
+    (["fit", *OFF, "--model=own_module.Broken", "--model.width=3"], r"no_such_attribute"),
+    (
+        config("model: {class_path: MoEClassifier, init_arg: {k: 1}}"),
+        r"'init_arg.k' belongs to no class; .*init_args",
+    ),
+    (config("modle: {class_path: MoEClassifier}"), r"no option 'modle'; did you mean 'model'\?"),
+    (config("model: {class_path: MoEClassifier}\ntrainer: {max_epoch: 3}"), r"did you mean 'trainer.max_epochs'\?"),
+    (
+        config("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: x}}]}"),
+        r"did you mean 'monitor'",
+    ),
+    ([*TABLE, "--data.path=absent.csv", "--data.target=y"], r"no file absent.csv; did you mean present.csv\?"),
+    (
+        [*OURS, "--ckpt_path=last"],
+        r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path last is not for fit",
+    ),
+]
+
+
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        # names
-        (["fot"], r"no subcommand 'fot'; did you mean 'fit'\?"),
-        (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
-        ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),
-        ([*OURS, "--max_epochs=3"], r"no option 'max_epochs'; did you mean 'trainer.max_epochs'\?"),
-        ([*OURS, "--model.num_expert=3"], r"has no option 'num_expert'; did you mean 'num_experts'\?\nIt has: num_"),
-        ([*OWN, "--model.widht=3"], r"own_module.OwnModule has no option 'widht'; did you mean 'width'\?"),
-        (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
-        (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
-        (["fit", *OFF, "--model=own_modul.OwnModule"], r"no module 'own_modul'; did you mean 'own_module'\?"),
-        (["fit", *OFF, "--model=torch.nn.Linear"], r"model: expected a LightningModule, got torch.nn.Linear"),
-        ([*OURS, "--optimizer=AdmW"], r"optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
-        ([*OURS, "--optimizer=AdamW", "--optimizer.lrr=1"], r"torch.optim.AdamW has no option 'lrr'"),
-        ([*OURS, "--model.optimizer=AdmW"], r"model.optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
-        ([*OURS, "--model.optimizer.lrr=1"], r"model.optimizer: torch.optim.AdamW has no option 'lrr'"),
-        ([*OURS, "--trainer.callbacks=EarlyStoping"], r"trainer.callbacks: no class 'EarlyStoping'; did you mean"),
-        ([*OURS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"], r"did you mean 'monitor'"),
-        ([*OURS, "--trainer.logger=CSVLoger"], r"trainer.logger: no class 'CSVLoger'; did you mean 'CSVLogger'"),
-        ([*OURS, "--optimizer.lr=3"], r"optimizer: 'lr' belongs to no class\nName the class: --optimizer CLASS"),
-        (
-            [*OURS, "--trainer.logger.save_dir=x"],
-            r"trainer.logger: 'save_dir' belongs to no class\nName the class: --trainer.logger CLASS",
-        ),
-        (
-            config("trainer: {logger: {save_dir: x}}"),
-            r"trainer.logger: 'save_dir' belongs to no class\nName the class: --trainer.logger CLASS",
-        ),
-        ([*OURS, "--trainer.strategy.timeout=x"], r"'timeout' belongs to no class\nName the class: --trainer.strategy"),
-        ([*OURS, "--trainer.logger=CSVLogger", "--trainer.logger.name=[]"], r"expected str"),
-        ([*OURS, "--trainer.logger+=CSVLogger", "--trainer.logger.save_dirr=x"], r"did you mean 'save_dir'"),
-        ([*OURS, "--verbose=1"], r"'verbose' comes after a subcommand, and belongs to validate, test"),
-        ([*OURS, "-trainer.max_epochs=1"], r"no option '-trainer.max_epochs=1'; did you mean '--trainer.max_epochs=1'"),
-        (
-            ["fit", *OFF, "--model=bad_syntax.M"],
-            r"bad_syntax cannot be imported: invalid syntax \(bad_syntax.py, line 1",
-        ),
-        (["fit", *OFF, "--model=bad_key.M"], r"bad_key cannot be imported: 'k'\n\(KeyError in .*bad_key.py, line 2\)"),
-        (["fit", *OFF, "--model=bad_need.M"], r"bad_need needs the module 'nosuchpkg', which is not installed"),
-        # values
-        ([*OURS, "--model.dim=wide"], r"model.dim: expected int; got wide"),
-        ([*OURS, "--optimizer=SGD", "--optimizer.lr=fast"], r"optimizer.lr: expected float; got fast"),
-        ([*OURS, "--trainer.max_epochs=many"], r"trainer.max_epochs: expected int; got many"),
-        ([*OURS, "--lr_interval=steps"], r"lr_interval: expected 'epoch' or 'step'; got steps; did you mean 'step'\?"),
-        ([*OURS, "--model.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
-        ([*OURS, "--trainer.strategy=dpp"], r"no strategy 'dpp'; did you mean 'ddp'"),
-        # what is missing, or contradicts
-        (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
-        (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing for own_module.OwnModule"),
-        ([*OURS, "--lr_interval=step"], r"--lr_interval step has no effect without --lr_scheduler"),
-        ([*OURS, "--optimizer=Adam", "--lr_scheduler=StepLR"], r"lr_scheduler.step_size is missing for .*StepLR"),
-        ([*OURS, "--data.batch_size=0"], r"batch_size must be at least 1; got 0"),
-        ([*OURS, "--config"], r"argument -c/--config: expected one argument"),
-        ([*OURS, "--ckpt_path=folder"], r"folder is a folder that holds no sharded checkpoint"),
-        ([*OURS, "--model.num_features=63"], r"num_features=63, but DigitsDataModule has num_features=64"),
-        ([*OURS, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"], r"--lr_scheduler needs --optimizer"),
-        (["fit", *OFF, "--model=own_module.Broken", "--model.width=3"], r"no_such_attribute"),
-        # files
-        ([*OURS, "--config=absent.yaml"], r"no config file absent.yaml; did you mean 'present.yaml'\?"),
-        (config("model: [a: b\n  c"), r"config wrong.yaml is not YAML: .*line 1"),
-        (config("# only a comment"), r"config wrong.yaml must be a mapping .*it holds nothing"),
-        (
-            config("trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {}"),
-            r"config wrong.yaml is not YAML: 'trainer' stands",
-        ),
-        (
-            config("model: {class_path: MoEClassifier, init_arg: {k: 1}}"),
-            r"'init_arg.k' belongs to no class; .*init_args",
-        ),
-        (config("just words"), r"config wrong.yaml must be a mapping .*'just words'"),
-        (config("modle: {class_path: MoEClassifier}"), r"no option 'modle'; did you mean 'model'\?"),
-        (config("model: {class_path: MoEClassifier}\ntrainer: {max_epoch: 3}"), r"did you mean 'trainer.max_epochs'\?"),
-        (
-            config("model: {class_path: MoEClassifier, init_args: {num_expert: 3}}"),
-            r"has no option 'num_expert'; did you mean 'num_experts'\?",
-        ),
-        (
-            config("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: x}}]}"),
-            r"did you mean 'monitor'",
-        ),
-        (
-            [*OURS, "--trainer.default_root_dir=own_module.py/logs"],
-            r"cannot write to the log folder own_module.py/logs",
-        ),
-        ([*TABLE, "--data.path=absent.csv", "--data.target=y"], r"no file absent.csv; did you mean present.csv\?"),
-        ([*TABLE, "--data.path=present.csv", "--data.target=z"], r"present.csv has no column 'z'.*Its columns: x, y"),
-        ([*OURS, "--ckpt_path=absent.ckpt"], r"no checkpoint absent.ckpt; did you mean 'present.ckpt'\?"),
-        (
-            [*OURS, "--ckpt_path=last"],
-            r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path last is not for fit",
-        ),
-        (
-            [*OURS, "--ckpt_path=best"],
-            r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path best is not for fit",
-        ),
-        (
-            ["test", *OURS[1:], "--ckpt_path=best"],
-            r"best: no checkpoint of MoEClassifier under .*lightning_logs. Run fit",
-        ),
-    ],
+    ("arguments", "said"), [*WRONG, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALIKE)]
 )
 def test_wrong_input(command, run_folder, arguments, said):
     for name in ("present.yaml", "present.ckpt"):
@@ -153,23 +150,36 @@ def test_wrong_input(command, run_folder, arguments, said):
     assert not left
 
 
-@pytest.fixture
-def checkpoints(command, run_folder):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: [a: b\n  c", r"config wrong.yaml is not YAML: .*line 1"),
+        ("# only a comment", r"config wrong.yaml must be a mapping .*it holds nothing"),
+        ("trainer: {max_epochs: 1}\nmodel: {}\ntrainer: {}", r"config wrong.yaml is not YAML: 'trainer' stands"),
+        ("just words", r"config wrong.yaml must be a mapping .*'just words'"),
+    ],
+)
+def test_config_that_is_no_mapping(run_folder, text, said):
+    (run_folder / "wrong.yaml").write_text(text)
+    with pytest.raises(UsageError, match=f"(?s){said}"):
+        require_config_files(["fit", "--config=wrong.yaml"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_three_experts(tmp_path_factory):
     """A whole checkpoint of a run with three experts."""
-    small = ["--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--trainer.log_every_n_steps=1"]
-    keep = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {dirpath: kept, filename: whole}}"
-    assert (
-        command(
-            *OURS,
-            *small,
-            keep,
-            "--trainer.limit_train_batches=1",
-            "--trainer.limit_val_batches=1",
-            "--trainer.logger=false",
-        ).status
-        == 0
-    )
-    return run_folder / "kept/whole.ckpt"
+    folder = tmp_path_factory.mktemp("kept")
+    keep = f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {{dirpath: {folder}, filename: whole}}}}"
+    batches = ["--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1", "--trainer.logger=false"]
+    assert main([*OURS, *THREE_EXPERTS, *batches, keep]) == 0
+    return folder / "whole.ckpt"
+
+
+@pytest.fixture
+def checkpoints(checkpoint_of_three_experts, run_folder):
+    """A copy of that checkpoint, in the current folder."""
+    (run_folder / "kept").mkdir()
+    return Path(shutil.copy(checkpoint_of_three_experts, run_folder / "kept"))
 
 
 def cut_short(path, run_folder):
@@ -202,41 +212,50 @@ def with_an_object(path, run_folder):
     return "object.ckpt"
 
 
-def whole(path, run_folder):
-    return path
-
-
 @pytest.mark.parametrize(
-    ("make", "model", "said"),
+    ("make", "said"),
     [
-        (cut_short, OURS, r"cut.ckpt is not a whole checkpoint \([\d,]+ bytes\): it was cut short"),
-        (line_of_text, OURS, r"line.ckpt is not a whole checkpoint \(6 bytes\)"),
-        (renamed_text, OURS, r"text.ckpt is not a whole checkpoint \(16 bytes\)"),
-        (emptied, OURS, r"empty.ckpt is not a whole checkpoint \(0 bytes\)"),
-        (weights_alone, OURS, r"weights.ckpt is not a checkpoint of a Trainer: it holds no state_dict"),
-        (with_an_object, OURS, r"object.ckpt holds objects other than tensors and plain values \(.*ZipFile"),
-        (
-            whole,
-            OURS,
-            r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model",
-        ),
-        (whole, OURS, r"mixture.experts.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"),
-        (
-            whole,
-            OWN,
-            r"a MoEClassifier, another model than OwnModule .*class_path: .*checkpoint has no layer.bias.*\d+ more",
-        ),
+        (cut_short, r"cut.ckpt is not a whole checkpoint \([\d,]+ bytes\): it was cut short"),
+        (line_of_text, r"line.ckpt is not a whole checkpoint \(6 bytes\)"),
+        (renamed_text, r"text.ckpt is not a whole checkpoint \(16 bytes\)"),
+        (emptied, r"empty.ckpt is not a whole checkpoint \(0 bytes\)"),
+        (weights_alone, r"weights.ckpt is not a checkpoint of a Trainer: it holds no state_dict"),
+        (with_an_object, r"object.ckpt holds objects other than tensors and plain values \(.*ZipFile"),
     ],
 )
-@pytest.mark.parametrize("subcommand", ["fit", "test"])
+def test_file_that_is_no_checkpoint(run_folder, checkpoints, make, said):
+    with pytest.raises(UsageError, match=f"(?s){said}"):
+        Checkpoint.read(make(checkpoints, run_folder))
+
+
+def test_no_checkpoint_at_the_path(run_folder, checkpoints):
+    (run_folder / "folder").mkdir()
+    with pytest.raises(UsageError, match="folder is a folder that holds no sharded checkpoint"):
+        Checkpoint.read("folder")
+    with pytest.raises(UsageError, match=r"no checkpoint kept/hole.ckpt; did you mean 'kept/whole.ckpt'\?"):
+        Checkpoint.read("kept/hole.ckpt")
+
+
 @pytest.mark.usefixtures("own")
-def test_wrong_checkpoint(command, run_folder, checkpoints, subcommand, make, model, said):
-    path = make(checkpoints, run_folder)
-    result = command(subcommand, *model[1:], f"--ckpt_path={path}")
-    assert result.status == 2
-    assert re.search(said, result.err, re.DOTALL), result.err
-    assert "Traceback" not in result.err
-    assert not (run_folder / "lightning_logs").exists()
+def test_wrong_checkpoint(command, run_folder, checkpoints):
+    of_another_kind = r"a MoEClassifier, another model than OwnModule .*class_path: .*checkpoint has no layer.bias"
+    of_other_settings = (
+        r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model.*"
+        r"mixture.experts.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"
+    )
+    cut = cut_short(checkpoints, run_folder)
+    for subcommand, path, model, said in [
+        ("fit", cut, OURS, "it was cut short"),
+        ("test", cut, OURS, "it was cut short"),
+        ("fit", checkpoints, OURS, of_other_settings),
+        ("test", checkpoints, OURS, of_other_settings),
+        ("test", checkpoints, OWN, rf"{of_another_kind}.*\d+ more"),
+    ]:
+        result = command(subcommand, *model[1:], f"--ckpt_path={path}")
+        assert result.status == 2
+        assert re.search(said, result.err, re.DOTALL), result.err
+        assert "Traceback" not in result.err
+        assert not (run_folder / "lightning_logs").exists()
 
 
 PLANTED = """
@@ -252,7 +271,8 @@ IN_YAML = "{class_path: planted.G}"
 GRAPHS = {"_class_path": "lightning_accel.RelationalGNN", "num_features": 1, "num_classes": 2}
 
 
-def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints):
+def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints, monkeypatch):
+    monkeypatch.syspath_prepend(run_folder)
     (run_folder / "planted.py").write_text(PLANTED)
     (run_folder / "gate.yaml").write_text(IN_YAML)
     content = torch.load(checkpoints, weights_only=True)
@@ -268,13 +288,17 @@ def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints):
         ({**content["hyper_parameters"], "optimizer": MAKES_THE_MARKER}, "os.mkdir"),
     ]:
         torch.save({**content, "hyper_parameters": settings}, "named.ckpt")
-        for subcommand in ("test", "predict"):
-            result = command(subcommand, *OFF, *data)
-            assert result.status == 2
-            assert f"named.ckpt names {named}, which is not imported" in result.err, result.err
-        with pytest.raises(ValueError, match=f"named.ckpt names {named}, which is not imported"):
+        said = f"named.ckpt names {named}, which is not imported"
+        with pytest.raises(UsageError, match=said):
+            Checkpoint.read("named.ckpt").model_config()
+        with pytest.raises(ValueError, match=said):
             load_teacher("named.ckpt")
         assert not (run_folder / "MARKER").exists()
+    for subcommand in ("test", "predict"):
+        result = command(subcommand, *OFF, *data)
+        assert result.status == 2
+        assert said in result.err, result.err
+    assert not (run_folder / "MARKER").exists()
     command("test", *OFF, "--model=planted.M", *data)
     assert (run_folder / "MARKER").exists()  # as the user asked
     sys.modules.pop("planted")
@@ -288,12 +312,10 @@ def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints):
         ("x" * 300, "has at most 200 bytes between slashes, so that files can be named by it; got 300"),
     ],
 )
-def test_checkpoints_stay_in_the_folder_of_their_run(command, run_folder, name, said):
-    keeper = f"--trainer.callbacks+={{class_path: ModelCheckpoint, init_args: {{filename: {name}}}}}"
-    result = command(*OURS, keeper)
-    assert result.status == 2
-    assert f"ModelCheckpoint.filename {said}" in result.err
-    assert not list(run_folder.iterdir())
+def test_checkpoints_stay_in_the_folder_of_their_run(run_folder, name, said):
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint(filename=name)])
+    with pytest.raises(UsageError, match=re.escape(f"ModelCheckpoint.filename {said}")):
+        require_names(trainer)
 
 
 def test_logs_stay_in_the_folder_that_is_given(command, run_folder):
@@ -364,9 +386,7 @@ def test_missing_layers_are_refused_even_where_later_ones_are_built(command, run
     state = torch.load(checkpoints, weights_only=True)
     del state["state_dict"]["norm.weight"]
     torch.save(state, run_folder / "less.ckpt")
-    result = command(
-        "test", *OURS[1:], "--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3", "--ckpt_path=less.ckpt"
-    )
+    result = command("test", *OURS[1:], *THREE_EXPERTS, "--ckpt_path=less.ckpt")
     assert "the checkpoint has no norm.weight" in result.err
 
 

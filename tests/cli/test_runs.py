@@ -1,16 +1,21 @@
 """Command lines that work, start to end."""
 
+import contextlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pandas as pd
 import pytest
 import torch
 import yaml
 
 import lightning_accel
+from lightning_accel import DigitsDataModule, MoEClassifier
+from lightning_accel.cli.command import _require_long_enough
+from lightning_accel.cli.errors import UsageError
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 OWN = ["--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData", "--trainer.log_every_n_steps=2"]
@@ -80,24 +85,36 @@ def test_schedule_shorter_than_the_run_is_refused(command, run_folder):
 @pytest.mark.parametrize(
     ("limits", "total_steps", "enough"),
     [
-        (["--trainer.max_epochs=3"], 2, False),
-        (["--trainer.max_epochs=3"], 3, True),
-        (["--trainer.max_epochs=9", "--trainer.max_steps=5"], 2, True),  # the third epoch ends in the middle
-        (["--trainer.max_epochs=9", "--trainer.max_steps=6"], 2, False),
-        (["--trainer.max_steps=6"], 2, False),
-        (["--trainer.max_steps=3", "--trainer.accumulate_grad_batches=2"], 2, False),
-        (["--trainer.max_steps=2", "--trainer.accumulate_grad_batches=2"], 2, True),
+        ({"max_epochs": 3}, 2, False),
+        ({"max_epochs": 3}, 3, True),
+        ({"max_epochs": 9, "max_steps": 5}, 2, True),  # the third epoch ends in the middle
+        ({"max_epochs": 9, "max_steps": 6}, 2, False),
+        ({"max_steps": 6}, 2, False),
+        ({"max_steps": 3, "accumulate_grad_batches": 2}, 2, False),
+        ({"max_steps": 2, "accumulate_grad_batches": 2}, 2, True),
     ],
 )
-def test_schedule_by_epochs_is_held_against_the_epochs_that_end(command, limits, total_steps, enough):
-    cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", f"--lr_scheduler.total_steps={total_steps}"]
-    result = command("fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle, *limits, "--trainer.logger=false")
-    assert result.status == (0 if enough else 2), result.err
-    assert enough or "OneCycleLR ends after 2 steps, but the run takes 3 of its lr_interval, 'epoch'" in result.err
+def test_schedule_by_epochs_is_held_against_the_epochs_that_end(run_folder, limits, total_steps, enough):
+    class Scheduled(MoEClassifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1, total_steps=total_steps)
+            _require_long_enough(scheduler, self.trainer, "epoch", None)
+            return [optimizer], [scheduler]
+
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    batches = {"limit_train_batches": 2, "limit_val_batches": 0}
+    trainer = L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(off, False), **batches, **limits)
+    said = "OneCycleLR ends after 2 steps, but the run takes 3 of its lr_interval, 'epoch'"
+    with contextlib.nullcontext() if enough else pytest.raises(UsageError, match=said):
+        trainer.fit(Scheduled(dim=8, expert_dim=8), DigitsDataModule())
+    assert trainer.global_step == (0 if not enough else 2 * 3 if total_steps == 3 else limits["max_steps"])
 
 
 @pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using:RuntimeWarning")
-@pytest.mark.parametrize(("interval", "length", "longer"), [("step", 2, 4), ("epoch", 1, 2)])
+@pytest.mark.parametrize(
+    ("interval", "length", "longer"), [("step", 2, 4), pytest.param("epoch", 1, 2, marks=pytest.mark.slow)]
+)
 def test_schedule_of_the_checkpoint_shorter_than_the_resumed_run_is_refused(
     command, run_folder, interval, length, longer
 ):
@@ -195,14 +212,14 @@ DIVERGING = ["--trainer.max_epochs=3", "--optimizer=SGD", "--optimizer.lr=1", "-
     "keepers",
     [
         [
+            KEEPER % "save_top_k: -1, filename: 'all-{epoch}'",
             KEEPER % "monitor: val/loss",
             "--trainer.callbacks+=EarlyStopping",
             "--trainer.callbacks.monitor=val/accuracy",
         ],
-        [KEEPER % "save_top_k: -1, filename: 'all-{epoch}'", KEEPER % "monitor: val/loss"],
         [KEEPER % "monitor: val/loss, filename: '{epoch}-{val/loss:.3f}', save_last: true"],
     ],
-    ids=["beside early stopping", "beside a keeper of all", "in a folder below"],
+    ids=["beside early stopping and a keeper of all", "in a folder below"],
 )
 def test_best_checkpoint_is_the_monitored_one(command, keepers):
     assert command("fit", *QUIET, *DIGITS, *DIVERGING, *keepers).status == 0
@@ -305,6 +322,7 @@ def test_run_without_a_logger_leaves_no_config(command, run_folder):
     assert [path.name for path in run_folder.iterdir() if path.name != "__pycache__"] == ["own_module.py"]
 
 
+@pytest.mark.slow
 def test_short_names_in_a_fresh_process(run_folder):
     """Nothing but the command line has imported the classes here."""
     arguments = ["--model=MoEClassifier", "--data=TabularDataModule", "--data.path=x.csv", "--data.target=y"]
