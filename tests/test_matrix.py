@@ -1,12 +1,13 @@
 """Every module under every strategy, precision and set of callbacks.
 
+By default a dozen cells; the slow ones cover every pair of values, the weekly ones are all.
 A cell trains as one process does, saves, and resumes, or is refused before training. The README's table is made of it:
 ``python -m tests.test_matrix`` writes it.
 """
 
 import re
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +96,31 @@ CALLBACKS = {
     ],
     "distillation": lambda module, folder: [ExactResume(), Distillation("initial", weight=0.5)],
 }
-QUICK = ("plain", "ddp"), ("plain", "accel_fsdp2")
+
+
+class Cell(NamedTuple):
+    """What is trained together."""
+
+    module: str
+    way: str
+    precision: str
+    callbacks: str
+
+
+QUICK = [
+    Cell("plain", "ddp", "32-true", "compression"),
+    Cell("plain", "accel_fsdp2", "32-true", "distillation"),
+    Cell("plain", "accel_dp", "auto", "ours"),
+    Cell("plain", "accel_expert_parallel", "32-true", "ours"),
+    Cell("classifier", "accel_expert_parallel", "32-true", "ours"),
+    Cell("classifier", "accel_fsdp2", "bf16-mixed", "ours"),
+    Cell("language_model", "tensor parallel", "32-true", "Lightning's"),
+    Cell("language_model", "accel_ddp", "fp16", "ours"),
+    Cell("sequence", "accel_pipeline", "32-true", "Lightning's"),
+    Cell("sequence", "single device", "32-true", "ours"),
+    Cell("belief_network", "accel_ddp", "32-true", "Lightning's"),
+    Cell("graphs", "accel_dp", "32-true", "Lightning's"),
+]
 CHANGING = "compression", "distillation"  # what is trained
 REFUSED = {  # patterns of messages, by module, strategy and precision
     ("plain", "accel_expert_parallel", "any"): "Plain has no layer that holds experts.*'accel_fsdp2'",
@@ -162,32 +187,51 @@ def weights(path: Path) -> dict[str, Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
-def cells() -> list[object]:
-    """Each module, strategy and precision together, with the callbacks in turn; all of it at 32-true.
-
-    By default each module and strategy at 32-true, with the callbacks in turn.
-    """
-
-    def by_turns(module: str, way: str) -> str:
-        return ("Lightning's", "ours")[([*MODULES].index(module) + names.index(way)) % 2]
-
-    names = [way.name for way in ways()]
+def every_cell() -> list[Cell]:
+    """Each module, strategy and precision together, with the callbacks in turn; all of it at 32-true."""
     turns = {
         key: ("Lightning's", "ours")[(turn + turn // 2) % 2]
         for turn, key in enumerate(product(MODULES, ("bf16-mixed", "fp16")))
     }
     return [
-        pytest.param(module, way.name, precision, callbacks, marks=[] if is_short else [pytest.mark.slow])
+        Cell(module, way.name, precision, callbacks)
         for module in MODULES
         for way in ways()
         for precision in PRECISIONS
         for callbacks in CALLBACKS
-        for is_short in [
-            (precision == "32-true" and (callbacks == by_turns(module, way.name) or (module, way.name) in QUICK))
-            or (module, precision, callbacks) == ("plain", "auto", "ours")
-        ]
-        if is_short or turns.get((module, precision)) == callbacks or precision == "32-true"
+        if precision == "32-true"
+        or turns.get((module, precision)) == callbacks
+        or (module, precision, callbacks) == ("plain", "auto", "ours")
     ]
+
+
+def covered(cell: Cell) -> set[object]:
+    """Return the pairs of values that the cell trains with, or the message that refuses it."""
+    pattern = refusal(*cell)
+    return set(combinations(zip(Cell._fields, cell, strict=True), 2)) if pattern is None else {pattern}
+
+
+def cells() -> list[object]:
+    """Return the quick cells, those that cover all pairs with them (slow), and all others (weekly)."""
+    others = [cell for cell in every_cell() if cell not in QUICK]
+    remaining = set().union(*map(covered, others)) - set().union(*map(covered, QUICK))
+    pairwise = []
+    while remaining:
+        best = max(others, key=lambda cell: len(covered(cell) & remaining))
+        pairwise.append(best)
+        others.remove(best)
+        remaining -= covered(best)
+    return [
+        *QUICK,
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in pairwise),
+        *(pytest.param(*cell, marks=[pytest.mark.slow, pytest.mark.weekly]) for cell in others),
+    ]
+
+
+def test_quick_cells_hold_every_value_and_no_other():
+    for values, known in zip(zip(*QUICK, strict=True), zip(*every_cell(), strict=True), strict=True):
+        assert set(values) == set(known)
+    assert set(QUICK) <= set(every_cell())
 
 
 @pytest.mark.parametrize(("module", "way", "precision", "callbacks"), cells())
@@ -214,13 +258,24 @@ def check_three_steps(rank, module, way, folder):
     run(module, way, "32-true", "Lightning's", folder, 3, number=4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("way", [way.name for way in ways()[1:]])
+def cells_of_four() -> list[object]:
+    """Return each module with each strategy that does not refuse it; weekly where both stand in another slow cell."""
+    few = "accel_expert_parallel", "tensor parallel"  # which take few modules
+    return [
+        pytest.param(
+            module,
+            way.name,
+            marks=[pytest.mark.slow, *([] if (i + j) % 3 == 0 or way.name in few else [pytest.mark.weekly])],
+        )
+        for i, module in enumerate(MODULES)
+        for j, way in enumerate(ways()[1:])
+        if refusal(module, way.name, "32-true") is None
+    ]
+
+
+@pytest.mark.parametrize(("module", "way"), cells_of_four())
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_three_steps_of_four_equal_those_of_one(module, way, run_folder):
-    if refusal(module, way, "32-true"):
-        pytest.skip("refused")
     processes = way_named(way, 4).processes
     if processes == 1:
         check_three_steps(0, module, way, run_folder)
