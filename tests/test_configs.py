@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_accel import DigitsDataModule, load_compressed
 
+LONG = "compress_cnn", "compress_moe", "compress_rnn", "relational_counting"
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
 
@@ -17,10 +18,20 @@ def test_first_line_says_what_runs(path):
     assert path.read_text().startswith("# ")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in CONFIGS],
+)
 def test_one_batch_runs(command, path):
     result = command("fit", "--config", path, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu")
     assert result.status == 0, result.err
+
+
+def test_all_options_are_known(command):
+    for path in CONFIGS:
+        if path.stem in LONG:
+            result = command("fit", "--config", path, "--print_config")
+            assert result.status == 0, result.err
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def words(text: str) -> list[str]:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem == "compression" else [])
+        pytest.param(path, id=path.stem, marks=[] if path.stem == "custom_ops" else pytest.mark.slow)
         for path in NOTEBOOKS
     ],
 )

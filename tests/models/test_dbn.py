@@ -301,7 +301,7 @@ class Keep(L.Callback):
     "options",
     [
         {"finetune": "classifier"},
-        {"finetune": "updown", "finetune_lr": 0.01},
+        pytest.param({"finetune": "updown", "finetune_lr": 0.01}, marks=pytest.mark.slow),
         {"finetune": "updown", "labels": True, "finetune_lr": 0.01},
         {"stages": (Stage(epochs=2, sampler="tempering", num_temperatures=3, num_chains=4, sparsity_target=0.1),)},
         {"finetune": "classifier", "minibatch_size": 2},
@@ -337,8 +337,17 @@ def check_ddp(rank, strategy, options):
     return whole_weights(run), [learn.state_dict() for learn in one.sampling]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "accel_ddp", "accel_fsdp2"])
-@pytest.mark.parametrize("finetune", ["classifier", "updown"])
+@pytest.mark.parametrize(
+    ("strategy", "finetune"),
+    [
+        ("ddp", "updown"),
+        ("accel_fsdp2", "classifier"),
+        pytest.param("ddp", "classifier", marks=pytest.mark.slow),
+        pytest.param("accel_ddp", "classifier", marks=pytest.mark.slow),
+        pytest.param("accel_ddp", "updown", marks=pytest.mark.slow),
+        pytest.param("accel_fsdp2", "updown", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_agree_on_weights_and_draw_chains_of_their_own(strategy, finetune):
     options = {"finetune": finetune, "finetune_lr": 0.01}
     (first, chains), (second, others) = run_ranks(check_ddp, strategy, options)
@@ -398,6 +407,7 @@ def test_fsdp2_trains_a_large_rbm_of_which_each_process_holds_half():
         assert local <= whole / 2 + 784
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
 def test_it_learns_digits_in_a_few_epochs(finetune):
     one = DeepBeliefNetwork(

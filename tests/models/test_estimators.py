@@ -17,13 +17,25 @@ from lightning_accel.models import DeepBeliefNetwork, Stage
 from lightning_accel.models.estimators import DBNClassifier, RBMTransformer
 from tests.tolerance import rounding
 
+QUICK = "check_no_attributes_set_in_init", "check_estimators_pickle", "check_methods_subset_invariance"
 
-@parametrize_with_checks(
-    [
+
+def conformity():
+    """Parametrize over scikit-learn's checks, of which all but a few are slow."""
+    estimators = [
         RBMTransformer(n_components=3, n_iter=2),
         DBNClassifier((8,), n_iter=2, finetune_n_iter=10),
     ]
-)
+    names, cases = (mark := parametrize_with_checks(estimators)).args
+    marked = []
+    for case in cases:
+        values, marks = (case.values, case.marks) if hasattr(case, "marks") else (case, ())
+        is_quick = getattr(values[1], "func", values[1]).__name__ in QUICK
+        marked.append(pytest.param(*values, marks=[*marks, *([] if is_quick else [pytest.mark.slow])]))
+    return pytest.mark.parametrize(names, marked, **mark.kwargs)
+
+
+@conformity()
 def test_scikit_learn_accepts(estimator, check):
     check(estimator)
 

@@ -449,8 +449,14 @@ class TestExport:
     def rows(self, model: SequenceModel, *shape: int) -> torch.Tensor:
         return torch.randint(7, shape) if model.vocab_size else torch.randn(*shape, 2)
 
-    @pytest.mark.parametrize("options", OPTIONS, ids=str)
-    @pytest.mark.parametrize("kind", ["classification", "labelling"])
+    @pytest.mark.parametrize(
+        ("kind", "options"),
+        [
+            pytest.param(kind, options, id=f"{kind}-{options}", marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+            for j, options in enumerate(OPTIONS)
+            for i, kind in enumerate(("classification", "labelling"))
+        ],
+    )
     def test_programs_run_at_other_sizes(self, kind, options, tmp_path):
         model = make(kind, **{"cell": "mingru", "dropout": 0.5} | options)
         model.export(tmp_path / "model.pt2")
@@ -461,7 +467,9 @@ class TestExport:
             x, lengths = self.rows(model, rows, steps), torch.randint(0, steps + 1, (rows,))
             torch.testing.assert_close(program(x, lengths), model(x, lengths).scores)
 
-    @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm", "mingru", "minlstm"])
+    @pytest.mark.parametrize(
+        "cell", ["lstm", "mingru", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rnn", "gru", "minlstm"))]
+    )
     def test_steps_of_every_cell_run_with_other_rows(self, cell, tmp_path):
         model = make("labelling", cell=cell, num_layers=2, residual=True).eval()
         model.export(tmp_path / "step.pt2", streaming=True)

@@ -96,7 +96,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("scale", "num_chains", "num_temperatures"), [(0.5, 20, 20), (3.0, 50, 50)])
+@pytest.mark.parametrize(
+    ("scale", "num_chains", "num_temperatures"), [(0.5, 20, 20), pytest.param(3.0, 50, 50, marks=pytest.mark.slow)]
+)
 def test_annealing_covers_and_brackets_the_exact_value_of_100_models(scale, num_chains, num_temperatures):
     covered = bracketed = 0
     too_high = []

@@ -434,7 +434,9 @@ def dense_rooted_sums(b, c, linked):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(("num_nodes", "num_missing"), [(20, 1), (100, 10), (200, 50)])
+@pytest.mark.parametrize(
+    ("num_nodes", "num_missing"), [(20, 1), (100, 10), pytest.param(200, 50, marks=pytest.mark.slow)]
+)
 def test_little_is_left_without_loss_of_accuracy(num_nodes, num_missing, autocast):
     """Of nearly complete graphs, where nearly all paths are closed, beside a sparse one."""
     edge_index = torch.cat([almost_complete(num_nodes, num_missing), num_nodes + torch.tensor([[0, 1], [1, 2]])], dim=1)

@@ -108,6 +108,7 @@ def reason_of(library: NativeLibrary) -> str:
     return str(warning.message)
 
 
+@pytest.mark.slow
 def test_ops_are_built_once_and_registered(cache, tmp_path, monkeypatch, compiler):
     library = NativeLibrary("native_once", sources(tmp_path / "src", "native_once"))
 
