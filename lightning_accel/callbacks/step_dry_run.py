@@ -1,4 +1,4 @@
-"""One training step on a copy of a module, before training begins."""
+"""Dry run of one training step on a copy of a module, before training starts."""
 
 import warnings
 from collections.abc import Callable
@@ -20,33 +20,33 @@ Use = Callable[[L.LightningModule, Callable[[], STEP_OUTPUT], tuple[Any, ...]], 
 
 
 class _UntriedError(Exception):
-    """A step that does not run outside of the training loop, which says nothing about one inside of it."""
+    """Mark a failure of the step itself outside of the training loop, where it may lack its Trainer."""
 
 
 def dry_run_step(trainer: L.Trainer, pl_module: L.LightningModule, copied: WholeCopy, use: Use, purpose: str) -> None:
-    """Run ``training_step`` on the first batch before training; all processes call it.
+    """Run ``training_step`` on the first batch before training; all processes must call it.
 
     The step runs on a copy, with separate loaders, the run's precision and restored random numbers, so that training
-    is unchanged. Nothing is tried if the module cannot be copied, has a ``training_step`` of its own instance, the
-    loader cannot be read twice, or the step fails, which may need the Trainer that trains.
+    is unchanged. Nothing is checked if the module cannot be copied, its instance overrides ``training_step``, the
+    loader cannot be read twice, or the step itself fails, since it may need the Trainer that trains.
 
     Args:
         trainer: a Trainer in ``on_fit_start``.
         pl_module: the module to be trained.
         copied: a copy of ``pl_module``, see :func:`~lightning_accel.callbacks.deployment.dry_run`.
         use: called in the first process with the copy, a function that runs the step, and the step's arguments.
-        purpose: names in the other processes what failed.
+        purpose: a verb for the error message in the other processes.
 
     Raises:
         Exception: what ``use`` raises; in the other processes a RuntimeError that quotes it.
     """
-    if "training_step" in vars(pl_module):  # which may be bound to what is to be trained
+    if "training_step" in vars(pl_module):  # it may be bound to the module to be trained
         return
 
     def make() -> L.LightningModule | None:
         try:
             return copy_for_dry_run(trainer, pl_module, copied)
-        except TypeError:  # cannot be copied, which training does not need
+        except TypeError:  # it cannot be copied, which training does not require
             return None
 
     def run(module: L.LightningModule) -> None:
@@ -75,10 +75,10 @@ def dry_run_step(trainer: L.Trainer, pl_module: L.LightningModule, copied: Whole
 
         vars(module)["validation_step"] = step_once
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # training repeats those that concern it
+            warnings.simplefilter("ignore")  # training repeats the relevant ones
             try:
                 evaluate(module, loader, limit_batches=1, datamodule=trainer.datamodule)  # type: ignore[attr-defined]
-            except Exception:  # of hooks around the step
+            except Exception:  # from hooks around the step
                 return
         if failures and not isinstance(failures[0], _UntriedError):
             raise failures[0]
