@@ -26,7 +26,7 @@ from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational_pooling import RelationalPooling
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
-from lightning_accel.ops.triple_memo import triples_of
+from lightning_accel.ops.triple_cache import triples_of
 from lightning_accel.ops.triples import Triples
 from lightning_accel.strategies import PipelineStrategy
 

@@ -71,7 +71,7 @@ class AdaptiveComputation(nn.Module):
             require_width(self, x, "cell.input_size - 1", self.cell.input_size - 1, "x (B, {})")
             require_floating(self, x, "x", self.cell.parameters(recurse=False))
         rows = torch.arange(len(x), device=x.device)
-        run = _Running(x, state, None, None)
+        run = _ActiveSamples(x, state, None, None)
         finished: list[tuple[Tensor, ...]] = []
         for step in range(1, self.max_steps + 1):
             flag = x.new_full((len(run.x), 1), float(step == 1))  # eq. 3 and below
@@ -88,9 +88,9 @@ class AdaptiveComputation(nn.Module):
             rows = rows.index_select(0, stay)
             run = run._replace(sums=sums).select(stay)
         assert run.state is not None
-        return _in_order(finished, as_tuple=not isinstance(run.state, Tensor))
+        return _restore_order(finished, as_tuple=not isinstance(run.state, Tensor))
 
-    def _step(self, run: "_Running", flag: Tensor, last: bool) -> tuple["_Running", Tensor, Tensor, Tensor]:
+    def _step(self, run: "_ActiveSamples", flag: Tensor, last: bool) -> tuple["_ActiveSamples", Tensor, Tensor, Tensor]:
         """Run one step of the cell; return the new state of the batch, the step's weight, the remainder, who halts."""
         state = self.cell(torch.cat((run.x, flag), 1), run.state)
         h = _parts(state)[0]
@@ -107,7 +107,7 @@ class AdaptiveComputation(nn.Module):
         return f"hidden_size={self.hidden_size}, max_steps={self.max_steps}, epsilon={self.epsilon}"
 
 
-class _Running(NamedTuple):
+class _ActiveSamples(NamedTuple):
     """Hold the samples that have not halted."""
 
     x: Tensor  # (b, I)
@@ -115,21 +115,21 @@ class _Running(NamedTuple):
     total: Tensor | None  # (b,) sum of the halting probabilities so far
     sums: tuple[Tensor, ...] | None  # weighted sums of the states so far
 
-    def select(self, rows: Tensor) -> "_Running":
+    def select(self, rows: Tensor) -> "_ActiveSamples":
         assert self.state is not None
         assert self.total is not None
         assert self.sums is not None
         parts = tuple(part.index_select(0, rows) for part in _parts(self.state))
         sums = tuple(part.index_select(0, rows) for part in self.sums)
         state = parts[0] if isinstance(self.state, Tensor) else parts
-        return _Running(self.x.index_select(0, rows), state, self.total.index_select(0, rows), sums)
+        return _ActiveSamples(self.x.index_select(0, rows), state, self.total.index_select(0, rows), sums)
 
 
 def _parts(state: State) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else state
 
 
-def _in_order(finished: list[tuple[Tensor, ...]], as_tuple: bool) -> AdaptiveOutput:
+def _restore_order(finished: list[tuple[Tensor, ...]], as_tuple: bool) -> AdaptiveOutput:
     rows, *results = (torch.cat(parts) for parts in zip(*finished, strict=True))
     steps, cost, *states = (result.index_select(0, rows.argsort()) for result in results)
     return AdaptiveOutput(tuple(states) if as_tuple else states[0], steps, cost)

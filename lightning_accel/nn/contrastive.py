@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_accel.nn.contrastive_gradient import Contrast, Phase, log_variance_of
-from lightning_accel.nn.contrastive_sgd import BernoulliSGD, in_place_sgd, needs_autograd
+from lightning_accel.nn.contrastive_sgd import BernoulliSGD, needs_autograd, supported_sgd
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
 from lightning_accel.ops.gibbs import draw_bernoulli
@@ -122,12 +122,12 @@ class ContrastiveDivergence:
         self._require_finite()
         batches = visible.to(rbm.weight).split(batch_size)
         inner = getattr(optimizer, "optimizer", optimizer)  # the optimizer inside Lightning's wrapper
-        sgd = None if self.sampler == "tempering" or _autocast_to(rbm.weight.device) else in_place_sgd(rbm, inner)
+        sgd = None if self.sampler == "tempering" or _autocast_dtype(rbm.weight.device) else supported_sgd(rbm, inner)
         if sgd is None or _world_size() > 1 or len(batches) < 3:
             gaps = [self._update_(rbm, rows, inner) for rows in batches[:-1]]
             gaps.append(self._update_(rbm, batches[-1], optimizer))
         else:
-            gaps = [] if self._has_begun(sgd, rbm) else [self._update_(rbm, batches[0], inner)]
+            gaps = [] if self._has_state(sgd, rbm) else [self._update_(rbm, batches[0], inner)]
             gaps += self._update_in_place_(rbm, batches[len(gaps) :], sgd, optimizer)
         self._last_gap = torch.stack(gaps).mean()
         if not visible.is_cuda:
@@ -147,7 +147,7 @@ class ContrastiveDivergence:
             if parameter is not None and gradient is not None and parameter.requires_grad
         ]
         optimizer.zero_grad()  # gradients of parameters outside the RBM
-        for (parameter, _), gradient in zip(pairs, _averaged([gradient for _, gradient in pairs]), strict=True):
+        for (parameter, _), gradient in zip(pairs, _average([gradient for _, gradient in pairs]), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
         optimizer.step()
         torch.clear_autocast_cache()  # it holds casts of the old weights
@@ -160,13 +160,13 @@ class ContrastiveDivergence:
             gap = self(rbm, rows)
             gap.backward()
         gradients = [one.grad for one in rbm.parameters() if one.grad is not None]
-        for gradient, mean in zip(gradients, _averaged(gradients), strict=True):
+        for gradient, mean in zip(gradients, _average(gradients), strict=True):
             gradient.copy_(mean)
         optimizer.step()
         torch.clear_autocast_cache()
         return gap.detach()
 
-    def _has_begun(self, sgd: SGD, rbm: RBM) -> bool:
+    def _has_state(self, sgd: SGD, rbm: RBM) -> bool:
         """Return whether a first update has created all state of the training."""
         needed = [self.chains] if self.sampler == "pcd" else []
         needed += [self.visible_offset, self.hidden_offset] if self.centering else []
@@ -186,7 +186,7 @@ class ContrastiveDivergence:
         for rows, noise in zip(batches[:-1], work.noise(len(batches) - 1, generator), strict=True):
             gaps.append(self._differentiate(work, rows, noise))
             work.update_()
-        work.make_room(len(batches[-1]))
+        work.allocate(len(batches[-1]))
         gaps.append(self._differentiate(work, batches[-1], next(work.noise(1, generator))))
         optimizer.zero_grad()
         work.write_back_()
@@ -196,10 +196,10 @@ class ContrastiveDivergence:
 
     def _differentiate(self, work: BernoulliSGD, rows: Tensor, noise: list[Tensor]) -> Tensor:
         """Compute the gradient in ``work``; return the gap."""
-        self._follow(*work.phases(rows, noise))
+        self._update_means(*work.phases(rows, noise))
         gap = work.differentiate()
-        if (pull := self._pull()) is not None:
-            work.pull(pull)
+        if (gradient := self._sparsity_gradient()) is not None:
+            work.add_hidden_gradient(gradient)
         if (offsets := self._offsets()) is not None:
             work.center(*offsets)
         return gap
@@ -211,9 +211,9 @@ class ContrastiveDivergence:
         with torch.no_grad():
             positive = _phase(rbm, visible)
             negative = self.draw(rbm, positive)
-            self._follow(rbm.visible_units.input(visible), positive.hidden)
-        dtype = _autocast_to(visible.device) or rbm.weight.dtype
-        return Contrast(rbm, positive, negative, self._offsets(), self._pull(), dtype)
+            self._update_means(rbm.visible_units.input(visible), positive.hidden)
+        dtype = _autocast_dtype(visible.device) or rbm.weight.dtype
+        return Contrast(rbm, positive, negative, self._offsets(), self._sparsity_gradient(), dtype)
 
     @torch.no_grad()
     def draw(self, rbm: RBM, positive: Phase) -> Phase:
@@ -222,7 +222,7 @@ class ContrastiveDivergence:
         if self.sampler == "tempering":
             return self._draw_tempered(rbm, generator)
         persistent = self.sampler == "pcd"
-        hidden = self._chains_of(rbm, (self._num_own_chains(),), generator) if persistent else None
+        hidden = self._get_chains(rbm, (self._num_local_chains(),), generator) if persistent else None
         negative = positive
         for _ in range(self.steps):
             hidden = _draw_hidden(rbm, negative, generator) if hidden is None else hidden
@@ -233,8 +233,8 @@ class ContrastiveDivergence:
 
     def _draw_tempered(self, rbm: RBM, generator: Generator) -> Phase:
         """Run Gibbs steps with weights and hidden biases scaled by 1, ..., 0, and exchange states of neighbours."""
-        shape = self.num_temperatures, self._num_own_chains()
-        hidden = self._chains_of(rbm, shape, generator)  # (T, C, H)
+        shape = self.num_temperatures, self._num_local_chains()
+        hidden = self._get_chains(rbm, shape, generator)  # (T, C, H)
         scale = torch.linspace(1, 0, self.num_temperatures, device=hidden.device)[:, None, None]
         for _ in range(self.steps):
             visible = rbm.visible_units.sample(
@@ -251,10 +251,10 @@ class ContrastiveDivergence:
             self._generator = Generator(device).manual_seed(self.seed + _rank())
         return self._generator
 
-    def _num_own_chains(self) -> int:
+    def _num_local_chains(self) -> int:
         return -(-self.num_chains // _world_size())
 
-    def _chains_of(self, rbm: RBM, shape: tuple[int, ...], generator: Generator) -> Tensor:
+    def _get_chains(self, rbm: RBM, shape: tuple[int, ...], generator: Generator) -> Tensor:
         """Return the hidden states of the chains, initially drawn from independent units."""
         if self.chains is None:
             bias = rbm.hidden_bias.expand(*shape, -1)
@@ -266,12 +266,12 @@ class ContrastiveDivergence:
             return None
         return self.visible_offset, self.hidden_offset
 
-    def _pull(self) -> Tensor | None:
+    def _sparsity_gradient(self) -> Tensor | None:
         if self.activity is None or self.sparsity_target is None:
             return None
         return self.sparsity_weight * (self.activity - self.sparsity_target)
 
-    def _follow(self, inputs: Tensor, hidden: Tensor) -> None:
+    def _update_means(self, inputs: Tensor, hidden: Tensor) -> None:
         """Update offsets and activity with the data (B, V) and its hidden means (B, H) of all processes."""
         if not self.centering and self.sparsity_target is None:
             return
@@ -282,10 +282,10 @@ class ContrastiveDivergence:
             means /= _world_size()
         if self.centering:
             rate = min(1, len(inputs) * _world_size() / self.centering)
-            self.visible_offset = _moved(self.visible_offset, means[:size], rate)
-            self.hidden_offset = _moved(self.hidden_offset, means[size:], rate)
+            self.visible_offset = _update_mean(self.visible_offset, means[:size], rate)
+            self.hidden_offset = _update_mean(self.hidden_offset, means[size:], rate)
         if self.sparsity_target is not None:
-            self.activity = _moved(self.activity, means[size:], _ACTIVITY_RATE)
+            self.activity = _update_mean(self.activity, means[size:], _ACTIVITY_RATE)
 
     def _require_target(self, rbm: RBM) -> None:
         if (self.sparsity_target or 0) >= 1 and isinstance(rbm.hidden_units, BernoulliHidden):
@@ -301,7 +301,7 @@ class ContrastiveDivergence:
 
     def state_dict(self) -> dict[str, Any]:
         """Return chains, running means and generator state of this process, as tensors on the CPU."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors = {name: getattr(self, name) for name in _STATE_TENSORS}
         state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if tensor is not None}
         if self._generator is not None:
             state["generator"] = self._generator.get_state()
@@ -309,14 +309,14 @@ class ContrastiveDivergence:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore the state that :meth:`state_dict` returned."""
-        for name in _TENSORS:
+        for name in _STATE_TENSORS:
             setattr(self, name, state[name].to(device, copy=True) if name in state else None)
         self._generator = None
         if "generator" in state:
             self.generator(device).set_state(state["generator"])
 
 
-_TENSORS = ("chains", "visible_offset", "hidden_offset", "activity")
+_STATE_TENSORS = ("chains", "visible_offset", "hidden_offset", "activity")
 
 
 def _phase(rbm: RBM, visible: Tensor) -> Phase:
@@ -357,7 +357,7 @@ def _exchange(
     return visible, activation
 
 
-def _moved(before: Tensor | None, now: Tensor, rate: float) -> Tensor:
+def _update_mean(before: Tensor | None, now: Tensor, rate: float) -> Tensor:
     return now if before is None else before.lerp(now, rate)
 
 
@@ -369,7 +369,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _averaged(tensors: list[Tensor]) -> Sequence[Tensor]:
+def _average(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Average tensors over processes by one all-reduce."""
     if _world_size() == 1:
         return tensors
@@ -379,5 +379,5 @@ def _averaged(tensors: list[Tensor]) -> Sequence[Tensor]:
     return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
 
 
-def _autocast_to(device: torch.device) -> torch.dtype | None:
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

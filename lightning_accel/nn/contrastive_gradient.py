@@ -25,7 +25,7 @@ class Contrast(NamedTuple):
     positive: Phase
     negative: Phase  # (C, ...)
     offsets: tuple[Tensor, Tensor] | None  # (V,) and (H,), subtracted from the units
-    pull: Tensor | None  # (H,) sparsity gradient with respect to the hidden units' activations on data
+    sparsity_gradient: Tensor | None  # (H,) with respect to the hidden units' activations on data
     dtype: torch.dtype  # dtype of the product that gives the gradient of the weights
 
     def gap(self) -> Tensor:
@@ -50,7 +50,8 @@ class Contrast(NamedTuple):
     def _gradients(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         positive, negative = self.positive, self.negative
         visible = torch.cat([positive.visible, negative.visible])
-        hidden = torch.cat([positive.hidden if self.pull is None else positive.hidden - self.pull, negative.hidden])
+        sparsity = self.sparsity_gradient
+        hidden = torch.cat([positive.hidden if sparsity is None else positive.hidden - sparsity, negative.hidden])
         share = hidden.new_full((len(hidden),), 1 / len(negative.hidden))
         share[: len(positive.hidden)] = -1 / len(positive.hidden)
         if scale is not None:
@@ -77,14 +78,14 @@ class _EnergyGap(Function):
         visible_bias: Tensor,
         hidden_bias: Tensor,
         log_variance: Tensor | None,
-        drawn: Contrast,
+        contrast: Contrast,
     ) -> Tensor:
-        ctx.drawn = drawn
-        return drawn.gap()
+        ctx.contrast = contrast
+        return contrast.gap()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
-        return *ctx.drawn.gradients(scale), None
+        return *ctx.contrast.gradients(scale), None
 
 
 def log_variance_of(rbm: RBM) -> Tensor | None:

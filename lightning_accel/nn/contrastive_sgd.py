@@ -18,7 +18,7 @@ from lightning_accel.ops.optimizer_hooks import has_step_hooks
 _NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in cache
 
 
-def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
+def supported_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
     """Return ``optimizer`` if :class:`BernoulliSGD` can replace it, else None."""
     if type(optimizer) is not SGD or rbm.weight.dtype not in (torch.float32, torch.float64):
         return None
@@ -27,7 +27,7 @@ def in_place_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
     if has_step_hooks(optimizer) or _has_own_step(optimizer):
         return None
     parameters = _parameters_of(rbm)
-    groups = [_group_of(optimizer, one) for one in parameters]
+    groups = [_param_group(optimizer, one) for one in parameters]
     plain = all(type(one) is nn.Parameter and one.requires_grad for one in parameters) and not needs_autograd(rbm)
     unusual = any(group[name] for group in groups for name in ("nesterov", "dampening", "maximize") if group)
     return optimizer if plain and all(groups) and not unusual else None
@@ -55,7 +55,7 @@ class BernoulliSGD:
 
     Args:
         rbm: an RBM with Bernoulli units.
-        optimizer: optimizer that :func:`in_place_sgd` returned; with momentum, after its first step.
+        optimizer: optimizer that :func:`supported_sgd` returned; with momentum, after its first step.
         batch_size: B of every mini-batch.
         chains: (C, H), hidden states of persistent chains; None to start from the data, as ``cd`` does.
         steps: Gibbs steps for each gradient.
@@ -63,14 +63,14 @@ class BernoulliSGD:
 
     def __init__(self, rbm: RBM, optimizer: SGD, batch_size: int, chains: Tensor | None, steps: int) -> None:
         self._parameters = parameters = _parameters_of(rbm)
-        groups = [_group_of(optimizer, one) for one in parameters]
-        self._values, values = _in_one_piece([one.detach() for one in parameters])
-        self._gradient, gradients = _in_one_piece([torch.empty_like(one) for one in values])
+        groups = [_param_group(optimizer, one) for one in parameters]
+        self._values, values = _flatten([one.detach() for one in parameters])
+        self._gradient, gradients = _flatten([torch.empty_like(one) for one in values])
         self._weight, self._visible_bias, self._hidden_bias = values
         self._by_weight, self._by_visible, self._by_hidden = gradients
         self._weight_t = self._weight.T  # creating a view takes as long as a small product
         buffers = [optimizer.state.get(one, {}).get("momentum_buffer") for one in parameters]
-        whole, momentum = _in_one_piece(
+        whole, momentum = _flatten(
             [torch.zeros_like(one) if buffer is None else buffer for one, buffer in zip(values, buffers, strict=True)]
         )
         self._rules = list(zip(values, gradients, momentum, groups, strict=True))
@@ -79,9 +79,9 @@ class BernoulliSGD:
         self._copies = [*zip(parameters, values, strict=True), *zip(buffers, momentum, strict=True)]
         self._persistent, self._steps = chains is not None, steps
         self.chains = rbm.weight.new_empty(0) if chains is None else chains.clone()
-        self.make_room(batch_size)
+        self.allocate(batch_size)
 
-    def make_room(self, batch_size: int) -> None:
+    def allocate(self, batch_size: int) -> None:
         """Allocate buffers for mini-batches of ``batch_size`` samples."""
         new, num_hidden, num_visible = self._values.new_empty, *self._weight.shape
         if not self._persistent:
@@ -133,10 +133,10 @@ class BernoulliSGD:
         torch.sum(self._hidden, 0, out=self._by_hidden)
         return torch.dot(self._values, self._gradient)
 
-    def pull(self, pull: Tensor) -> None:
+    def add_hidden_gradient(self, gradient: Tensor) -> None:
         """Add a gradient (H,) with respect to the hidden units' activations on data."""
-        self._by_weight.addr_(pull, self._data.mean(dim=0))
-        self._by_hidden += pull
+        self._by_weight.addr_(gradient, self._data.mean(dim=0))
+        self._by_hidden += gradient
 
     def center(self, visible_offset: Tensor, hidden_offset: Tensor) -> None:
         """Transform the gradient into that of the centred units."""
@@ -169,12 +169,12 @@ def _parameters_of(rbm: RBM) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
     return rbm.weight, rbm.visible_bias, rbm.hidden_bias
 
 
-def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+def _param_group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the parameter group of ``parameter``, or {} if it is in none."""
     return next((group for group in optimizer.param_groups if any(one is parameter for one in group["params"])), {})
 
 
-def _in_one_piece(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _flatten(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return a flat copy of ``tensors``, (sum of sizes,), and views of it in their shapes."""
     whole = torch.cat([one.flatten() for one in tensors])
     parts = whole.split([one.numel() for one in tensors])

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 from lightning_accel.nn.features import require_width
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible, RectifiedHidden
-from lightning_accel.nn.stack_fit import kind_of, own_units, require_fit
+from lightning_accel.nn.stack_checks import option_of, require_compatible, units_without_labels
 from lightning_accel.nn.stack_likelihood import LogProbBound, LogZLike, log_prob, log_prob_bound
 from lightning_accel.nn.stack_sampling import sample_stack
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
@@ -61,7 +61,7 @@ class RBMStack(nn.Module):
         if not rbms:
             raise ValueError("a stack needs at least one RBM; got none")
         for layer, (below, above) in enumerate(pairwise(rbms)):
-            require_fit(layer, below, above)
+            require_compatible(layer, below, above)
         self.rbms = nn.ModuleList(rbms)
         self.num_labels = rbms[-1].num_labels
         self.num_visible = rbms[0].num_visible - rbms[0].num_labels
@@ -89,7 +89,7 @@ class RBMStack(nn.Module):
         if self.recognition is None:
             self.recognition = nn.ModuleList(_linear(rbm.weight, rbm.hidden_bias) for rbm in self.layers[:-1])
         for linear, rbm in zip(self.recognition, self.layers[:-1], strict=True):
-            _set_(cast(nn.Linear, linear), _weight_on_states(rbm), rbm.hidden_bias)
+            _copy_into_(cast(nn.Linear, linear), _input_weight(rbm), rbm.hidden_bias)
 
     @torch.no_grad()
     def start_from_below_(self, layer: int) -> None:
@@ -105,9 +105,9 @@ class RBMStack(nn.Module):
         if not 1 <= layer < len(self.rbms):
             raise ValueError(f"layer must be an RBM above another, from 1 to {len(self.rbms) - 1}; got {layer}")
         below, above = self.layers[layer - 1], self.layers[layer]
-        units = (own_units(below), below.hidden_units, above.hidden_units)
+        units = (units_without_labels(below), below.hidden_units, above.hidden_units)
         if not all(isinstance(one, BernoulliVisible | BernoulliHidden) for one in units):
-            found = ", ".join(kind_of(one) for one in units)
+            found = ", ".join(option_of(one) for one in units)
             raise ValueError(f"an RBM is tied to the one below if all units are 'bernoulli'; got {found}")
         if above.num_hidden != below.num_visible:
             raise ValueError(
@@ -344,7 +344,7 @@ class RBMStack(nn.Module):
         if self.recognition is not None and layer < len(self.recognition):
             own = cast(nn.Linear, self.recognition[layer])
             return _linear(own.weight, own.bias)
-        weight, bias = _weight_on_states(rbm), rbm.hidden_bias.detach()
+        weight, bias = _input_weight(rbm), rbm.hidden_bias.detach()
         if rbm.num_labels:
             bias = bias + weight[:, -rbm.num_labels :].mean(dim=1)
             weight = weight[:, : -rbm.num_labels]
@@ -380,7 +380,7 @@ class RBMStack(nn.Module):
         return F.one_hot(labels.to(like.device, torch.long), self.num_labels).to(like.dtype)
 
 
-def _weight_on_states(rbm: RBM) -> Tensor:
+def _input_weight(rbm: RBM) -> Tensor:
     """Return the weight (H, V) that multiplies visible states, with variances of Gaussian units folded in."""
     return rbm.visible_units.input(rbm.weight)
 
@@ -388,11 +388,11 @@ def _weight_on_states(rbm: RBM) -> Tensor:
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     """Create a linear layer with copies of ``weight`` (H, V) and ``bias`` (H,)."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
-    _set_(linear, weight, bias)
+    _copy_into_(linear, weight, bias)
     return linear
 
 
 @torch.no_grad()
-def _set_(linear: nn.Linear, weight: Tensor, bias: Tensor) -> None:
+def _copy_into_(linear: nn.Linear, weight: Tensor, bias: Tensor) -> None:
     linear.weight.copy_(weight)
     linear.bias.copy_(bias)

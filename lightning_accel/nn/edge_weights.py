@@ -40,10 +40,10 @@ class EdgeWeights(nn.Module):
 
     def forward(self, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
         """Compute weights (E, R) of the undirected edges, in float32 or wider."""
-        edge_attr = self._checked(edge_attr, edge_index.shape[1])
+        edge_attr = self._check(edge_attr, edge_index.shape[1])
         return 1 + average_of_copies(at_least_float32(self.map(edge_attr)), edge_index, triples)
 
-    def _checked(self, edge_attr: Tensor | None, num_entries: int) -> Tensor:
+    def _check(self, edge_attr: Tensor | None, num_entries: int) -> Tensor:
         if self.edge_dim is not None:
             needed = f"floating edge_attr of shape ({num_entries}, {self.edge_dim}), as edge_dim={self.edge_dim}"
             shape = (num_entries, self.edge_dim)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_accel.nn.gating import GateReport
 
-_IDLE = 0.01  # experts with less than this part of an equal share count as idle
-_ADDING = Lock()  # threads with one device each may share an ExpertLoad; global, as objects with locks cannot be copied
-_TELLING = 64  # from this mean number of slots on, an expert without slots is no accident
+_IDLE_SHARE = 0.01  # experts with less than this part of an equal share count as idle
+# threads with one device each may share an ExpertLoad; global, as objects with locks cannot be copied
+_ADD_LOCK = Lock()
+_MIN_MEAN_SLOTS = 64  # from this mean number of slots on, an expert without slots is no accident
 
 
 class LoadStatistics(NamedTuple):
@@ -73,8 +74,8 @@ class ExpertLoad:
     def add_one(self, number: int, report: GateReport) -> None:
         """Add the report of one forward pass of mixture ``number``."""
         others = torch.stack([report.dropped, report.confidence.detach(), torch.ones_like(report.dropped)])
-        sums = torch.cat([report.expert_counts.to(_wide(others)), others.to(_wide(others))])
-        with nullcontext() if torch.compiler.is_compiling() else _ADDING:  # a lock would break the graph
+        sums = torch.cat([report.expert_counts.to(_count_dtype(others)), others.to(_count_dtype(others))])
+        with nullcontext() if torch.compiler.is_compiling() else _ADD_LOCK:  # a lock would break the graph
             before = self._sums[number]
             self._sums[number] = sums if before is None else before + sums.to(before.device)
 
@@ -91,7 +92,7 @@ class ExpertLoad:
         ran = next((one for one in sums if one is not None), None)
         if not self.gates or (ran is None and not distributed):
             return []
-        zero = _zero_for(self.gates) if ran is None else ran
+        zero = _zero_like_gates(self.gates) if ran is None else ran
         sizes = [int(gate.num_experts) + 3 for gate in self.gates]
         total = torch.cat([zero.new_zeros(size) if one is None else one for size, one in zip(sizes, sums, strict=True)])
         if distributed:
@@ -100,10 +101,10 @@ class ExpertLoad:
         for number, one in enumerate(total.split(sizes)):
             # gates that did not run, such as a frozen one, keep their counts; the last number counts passes
             if sums[number] is not None or (distributed and bool(one[-1] > 0)):
-                self._tell(number, one[:-3], *one[-3:])
+                self._update_gate(number, one[:-3], *one[-3:])
         return list(self.last_step.values())
 
-    def _tell(self, number: int, counts: Tensor, dropped: Tensor, confidence: Tensor, passes: Tensor) -> None:
+    def _update_gate(self, number: int, counts: Tensor, dropped: Tensor, confidence: Tensor, passes: Tensor) -> None:
         self._since_check[number] = self._since_check[number] + counts
         if callable(update := getattr(self.gates[number], "update", None)):
             update(counts.round().to(torch.int64))
@@ -116,11 +117,11 @@ class ExpertLoad:
         This waits for the device. As long as there are too few slots for a decision, they keep adding up.
         """
         for number, (gate, counts) in enumerate(zip(self.gates, self._since_check, strict=True)):
-            if isinstance(counts, int) or counts.mean() < _TELLING:
+            if isinstance(counts, int) or counts.mean() < _MIN_MEAN_SLOTS:
                 continue
             self._since_check[number] = 0
             num_experts = len(counts)
-            idle = int((counts < _IDLE * counts.mean()).sum())
+            idle = int((counts < _IDLE_SHARE * counts.mean()).sum())
             if num_experts - idle <= max(getattr(gate, "k", 1), num_experts // 4) < num_experts:
                 self._warn(number, idle, num_experts)
 
@@ -149,14 +150,14 @@ def summarise_load(statistics: Sequence[LoadStatistics]) -> dict[str, Tensor]:
     }
 
 
-def _zero_for(gates: Sequence[Any]) -> Tensor:
+def _zero_like_gates(gates: Sequence[Any]) -> Tensor:
     """Return a zero on the device of the gates; gates of other processes may have parameters on the meta device."""
     of_gates = [
         tensor for gate in gates if isinstance(gate, nn.Module) for tensor in (*gate.buffers(), *gate.parameters())
     ]
     real = next((tensor for tensor in of_gates if not tensor.is_meta), torch.zeros(()))
-    return torch.zeros((), dtype=_wide(real), device=real.device)
+    return torch.zeros((), dtype=_count_dtype(real), device=real.device)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _count_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64  # counts beyond 2**24 stay whole

@@ -89,6 +89,7 @@ class TopKGate(nn.Module):
 
     expert_slots: Tensor
     bias_steps: Tensor | None
+    _passes_since_update = 0
 
     def __init__(
         self,
@@ -138,7 +139,6 @@ class TopKGate(nn.Module):
         # integers, which a cast of the module to bf16 does not change; a bf16 bias would lose its small updates
         self.register_buffer("expert_slots", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None)
-        self._passes_untold = 0
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -157,7 +157,7 @@ class TopKGate(nn.Module):
         require_width(self, x, "dim", self.weight.shape[1], "tokens (N, {})", ndim=2)
         require_floating(self, x, "tokens")
         if self.training and self.bias_steps is not None and not torch.compiler.is_compiling():
-            self._warn_if_untold()
+            self._warn_if_not_updated()
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):
             if self.training and self.jitter:
@@ -213,15 +213,15 @@ class TopKGate(nn.Module):
     @torch.no_grad()
     def update(self, expert_counts: Tensor) -> None:
         """Set the load to ``expert_counts`` (E,) of an optimizer step, summed over micro-batches and processes."""
-        self._passes_untold = 0
+        self._passes_since_update = 0
         self.expert_slots.copy_(expert_counts)
         if self.bias_steps is not None:
             mean = expert_counts.sum() / self.num_experts
             self.bias_steps.add_(torch.sign(mean - expert_counts).to(torch.int64))
 
-    def _warn_if_untold(self) -> None:
-        self._passes_untold += 1
-        if self._passes_untold == _MANY_PASSES:
+    def _warn_if_not_updated(self) -> None:
+        self._passes_since_update += 1
+        if self._passes_since_update == _MANY_PASSES:
             warnings.warn(
                 f"bias_update_rate={self.bias_update_rate} has had no effect in {_MANY_PASSES} training passes, since "
                 "nobody calls update() of this gate; add the callback lightning_accel.ExpertLoadMonitor, or step a "

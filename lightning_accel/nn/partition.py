@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Method: TypeAlias = Literal["exact", "ais", "reverse_ais"]
 
-_MOST_STATES = 2**25  # largest number of states that method="exact" enumerates
-_FEW_STATES = 2**20  # up to this number of states log_prob takes method="exact" by default
+_MAX_STATES = 2**25  # largest number of states that method="exact" enumerates
+_MAX_DEFAULT_STATES = 2**20  # up to this number of states log_prob takes method="exact" by default
 _CHUNK = 2**22  # numbers in memory at a time
 
 
@@ -50,11 +50,11 @@ def exact_log_z(rbm: "RBM") -> LogZ:
         ValueError: if neither visible nor hidden units are discrete, or both have too many states.
     """
     side, count = _smaller_side(rbm)
-    if count is None or count > _MOST_STATES:
+    if count is None or count > _MAX_STATES:
         raise ValueError(
             f"log_z(method='exact') enumerates the states of one side, at most 2**25; the {rbm.num_visible} visible "
-            f"units have {_spell(rbm.visible_units.count_states())}, the {rbm.num_hidden} hidden ones "
-            f"{_spell(_count_hidden(rbm))}. Take method='ais', and 'reverse_ais' for a bound from the other side"
+            f"units have {_count_text(rbm.visible_units.count_states())}, the {rbm.num_hidden} hidden ones "
+            f"{_count_text(_count_hidden(rbm))}. Take method='ais', and 'reverse_ais' for a bound from the other side"
         )
     wide = copy.deepcopy(rbm).double()
     total = torch.tensor(-math.inf, dtype=torch.float64, device=rbm.weight.device)
@@ -80,7 +80,7 @@ def _count_hidden(rbm: "RBM") -> int | None:
     return 2**rbm.num_hidden if isinstance(rbm.hidden_units, BernoulliHidden) else None
 
 
-def _spell(count: int | None) -> str:
+def _count_text(count: int | None) -> str:
     return "real states" if count is None else f"2**{math.log2(count):.4g}"
 
 
@@ -89,7 +89,7 @@ def forward_log_z(
     rbm: "RBM", num_chains: int, num_temperatures: int, base_mean: Tensor | None, generator: Generator | None
 ) -> LogZ:
     """Estimate log Z by annealed importance sampling from independent units to the model; see :meth:`RBM.log_z`."""
-    path = _Path(rbm, num_chains, num_temperatures, base_mean, generator)
+    path = _AnnealingPath(rbm, num_chains, num_temperatures, base_mean, generator)
     log_weight, _ = path.ascend()
     return _summarise(log_weight, path.log_base)
 
@@ -103,14 +103,14 @@ def reverse_log_z(
     Samples of the model are the end states of forward annealing, resampled by their weights, after the same number of
     further Gibbs steps.
     """
-    path = _Path(rbm, num_chains, num_temperatures, base_mean, generator)
+    path = _AnnealingPath(rbm, num_chains, num_temperatures, base_mean, generator)
     log_weight, visible = path.ascend()
     drawn = (log_weight - log_weight.max()).exp().multinomial(num_chains, replacement=True, generator=generator)
     log_z = _summarise(path.descend(visible[drawn]), -path.log_base)
     return LogZ(-log_z.estimate, -log_z.upper, -log_z.lower, log_z.effective_sample_size)
 
 
-class _Path:
+class _AnnealingPath:
     """Anneal chains through distributions between independent units, at beta = 0, and the model, at beta = 1.
 
     The distribution at ``beta`` has weights and hidden biases times beta, as in tempering, and a visible bias
@@ -133,7 +133,7 @@ class _Path:
         bias: Tensor = rbm.visible_bias
         if base_mean is not None:
             rbm.require_support(base_mean[None], all_rows=False)
-            bias = rbm.visible_units.bias_for(base_mean.to(rbm.visible_bias), _ROWS_OF_MEAN)
+            bias = rbm.visible_units.bias_for(base_mean.to(rbm.visible_bias), _SAMPLES_OF_MEAN)
         self.rbm = rbm
         self.generator = generator
         self.start = bias.expand(num_chains, -1)
@@ -151,7 +151,7 @@ class _Path:
         with without_autocast(visible):
             for low in range(len(self.betas) - 1):
                 activation = self.rbm.hidden_activation(visible)
-                log_weight += self._gain(visible, activation, low)
+                log_weight += self._log_ratio(visible, activation, low)
                 visible = self._step(activation, low + 1)
         return log_weight, visible
 
@@ -164,11 +164,11 @@ class _Path:
                 visible = self._step(self.rbm.hidden_activation(visible), last)
             for low in range(last - 1, -1, -1):
                 activation = self.rbm.hidden_activation(visible)
-                log_weight -= self._gain(visible, activation, low)
+                log_weight -= self._log_ratio(visible, activation, low)
                 visible = self._step(activation, low)
         return log_weight
 
-    def _gain(self, visible: Tensor, activation: Tensor, low: int) -> Tensor:
+    def _log_ratio(self, visible: Tensor, activation: Tensor, low: int) -> Tensor:
         """Return the log ratio (C,) of the states' unnormalised probabilities at the next beta and at index ``low``."""
         units, log_partition = self.rbm.visible_units, self.rbm.hidden_units.log_partition
         hidden = log_partition(self.betas[low + 1] * activation) - log_partition(self.betas[low] * activation)
@@ -182,7 +182,7 @@ class _Path:
         return rbm.visible_units.sample(torch.addmm(self.biases[at], hidden, rbm.weight, alpha=beta), self.generator)
 
 
-_ROWS_OF_MEAN = 1000  # number of samples that base_mean counts as, which limits the bias for means of 0 and 1
+_SAMPLES_OF_MEAN = 1000  # number of samples that base_mean counts as, which limits the bias for means of 0 and 1
 
 
 @torch.no_grad()
@@ -204,7 +204,7 @@ def require_finite(rbm: "RBM") -> None:
         return
     columns = [
         rbm.weight.detach()[:, place] * (-0.5 * part.log_variance.detach()).exp()
-        for part, place in _parts(rbm.visible_units)
+        for part, place in _units_by_type(rbm.visible_units)
         if isinstance(part, GaussianVisible)
     ]
     if columns and (norm := float(torch.linalg.matrix_norm(torch.cat(columns, dim=1).double(), 2))) >= 1:
@@ -237,7 +237,7 @@ def log_probability(rbm: "RBM", visible: Tensor, log_z: LogZ | None) -> Tensor:
     rbm.require_support(visible, all_rows=False)
     if log_z is None:
         count = _smaller_side(rbm)[1]
-        log_z = rbm.log_z("exact" if count is not None and count <= _FEW_STATES else "ais")
+        log_z = rbm.log_z("exact" if count is not None and count <= _MAX_DEFAULT_STATES else "ais")
     return -rbm.free_energy(visible).double() - log_z.estimate
 
 
@@ -255,7 +255,7 @@ def pseudo_likelihood(rbm: "RBM", visible: Tensor, exact: bool, generator: Gener
     rbm.require_support(visible, all_rows=False)
     with without_autocast(visible):
         visible = visible if visible.dtype == torch.float64 else visible.float()
-        parts = [_groups_of(rbm, part, place, visible[:, place]) for part, place in _parts(rbm.visible_units)]
+        parts = [_groups_of(rbm, part, place, visible[:, place]) for part, place in _units_by_type(rbm.visible_units)]
         activation = rbm.hidden_activation(visible)
         num_groups = sum(len(part.weight) for part in parts)
         if exact:
@@ -317,7 +317,7 @@ def _group_log_prob(rbm: "RBM", activation: Tensor, state: Tensor, weight: Tenso
     return (state * (bias + log_partition.sum(dim=-1)).log_softmax(dim=-1)).sum(dim=-1)
 
 
-def _parts(units: VisibleUnits) -> Iterator[tuple[VisibleUnits, slice]]:
+def _units_by_type(units: VisibleUnits) -> Iterator[tuple[VisibleUnits, slice]]:
     """Yield the units of each type and their slice of the visible units."""
     start = 0
     for part in units.members() if isinstance(units, JoinedVisible) else [units]:

@@ -178,7 +178,7 @@ class RBM(nn.Module):
         with without_autocast(visible):
             hidden = at_least_float32(hidden)
             interaction = (hidden * self.hidden_activation(at_least_float32(visible))).sum(dim=-1)
-            return self._energy_of(at_least_float32(visible)) - interaction + self.hidden_units.base(hidden)
+            return self._visible_energy(at_least_float32(visible)) - interaction + self.hidden_units.base(hidden)
 
     def free_energy(self, visible: Tensor) -> Tensor:
         """Compute the negative log unnormalised probability (B,) of ``visible`` (B, V), in nats; lower is likelier."""
@@ -186,7 +186,7 @@ class RBM(nn.Module):
         with without_autocast(visible):
             visible = at_least_float32(visible)
             log_partition = self.hidden_units.log_partition(self.hidden_activation(visible))
-            return self._energy_of(visible) - log_partition.sum(dim=-1)
+            return self._visible_energy(visible) - log_partition.sum(dim=-1)
 
     def hidden_free_energy(self, hidden: Tensor) -> Tensor:
         """Compute the negative log unnormalised probability (B,) of ``hidden`` (B, H), in nats."""
@@ -330,7 +330,7 @@ class RBM(nn.Module):
     def _require_hidden(self, hidden: Tensor) -> None:
         require_width(self, hidden, "num_hidden", self.hidden_bias.shape[0], "hidden states (..., {})")
 
-    def _energy_of(self, visible: Tensor) -> Tensor:
+    def _visible_energy(self, visible: Tensor) -> Tensor:
         return self.visible_units.energy(visible, self.visible_bias)
 
 

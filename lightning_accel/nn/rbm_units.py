@@ -220,28 +220,28 @@ class JoinedVisible(VisibleUnits):
 
     def members(self) -> list[VisibleUnits]:
         """Return the units of each type, in order."""
-        return [part for (part,) in self._each()]
+        return [part for (part,) in self._split()]
 
-    def _each(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # units, then their part of each state
+    def _split(self, *states: Tensor) -> list[tuple]:  # type: ignore[type-arg]  # units, then their part of each state
         return list(zip(self.parts, *(state.split(self._sizes, dim=-1) for state in states), strict=True))
 
     def input(self, state: Tensor) -> Tensor:
-        return torch.cat([part.input(one) for part, one in self._each(state)], dim=-1)
+        return torch.cat([part.input(one) for part, one in self._split(state)], dim=-1)
 
     def mean(self, activation: Tensor) -> Tensor:
-        return torch.cat([part.mean(one) for part, one in self._each(activation)], dim=-1)
+        return torch.cat([part.mean(one) for part, one in self._split(activation)], dim=-1)
 
     def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        return torch.cat([part.sample(one, generator) for part, one in self._each(activation)], dim=-1)
+        return torch.cat([part.sample(one, generator) for part, one in self._split(activation)], dim=-1)
 
     def energy(self, state: Tensor, bias: Tensor) -> Tensor:
-        return torch.stack([part.energy(*rest) for part, *rest in self._each(state, bias)]).sum(dim=0)
+        return torch.stack([part.energy(*rest) for part, *rest in self._split(state, bias)]).sum(dim=0)
 
     def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
-        return torch.stack([part.log_partition(*rest) for part, *rest in self._each(activation, bias)]).sum(dim=0)
+        return torch.stack([part.log_partition(*rest) for part, *rest in self._split(activation, bias)]).sum(dim=0)
 
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
-        return torch.cat([part.bias_for(one, num_rows) for part, one in self._each(mean)])
+        return torch.cat([part.bias_for(one, num_rows) for part, one in self._split(mean)])
 
     def count_states(self) -> int | None:
         counts = [part.count_states() for part in self.members()]
@@ -257,7 +257,7 @@ class JoinedVisible(VisibleUnits):
         return torch.cat(states, dim=-1)
 
     def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
-        return next((fault for part, one in self._each(state) if (fault := part.find_fault(one, all_rows))), None)
+        return next((fault for part, one in self._split(state) if (fault := part.find_fault(one, all_rows))), None)
 
 
 class BernoulliHidden:

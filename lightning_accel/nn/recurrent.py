@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.recurrent_layer import CELLS, CellName, RecurrentLayer, States
-from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SortedLayout, WholeLayout
+from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SingleOpLayout, SortedLayout
 from lightning_accel.nn.sequence_pooling import POOLINGS, AttentionPooling, pool
 
 Execution: TypeAlias = Literal["auto", "padded", "staircase", "packed", "lanes"]
@@ -112,7 +112,7 @@ class DynamicRNN(nn.Module):
             for _ in range(directions)
         )
         self.attention = AttentionPooling(hidden_size * directions) if pooling == "attention" else None
-        self._require_possible(weight_drop)
+        self._check_execution(weight_drop)
 
     @property
     def output_size(self) -> int:
@@ -217,15 +217,15 @@ class DynamicRNN(nn.Module):
         if self._is_scan:
             return "lanes"
         if self.cell == "lstm" and self._has_kernel:
-            return "staircase" if self._stretches_pay(lengths) else "padded"
+            return "staircase" if self._skipping_pays(lengths) else "padded"
         # forward alone, torch's packed kernels are fast on CPUs
         return "packed" if self._has_kernel and not torch.is_grad_enabled() else "staircase"
 
-    def _stretches_pay(self, lengths: Tensor) -> bool:
+    def _skipping_pays(self, lengths: Tensor) -> bool:
         """Return whether skipping ended sequences saves more time than one call of oneDNN's LSTM per length costs."""
         saved = int(lengths.max()) * len(lengths) - int(lengths.sum())  # padding steps
         multiplications = 4 * self.hidden_size * (self.input_size + self.hidden_size)
-        return saved * multiplications > _LSTM_CALL * len(lengths.unique())
+        return saved * multiplications > _LSTM_CALL_OVERHEAD * len(lengths.unique())
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, execution={self.execution!r}"
@@ -244,7 +244,7 @@ class DynamicRNN(nn.Module):
         assert isinstance(layer, RecurrentLayer)
         return layer.has_kernel
 
-    def _require_possible(self, weight_drop: float) -> None:
+    def _check_execution(self, weight_drop: float) -> None:
         if weight_drop and self._is_scan:
             raise ValueError(
                 f"weight_drop={weight_drop} drops weights from state to gates, and {self.cell!r} has none; use dropout"
@@ -261,14 +261,14 @@ class DynamicRNN(nn.Module):
             )
 
     @property
-    def _is_whole(self) -> bool:
+    def _runs_as_one_op(self) -> bool:
         """Return whether each layer runs as one operation: in exported programs, except for torch.onnx's tracing."""
         exporting = torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
         return exporting and self._has_kernel and not self.training
 
     def _layout(self, x: Tensor, lengths: Tensor | None) -> "PaddedLayout | SortedLayout | LanesLayout":
-        if self._is_whole:
-            return WholeLayout(None if lengths is None else lengths.to(x.device))
+        if self._runs_as_one_op:
+            return SingleOpLayout(None if lengths is None else lengths.to(x.device))
         execution = self.choose_execution(lengths, x.device)
         if execution == "padded" and x.shape[1] and x.shape[0]:
             return PaddedLayout(None if lengths is None else lengths.to(x.device))
@@ -300,7 +300,7 @@ class DynamicRNN(nn.Module):
         return [tuple(part[i] for part in parts) for i in range(number)]
 
 
-_LSTM_CALL = 8_000_000  # multiplications that take as long as the overhead of a call, forward and backward
+_LSTM_CALL_OVERHEAD = 8_000_000  # multiplications that take as long as the overhead of a call, forward and backward
 _CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
 _EXECUTIONS = ("auto", "padded", "staircase", "packed", "lanes")
 
@@ -337,16 +337,16 @@ def _pad(
     else:
         raise TypeError(
             "DynamicRNN needs a tensor (B, T, input_size), a list of tensors (T_i, input_size), one or more, or a "
-            f"PackedSequence; got {_described(x)}"
+            f"PackedSequence; got {_describe(x)}"
         )
     if rows.ndim != 3 or rows.shape[2] != input_size:
         raise ValueError(f"DynamicRNN needs x of shape (B, T, {input_size}); got {tuple(rows.shape)}")
     if not rows.is_floating_point():
         raise TypeError(f"DynamicRNN needs floating x; got {rows.dtype}. Embed tokens first, with nn.Embedding")
-    return rows, None if lengths is None else _checked(lengths, rows), form
+    return rows, None if lengths is None else _check_lengths(lengths, rows), form
 
 
-def _checked(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
+def _check_lengths(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
     lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
     if lengths.is_floating_point() or lengths.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise TypeError(f"lengths are integers, numbers of valid steps; got {lengths.dtype}")
@@ -369,7 +369,7 @@ def _unpad(output: Tensor, lengths: Tensor | None, form: "str | PackedSequence")
     return PackedSequence(packed.data, form.batch_sizes, form.sorted_indices, form.unsorted_indices)
 
 
-def _described(x: object) -> str:
+def _describe(x: object) -> str:
     if isinstance(x, (list, tuple)):
         return f"a {type(x).__name__} of {[tuple(i.shape) if isinstance(i, Tensor) else type(i).__name__ for i in x]}"
     return f"a {type(x).__name__}"

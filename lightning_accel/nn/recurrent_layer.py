@@ -57,7 +57,13 @@ CELLS = {
     "minlstm": Cell(3, 1),
 }
 # Signs of the biases with which a cell's first gates keep the state.
-_KEEPING: dict[str, tuple[int, ...]] = {"rnn": (), "gru": (), "lstm": (-1, 1), "mingru": (-1,), "minlstm": (1, -1)}
+_MEMORY_BIAS_SIGNS: dict[str, tuple[int, ...]] = {
+    "rnn": (),
+    "gru": (),
+    "lstm": (-1, 1),
+    "mingru": (-1,),
+    "minlstm": (1, -1),
+}
 
 
 class Layout(Protocol):
@@ -120,7 +126,9 @@ class RecurrentLayer(nn.Module):
             nn.init.zeros_(self.bias_hh)
             nn.init.zeros_(self.bias_ih)
         memory = self.bias_ih.new_empty(self.hidden_size).uniform_(1, _LONGEST_MEMORY - 1).log_()
-        for gate, sign in zip(self.bias_ih.detach().chunk(CELLS[self.cell].gates), _KEEPING[self.cell], strict=False):
+        for gate, sign in zip(
+            self.bias_ih.detach().chunk(CELLS[self.cell].gates), _MEMORY_BIAS_SIGNS[self.cell], strict=False
+        ):
             gate.copy_(sign * memory)
 
     def forward(self, data: Tensor, states: States | None, layout: Layout) -> tuple[Tensor, States]:
@@ -147,7 +155,7 @@ class RecurrentLayer(nn.Module):
         unkernelled = self.cell == "lstm" and x.device.type == "cpu" and torch.compiler.is_compiling()
         if self.has_kernel and not unkernelled:
             x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
-            return self._in_own_dtype(run_padded(self.cell, x, states, weights, lengths, self.training))
+            return self._cast_outputs(run_padded(self.cell, x, states, weights, lengths, self.training))
         return self._loop(x, states, weight_hh, lengths)
 
     def packed(
@@ -156,9 +164,11 @@ class RecurrentLayer(nn.Module):
         """Run steps (N, I) in the layout of a PackedSequence with ``batch_sizes``, int64 on the CPU."""
         states = self.zero_states(x, int(batch_sizes[0])) if states is None else states
         x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
-        return self._in_own_dtype(run_kernel(self.cell, x, states, weights, batch_sizes, self.training))
+        return self._cast_outputs(run_kernel(self.cell, x, states, weights, batch_sizes, self.training))
 
-    def whole(self, x: Tensor, states: States | None, lengths: Tensor | None, backwards: bool) -> tuple[Tensor, States]:
+    def as_one_op(
+        self, x: Tensor, states: States | None, lengths: Tensor | None, backwards: bool
+    ) -> tuple[Tensor, States]:
         """Run ``x`` (S, B, I) as one operation, by :func:`lightning_accel.ops.recurrent_layer`."""
         x, weights = x.to(self.weight_ih.dtype), self._weights(self.weight_hh)
         return recurrent_layer(self.cell, x, states, weights, lengths, backwards)
@@ -192,7 +202,7 @@ class RecurrentLayer(nn.Module):
         if self.zoneout:
             gate, value = self._scan_terms(x)
             if lengths is not None:
-                over = _is_over(x, lengths)
+                over = _past_end(x, lengths)
                 gate, value = gate.masked_fill(over, 1), value.masked_fill(over, 0)  # so that the state stays
             out = linear_scan(gate.transpose(0, 1), value.transpose(0, 1), states[0].to(value.dtype))
         else:
@@ -258,11 +268,11 @@ class RecurrentLayer(nn.Module):
         assert self.bias_hh is not None
         return [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
 
-    def _in_own_dtype(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
+    def _cast_outputs(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
         dtype = self.weight_ih.dtype  # under autocast, kernels return another
         return found[0].to(dtype), tuple(state.to(dtype) for state in found[1])
 
 
-def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
+def _past_end(x: Tensor, lengths: Tensor) -> Tensor:
     """Return where steps of ``x`` are past the end of their sample: (S, B, 1) bool."""
     return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]

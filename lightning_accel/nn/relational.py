@@ -24,7 +24,7 @@ from lightning_accel.nn.triple_sums import (
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.names import list_of_names
-from lightning_accel.ops.triple_memo import triples_of
+from lightning_accel.ops.triple_cache import triples_of
 from lightning_accel.ops.triples import Triples
 
 TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
@@ -141,7 +141,8 @@ class RelationalOrder3Pooling(nn.Module):
             size: B; by default the last graph of ``batch`` plus one.
             triples: edges and triangles of the same graph, if they have been computed before.
         """
-        triples = _found(self, x, edge_index, triples)  # here, so that torch.compile breaks the graph only here
+        # called here, so that torch.compile breaks the graph only here
+        triples = _checked_triples(self, x, edge_index, triples)
         if self.samples is not None:
             return self.estimate(x, edge_index, edge_attr, batch, size, triples).mean
         return self._out(self.sums(x, edge_index, edge_attr, batch, size, triples))
@@ -156,7 +157,7 @@ class RelationalOrder3Pooling(nn.Module):
         triples: Triples | None = None,
     ) -> Tensor:
         """Compute the sum or mean over the subsets of each type, the input (B, R * types) of the layer ``out``."""
-        triples = _found(self, x, edge_index, triples)
+        triples = _checked_triples(self, x, edge_index, triples)
         self._check(x, edge_attr, batch, size, triples)
         graphs = Graphs(batch, size)
         totals = self.terms.sums(x, edge_attr, edge_index, triples, graphs)
@@ -192,7 +193,7 @@ class RelationalOrder3Pooling(nn.Module):
             exact = self(x, edge_index, edge_attr, batch, size, triples)
             return Estimate(exact, torch.zeros_like(exact))
         assert isinstance(self.terms, TripleMLP)
-        triples = _found(self, x, edge_index, triples)
+        triples = _checked_triples(self, x, edge_index, triples)
         self._check(x, edge_attr, batch, size, triples)
         graphs = Graphs(batch, size)
         values, closed = self.terms.sampled(x, edge_attr, edge_index, triples, graphs, self.samples, generator)
@@ -328,20 +329,20 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             triples: edges and triangles of the same graph, if they have been computed before.
         """
-        triples = _found(self, x, edge_index, triples)
+        triples = _checked_triples(self, x, edge_index, triples)
         require_width(self, x, "in_channels", self.maps.in_channels, "x (N, {})")
         _check_edge_attr(self, self.edge_weights, edge_attr)
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
-            hidden = self.joined(self._seen(x, edge_attr, edge_index, triples).to(x.dtype))
+            hidden = self.joined(self._joined_input(x, edge_attr, edge_index, triples).to(x.dtype))
         return self.out(hidden.relu())
 
-    def _seen(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
+    def _joined_input(self, x: Tensor, edge_attr: Tensor | None, edge_index: Tensor, triples: Triples) -> Tensor:
         """Compute the input (N, F + 4 R) of ``joined``: features, b, and the sums; F + 5 R with edge weights."""
         maps = at_least_float32(self.maps(x))
         x, b = at_least_float32(x), maps[:, : self.rank]
         weight = None if self.edge_weights is None else self.edge_weights(edge_attr, edge_index, triples)
-        mask = self._mask_of_explainer(edge_index, triples)
+        mask = self._explainer_mask(edge_index, triples)
         masked = weight if mask is None else mask.expand(-1, self.rank) * (1 if weight is None else weight)
         sums: list[Tensor] = list(rooted_sums(maps, masked, triples))
         neighbours = weighted_neighbour_sum(x, mask, triples)
@@ -358,7 +359,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
             ]
         return torch.cat([x + neighbours, b, *sums], dim=1)
 
-    def _mask_of_explainer(self, edge_index: Tensor, triples: Triples) -> Tensor | None:
+    def _explainer_mask(self, edge_index: Tensor, triples: Triples) -> Tensor | None:
         """Return weights (E, 1) of undirected edges from the edge mask of PyG's explainers; None without a mask."""
         mask = self._edge_mask if self.explain else None
         if mask is None:
@@ -394,7 +395,7 @@ def _check_types(types: Sequence[str], known: list[str], kernel: str) -> None:
         raise ValueError(f"with kernel={kernel!r} types must be some of {known}, each once at most; got {list(types)}")
 
 
-def _found(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:
+def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:
     name = type(layer).__name__
     if isinstance(x, tuple | list | dict) or isinstance(edge_index, dict):
         raise TypeError(

@@ -21,8 +21,9 @@ from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tupl
 from lightning_accel.nn.running_moments import RunningMoments
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
-_MISFITS = "shapes cannot be multiplied", "same dtype", "scalar type"  # as torch says it of a linear layer or a sum
-_MOST_COPIES = 2**23
+# parts of the messages of torch for a linear layer or a sum
+_MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
+_MAX_COPIES = 2**23
 
 
 class RelationalPooling(nn.Module):
@@ -82,7 +83,7 @@ class RelationalPooling(nn.Module):
         chunk_size: int = 2**19,
     ) -> None:
         super().__init__()
-        self.marks, self.tuples = _resolve(marks, tuples, max_nodes)
+        self.marks, self.tuples = _resolve_marks(marks, tuples, max_nodes)
         self.full = marks == "full"
         if level not in ("graph", "node"):
             raise ValueError(f"level must be 'graph' or 'node', got {level!r}")
@@ -155,7 +156,7 @@ class RelationalPooling(nn.Module):
         layout = self._lay_out(x, edge_index, edge_attr, batch, size)
         space = find_tuples(self.tuples, self.marks, layout.ptr, *layout.ends)
         chunks = list(
-            _bounds(layout, plan := _plan(space, samples, generator), None if in_one_pass else self.chunk_size)
+            _chunk_bounds(layout, plan := _plan(space, samples, generator), None if in_one_pass else self.chunk_size)
         )
         recompute = len(chunks) > 1 and torch.is_grad_enabled()
         owners = len(layout.ptr) - 1 if self.level == "graph" else len(x)
@@ -195,7 +196,7 @@ class RelationalPooling(nn.Module):
         try:
             return self.base_gnn(x, edge_index, **optional)
         except RuntimeError as error:
-            if not any(words in str(error) for words in _MISFITS):
+            if not any(words in str(error) for words in _MISMATCH_MESSAGES):
                 raise
             weight = next(self.base_gnn.parameters(), None)
             if weight is not None and weight.dtype != x.dtype:
@@ -253,14 +254,14 @@ def _plan(space: Tuples, samples: int | None, generator: Generator | None) -> _P
     if samples is not None:
         graph, tuples = space.draw(samples, generator)
         return _Plan(graph, None, tuples)
-    if (total := float(space.total.sum())) > _MOST_COPIES:
+    if (total := float(space.total.sum())) > _MAX_COPIES:
         raise ValueError(f"a mean over all {total:.3g} tuples takes too long: give samples, or fewer marks or graphs")
     count = space.total.long()
     graph = torch.repeat_interleave(count)
     return _Plan(graph, torch.arange(len(graph), device=graph.device) - (count.cumsum(0) - count)[graph], None)
 
 
-def _bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
+def _chunk_bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
     """Yield first and last copy of each chunk; there is at least one chunk, for the output width of the base GNN."""
     copies = len(plan.graph)
     if chunk_size is None or copies == 0:
@@ -284,7 +285,7 @@ def _read_out(h: Tensor, copies: Copies) -> Tensor:
     return torch.cat([total, marked.flatten(1)], dim=1)
 
 
-def _resolve(
+def _resolve_marks(
     marks: int | Literal["full"] | None, tuples: TupleKind | None, max_nodes: int | None
 ) -> tuple[int, TupleKind]:
     """Return the number of marks and the kind of tuples."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.recurrent import turn
+from lightning_accel.ops.recurrent import reverse_valid_steps
 
 if TYPE_CHECKING:
     from lightning_accel.nn.recurrent_layer import RecurrentLayer, States
 
 
-class _Turning:
+class _Layout:
     """Run layers backwards by reversing their input and output; a base class."""
 
     def reverse(self, data: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class _Turning:
         return self.reverse(out) if backwards else out, end
 
 
-class PaddedLayout(_Turning):
+class PaddedLayout(_Layout):
     """Lay out steps first, (T, B, I), padded to the longest sample; ``lengths`` is (B,), or None if all are valid."""
 
     def __init__(self, lengths: Tensor | None) -> None:
@@ -45,7 +45,7 @@ class PaddedLayout(_Turning):
         return out if self.lengths is None else out.where(_valid(out, self.lengths), 0)
 
     def reverse(self, data: Tensor) -> Tensor:
-        return turn(data, self.lengths)
+        return reverse_valid_steps(data, self.lengths)
 
     def run(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
@@ -53,7 +53,7 @@ class PaddedLayout(_Turning):
         return layer.steps(data, states, weight_hh, self.lengths)
 
 
-class WholeLayout(PaddedLayout):
+class SingleOpLayout(PaddedLayout):
     """Run each layer as one operation on padded steps, so that exported programs do not fix the number of steps."""
 
     def __init__(self, lengths: Tensor | None, backwards: bool = False) -> None:
@@ -66,20 +66,20 @@ class WholeLayout(PaddedLayout):
     def direct(
         self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
     ) -> "tuple[Tensor, States]":
-        out: tuple[Tensor, States] = layer(data, states, WholeLayout(self.lengths, backwards))
+        out: tuple[Tensor, States] = layer(data, states, SingleOpLayout(self.lengths, backwards))
         return out
 
     def run(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
     ) -> "tuple[Tensor, States]":
-        return layer.whole(data, states, self.lengths, self.backwards)
+        return layer.as_one_op(data, states, self.lengths, self.backwards)
 
 
-class _ValidSteps(_Turning):
+class _ValidSteps(_Layout):
     """Lay out only valid steps, at ``index`` (N,) of (B * T,) steps; ``turned`` (N,) reverses each sample."""
 
-    def __init__(self, rows: int, steps: int, index: Tensor, turned: Tensor) -> None:
-        self.rows, self.steps, self.index, self.turned = rows, steps, index, turned
+    def __init__(self, rows: int, steps: int, index: Tensor, reversed_index: Tensor) -> None:
+        self.rows, self.steps, self.index, self.reversed_index = rows, steps, index, reversed_index
 
     def enter(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1).index_select(0, self.index)
@@ -89,7 +89,7 @@ class _ValidSteps(_Turning):
         return out.view(self.rows, self.steps, data.shape[-1])
 
     def reverse(self, data: Tensor) -> Tensor:
-        return data.index_select(0, self.turned)
+        return data.index_select(0, self.reversed_index)
 
 
 class SortedLayout(_ValidSteps):
@@ -111,7 +111,7 @@ class SortedLayout(_ValidSteps):
         self.batch_sizes = valid.sum(1)
         self.batch_sizes = self.batch_sizes[self.batch_sizes > 0]
         counted = self.batch_sizes.unique_consecutive(return_counts=True)
-        self.stretches = list(zip(*(each.tolist() for each in counted), strict=True))
+        self.spans = list(zip(*(each.tolist() for each in counted), strict=True))
         step, row = valid.nonzero(as_tuple=True)  # (N,) each
         first = self.batch_sizes.cumsum(0) - self.batch_sizes
         index = (order[row] * steps + step).to(device, non_blocking=True)
@@ -129,31 +129,31 @@ class SortedLayout(_ValidSteps):
             states = layer.zero_states(data, self.rows)
         else:
             states = tuple(state.index_select(0, self.order) for state in states)
-        if not self.stretches:
+        if not self.spans:
             # parameters without a gradient in one of several processes would make DDP wait
             nothing = torch.stack([parameter.sum() * 0 for parameter in layer.parameters()]).sum()
             return data.new_zeros(0, layer.hidden_size) + nothing, tuple(state + nothing for state in states)
-        run = self._run_packed if self.packed else self._run_stretches
+        run = self._run_packed if self.packed else self._run_spans
         out, new = run(layer, weight_hh, data, states)
         return out, tuple(state.index_select(0, self.back) for state in new)
 
     def _run_packed(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
     ) -> "tuple[Tensor, States]":
-        full = self.stretches[0][0]  # samples with at least one step
+        full = self.spans[0][0]  # samples with at least one step
         out, new = layer.packed(data, self.batch_sizes, tuple(state[:full] for state in states), weight_hh)
         return out, tuple(torch.cat([after, before[full:]]) for after, before in zip(new, states, strict=True))
 
-    def _run_stretches(
+    def _run_spans(
         self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
     ) -> "tuple[Tensor, States]":
         parts, ended, at = [], [], 0
-        for rows, steps in self.stretches:
+        for rows, steps in self.spans:
             if rows < len(states[0]):
                 ended.append(tuple(state[rows:] for state in states))
                 states = tuple(state[:rows] for state in states)
-            stretch = data[at : at + rows * steps].view(steps, rows, -1)
-            out, states = layer.steps(stretch, states, weight_hh)
+            span = data[at : at + rows * steps].view(steps, rows, -1)
+            out, states = layer.steps(span, states, weight_hh)
             parts.append(out.flatten(0, 1))
             at += rows * steps
         ended.append(states)
@@ -175,8 +175,8 @@ class LanesLayout(_ValidSteps):
         begins = lengths.cumsum(0) - lengths
         filled = lengths.nonzero()[:, 0]
         index = (row * steps + step).to(device, non_blocking=True)
-        turned = (begins[row] + lengths[row] - 1 - step).to(device, non_blocking=True)
-        super().__init__(len(lengths), steps, index, turned)
+        reversed_index = (begins[row] + lengths[row] - 1 - step).to(device, non_blocking=True)
+        super().__init__(len(lengths), steps, index, reversed_index)
         self.starts = (step == 0).to(device, non_blocking=True)
         self.filled = filled.to(device, non_blocking=True)
         self.begins = begins[filled].to(device, non_blocking=True)

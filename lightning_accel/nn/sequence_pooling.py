@@ -18,7 +18,7 @@ def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
     if lengths is None:
         return x.amax(1)
     lengths = lengths.to(x.device)
-    top = x.masked_fill(_is_over(x, lengths)[..., None], -torch.inf).amax(1)
+    top = x.masked_fill(_past_end(x, lengths)[..., None], -torch.inf).amax(1)
     return top.masked_fill((lengths == 0)[:, None], 0)
 
 
@@ -40,11 +40,11 @@ class AttentionPooling(nn.Module):
         if lengths is None:
             weights = scores.softmax(1)
         else:
-            over = _is_over(x, lengths.to(x.device))
+            over = _past_end(x, lengths.to(x.device))
             # finite, then set to 0: with -inf a sample of length 0 would become NaN
             weights = scores.masked_fill(over, -1e30).softmax(1).masked_fill(over, 0)
         return torch.einsum("bt,bth->bh", weights.to(x.dtype), x)
 
 
-def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
+def _past_end(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device) >= lengths[:, None]

@@ -15,8 +15,8 @@ from lightning_accel.ops.float32 import at_least_float32, without_autocast
 if TYPE_CHECKING:
     from lightning_accel.nn.dbn import RBMStack
 
-_MOST_UNITS = 20  # largest number of units in a layer whose states are enumerated
-_MOST_PAIRS = 28  # units of two neighbouring layers, for all pairs of states: 2**28 take some seconds
+_MAX_UNITS = 20  # largest number of units in a layer whose states are enumerated
+_MAX_PAIR_UNITS = 28  # units of two neighbouring layers, for all pairs of states: 2**28 take some seconds
 _CHUNK = 2**22  # numbers in memory at a time
 
 
@@ -143,8 +143,8 @@ def _require_few_states(stack: RBMStack) -> None:
         )
     listed = [rbm.num_hidden for rbm in below]
     pairs = [one + other for one, other in pairwise(listed)]
-    if max(listed) > _MOST_UNITS or max(pairs, default=0) > _MOST_PAIRS:
+    if max(listed) > _MAX_UNITS or max(pairs, default=0) > _MAX_PAIR_UNITS:
         raise ValueError(
-            f"exact log-probabilities list all states of up to {_MOST_UNITS} units in a layer and {_MOST_PAIRS} in "
+            f"exact log-probabilities list all states of up to {_MAX_UNITS} units in a layer and {_MAX_PAIR_UNITS} in "
             f"neighbours; the stack has layers of {listed} to list. Take log_prob_bound"
         )

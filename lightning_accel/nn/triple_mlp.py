@@ -16,7 +16,7 @@ from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.ops.triples import Triples
 from lightning_accel.ops.two_paths import TwoPathIndex, TwoPaths, index_two_paths, sample_two_paths
 
-_MOST_PATHS = 2**28  # a training step takes some minutes
+_MAX_PATHS = 2**28  # a training step takes some minutes
 
 
 class Tables(NamedTuple):
@@ -78,9 +78,9 @@ class TripleMLP(nn.Module):
         own, wide = at_least_float32(tables.nodes).dtype, _wide_dtype(tables.nodes)
         total = tables.nodes.new_zeros(2 * graphs.size, self.channels, dtype=wide)
         paths = index_two_paths(triples)
-        if paths.num_paths > _MOST_PATHS:
+        if paths.num_paths > _MAX_PATHS:
             raise ValueError(
-                f"the graphs have {paths.num_paths} paths of two edges, more than the {_MOST_PATHS} that "
+                f"the graphs have {paths.num_paths} paths of two edges, more than the {_MAX_PATHS} that "
                 "kernel='mlp' runs through at a time: draw some of them, samples=, or give fewer graphs at a time"
             )
         for start in range(0, paths.num_paths, self.max_paths):

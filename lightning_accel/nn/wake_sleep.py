@@ -51,18 +51,18 @@ class UpDown:
             raise ValueError("up-down needs recognition weights of their own: call untie_() of the stack first")
         if stack.num_labels and labels is None:
             raise ValueError(f"the top RBM has {stack.num_labels} labels: pass labels, (B,) integers")
-        states = self._drawn_upward(stack, visible)
+        states = self._sample_upward(stack, visible)
         data = states[-1] if labels is None else stack.join_labels(states[-1], labels)
         loss = self.contrastive(stack.top, data)
-        dreams = self._drawn_downward(stack, data)
+        sleep_states = self._sample_downward(stack, data)
         for layer, rbm in enumerate(stack.layers[:-1]):
             loss = loss - log_prob_of_visible(rbm, states[layer], states[layer + 1]).mean()
-            activation = stack.activation(layer, dreams[layer])
-            loss = loss - log_prob_of_hidden(rbm.hidden_units, dreams[layer + 1], activation).mean()
+            activation = stack.activation(layer, sleep_states[layer])
+            loss = loss - log_prob_of_hidden(rbm.hidden_units, sleep_states[layer + 1], activation).mean()
         return loss
 
     @torch.no_grad()
-    def _drawn_upward(self, stack: RBMStack, visible: Tensor) -> list[Tensor]:
+    def _sample_upward(self, stack: RBMStack, visible: Tensor) -> list[Tensor]:
         """Sample states (B, H_l) by recognition, from the visible units up to the top RBM's visible units."""
         generator = self.contrastive.generator(visible.device)
         states = [visible]
@@ -71,7 +71,7 @@ class UpDown:
         return states
 
     @torch.no_grad()
-    def _drawn_downward(self, stack: RBMStack, data: Tensor) -> list[Tensor]:
+    def _sample_downward(self, stack: RBMStack, data: Tensor) -> list[Tensor]:
         """Sample states (B, H_l), or (C, H_l) for C chains, from the top RBM's samples downward."""
         top, generator = stack.top, self.contrastive.generator(data.device)
         start = Phase(data, top.hidden_activation(data), top(data))

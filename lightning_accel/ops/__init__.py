@@ -8,7 +8,7 @@ from lightning_accel.ops.log_clip import log_clip
 from lightning_accel.ops.native import NativeLibrary
 from lightning_accel.ops.recurrent import recurrent_layer
 from lightning_accel.ops.scan import linear_scan
-from lightning_accel.ops.triple_memo import triples_of
+from lightning_accel.ops.triple_cache import triples_of
 from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
 from lightning_accel.ops.two_paths import TwoPaths, num_two_paths, sample_two_paths, two_paths
 

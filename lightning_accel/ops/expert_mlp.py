@@ -21,9 +21,9 @@ from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear
 Activation: TypeAlias = Literal["gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop"]
 
-_BLOCK = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
+_BLOCK_BYTES = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
 _FEW_SLOTS = 128  # per expert: below, blocks cost more Python overhead than they save memory traffic (measured),
-_SMALL_EXPERT = 512 << 10  # unless the weights, whose gradients the loop copies, are large
+_SMALL_EXPERT_BYTES = 512 << 10  # unless the weights, whose gradients the loop copies, are large
 _PAGE = 4096
 _MADV_HUGEPAGE = 14  # linux/mman.h
 _PANEL = 2048  # rows of one product for the gradient of a weight: bounds the memory of an expert that got most tokens
@@ -143,7 +143,7 @@ def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Ba
     if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"
     expert_bytes = (up_weight.nbytes + down_weight.nbytes) // len(up_weight)
-    small = num_slots < _FEW_SLOTS * len(up_weight) and expert_bytes < _SMALL_EXPERT
+    small = num_slots < _FEW_SLOTS * len(up_weight) and expert_bytes < _SMALL_EXPERT_BYTES
     return "loop" if small else "blocks"
 
 
@@ -152,15 +152,15 @@ def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor
     return first if hidden.shape[1] == hidden_dim else first * hidden[:, hidden_dim:]
 
 
-class _Act(NamedTuple):
+class _ActivationFn(NamedTuple):
     function: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor, Tensor, Tensor], object]  # (gradient, input, where to write the product)
 
 
-ACTIVATIONS: dict[str, _Act] = {
-    "gelu": _Act(F.gelu, lambda grad, x, out: torch.ops.aten.gelu_backward(grad, x, grad_input=out)),
-    "relu": _Act(F.relu, lambda grad, x, out: torch.ops.aten.threshold_backward(grad, x, 0, grad_input=out)),
-    "silu": _Act(F.silu, lambda grad, x, out: torch.ops.aten.silu_backward(grad, x, grad_input=out)),
+ACTIVATIONS: dict[str, _ActivationFn] = {
+    "gelu": _ActivationFn(F.gelu, lambda grad, x, out: torch.ops.aten.gelu_backward(grad, x, grad_input=out)),
+    "relu": _ActivationFn(F.relu, lambda grad, x, out: torch.ops.aten.threshold_backward(grad, x, 0, grad_input=out)),
+    "silu": _ActivationFn(F.silu, lambda grad, x, out: torch.ops.aten.silu_backward(grad, x, grad_input=out)),
 }
 
 
@@ -182,16 +182,16 @@ def _blocks(
     """
     hidden_dim, up_dim = down_weight.shape[2], up_weight.shape[1]
     act = ACTIVATIONS[activation].function
-    spare = _padded(_block_rows(tokens.dtype), tokens.dtype)
-    before, visited = _saved(tokens, token_of_slot, up_dim, keep)
+    spare = _pad_rows(_block_rows(tokens.dtype), tokens.dtype)
+    before, visited = _allocate_saved(tokens, token_of_slot, up_dim, keep)
     wide = torch.promote_types(tokens.dtype, torch.float32)
     out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
     rows, hidden = tokens.new_empty(spare, tokens.shape[1]), tokens.new_empty(spare, hidden_dim)
     weights = weight_of_slot.to(wide).unsqueeze(1)
     layers = _per_expert(up_weight, down_weight, biases)
     for (first, last), (up, down, up_bias, down_bias) in zip(_segments(counts), layers, strict=True):
-        for start, stop in _cut(first, last, _block_rows(tokens.dtype)):
-            padded = _padded(stop - start, tokens.dtype)
+        for start, stop in _split_range(first, last, _block_rows(tokens.dtype)):
+            padded = _pad_rows(stop - start, tokens.dtype)
             kept = slice(start, start + padded) if keep else slice(padded)
             index, x_up = token_of_slot[start:stop], before[kept]
             torch.index_select(tokens, 0, index, out=rows[: stop - start])
@@ -224,7 +224,7 @@ def _blocks_backward(
     d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
     d_biases = [torch.zeros_like(bias) for bias in biases]
     weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of mixed dtypes takes many times as long
-    longest = _padded(min(int(counts.max()), _PANEL), dtype)
+    longest = _pad_rows(min(int(counts.max()), _PANEL), dtype)
     widths = tokens.shape[1], tokens.shape[1], down_weight.shape[2], up_weight.shape[1]
     # zeros, so that the padding of x and h is finite: it is multiplied by the zero padding of the other two
     x, d_y, h, d_up = (tokens.new_zeros(longest, width) for width in widths)
@@ -234,15 +234,15 @@ def _blocks_backward(
         if first == last:
             d_layer[0].zero_()
             d_layer[1].zero_()
-        for panel_start, panel_stop in _cut(first, last, _PANEL):
+        for panel_start, panel_stop in _split_range(first, last, _PANEL):
             num = panel_stop - panel_start
-            padded = _padded(num, dtype)
+            padded = _pad_rows(num, dtype)
             if padded > num:
                 d_y[num:padded].zero_()
                 d_up[num:padded].zero_()
-            for start, stop in _cut(panel_start, panel_stop, _block_rows(tokens.dtype)):
+            for start, stop in _split_range(panel_start, panel_stop, _block_rows(tokens.dtype)):
                 index, at = token_of_slot[start:stop], slice(start - panel_start, stop - panel_start)
-                at_padded = slice(at.start, at.start + _padded(stop - start, dtype))
+                at_padded = slice(at.start, at.start + _pad_rows(stop - start, dtype))
                 torch.index_select(tokens, 0, index, out=x[at])
                 block_d_y = torch.index_select(grad, 0, index, out=d_y[at])
                 torch.sum(block_d_y * visited[start:stop], 1, keepdim=True, dtype=wide, out=d_weights[start:stop])
@@ -255,7 +255,7 @@ def _blocks_backward(
     return d_tokens.to(dtype), d_weights.squeeze(1).to(weight_of_slot.dtype), d_up_weight, d_down_weight, d_biases
 
 
-def _activate_backward(d_h: Tensor, before: Tensor, h: Tensor, d_up: Tensor, act: _Act) -> None:
+def _activate_backward(d_h: Tensor, before: Tensor, h: Tensor, d_up: Tensor, act: _ActivationFn) -> None:
     """Write the hidden features to ``h`` and the gradient of ``before`` to ``d_up``; overwrites ``d_h``."""
     hidden_dim = h.shape[1]
     first = before[:, :hidden_dim]
@@ -297,15 +297,15 @@ def _segments(counts: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+def _split_range(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _block_rows(dtype: torch.dtype) -> int:
-    return _BLOCK // dtype.itemsize * torch.get_num_threads()
+    return _BLOCK_BYTES // dtype.itemsize * torch.get_num_threads()
 
 
-def _padded(rows: int, dtype: torch.dtype) -> int:
+def _pad_rows(rows: int, dtype: torch.dtype) -> int:
     """Round a number of rows up, so that matrix products see few different shapes.
 
     For 16-bit products oneDNN compiles a kernel for each new shape, which takes several times as long as running it,
@@ -332,19 +332,19 @@ def _empty_like(weight: Tensor) -> Tensor:
     return fresh
 
 
-def _saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tuple[Tensor, Tensor]:
-    rows = (token_of_slot.shape[0] if keep else 0) + _padded(_block_rows(tokens.dtype), tokens.dtype)
+def _allocate_saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tuple[Tensor, Tensor]:
+    rows = (token_of_slot.shape[0] if keep else 0) + _pad_rows(_block_rows(tokens.dtype), tokens.dtype)
     return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
 
 
-_on_cpu = partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
-_blocks_op = _on_cpu("lightning_accel::expert_mlp_blocks")(_blocks)
-_blocks_backward_op = _on_cpu("lightning_accel::expert_mlp_blocks_backward")(_blocks_backward)
+_cpu_op = partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
+_blocks_op = _cpu_op("lightning_accel::expert_mlp_blocks")(_blocks)
+_blocks_backward_op = _cpu_op("lightning_accel::expert_mlp_blocks_backward")(_blocks_backward)
 
 
 @_blocks_op.register_fake
 def _(tokens: Tensor, token_of_slot: Tensor, _: Tensor, __: Tensor, up_weight: Tensor, *rest: Any) -> Any:
-    return torch.empty_like(tokens), *_saved(tokens, token_of_slot, up_weight.shape[1], keep=rest[-1])
+    return torch.empty_like(tokens), *_allocate_saved(tokens, token_of_slot, up_weight.shape[1], keep=rest[-1])
 
 
 @_blocks_backward_op.register_fake

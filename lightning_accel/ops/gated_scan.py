@@ -48,7 +48,7 @@ def gated_scan(
     check_state_and_starts(num_rows, num_steps, width // NUM_GATES[cell], state, starts)
     _check_lengths(num_rows, lengths)
     state = None if state is None else state.to(gates.dtype)
-    if _takes_kernel(gates):
+    if _use_kernel(gates):
         from lightning_accel.ops.gated_scan_native import scan_by_kernel
 
         return scan_by_kernel(cell, gates, state, starts, lengths)
@@ -100,7 +100,7 @@ def _check_lengths(num_rows: int, lengths: Tensor | None) -> None:
         )
 
 
-def _takes_kernel(gates: Tensor) -> bool:
+def _use_kernel(gates: Tensor) -> bool:
     if gates.device.type != "cpu" or gates.dtype != torch.float32 or torch.compiler.is_compiling() or in_transform():
         return False
     return KERNELS.serves(gates.device)

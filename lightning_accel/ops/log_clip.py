@@ -42,11 +42,11 @@ def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False
     (tensor([10.,  2.,  1.]),)
     """
     if not x.is_floating_point():
-        raise TypeError(f"log_clip needs a floating tensor; got {x.dtype}. {_advice(x)}")
+        raise TypeError(f"log_clip needs a floating tensor; got {x.dtype}. {_cast_advice(x)}")
     if x.dtype.itemsize == 2 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.float()  # as autocast does for torch.log on CUDA
-    clip_value = _in_dtype(clip_value, x.dtype)
-    call = log_clip_reference if _takes_formula() else _LogClip.apply
+    clip_value = _round_to_dtype(clip_value, x.dtype)
+    call = log_clip_reference if _use_formula() else _LogClip.apply
     return call(x, clip_value, straight_through)
 
 
@@ -59,7 +59,7 @@ def log_clip_reference(x: Tensor, clip_value: float = 1e-6, straight_through: bo
     return y + (below - below.detach()) / clip_value  # adds 0, with the missing slope
 
 
-def _takes_formula() -> bool:
+def _use_formula() -> bool:
     """Return whether to use the formula: under torch.compile, which fuses it and needs no ``jvp``, and in torch.func.
 
     In torch.func of torch 2.13, ``jacfwd(jacfwd(...))`` through the ``jvp`` of a Function returns zeros for the second
@@ -68,11 +68,11 @@ def _takes_formula() -> bool:
     return torch.compiler.is_compiling() or in_transform()
 
 
-def _advice(x: Tensor) -> str:
+def _cast_advice(x: Tensor) -> str:
     return "Call x.abs() or take its real part" if x.is_complex() else "Call x.float()"
 
 
-def _in_dtype(clip_value: float, dtype: torch.dtype) -> float:
+def _round_to_dtype(clip_value: float, dtype: torch.dtype) -> float:
     """Round ``clip_value`` to ``dtype``, so that values, gradients and graphs agree on which elements are clipped."""
     if isinstance(clip_value, bool) or not isinstance(clip_value, float | int | Real):
         raise TypeError(f"clip_value must be a real number; got {clip_value!r}. Of a tensor, give clip_value.item()")
@@ -114,15 +114,15 @@ class _LogClip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return _times_derivative(grad, x, ctx.clip_value, ctx.straight_through), None, None
+        return _multiply_by_derivative(grad, x, ctx.clip_value, ctx.straight_through), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         (x,) = ctx.saved_tensors
-        return _times_derivative(tangent, x, ctx.clip_value, ctx.straight_through)
+        return _multiply_by_derivative(tangent, x, ctx.clip_value, ctx.straight_through)
 
 
-def _times_derivative(v: Tensor, x: Tensor, clip_value: float, straight_through: bool) -> Tensor:
+def _multiply_by_derivative(v: Tensor, x: Tensor, clip_value: float, straight_through: bool) -> Tensor:
     if torch.is_grad_enabled():  # for a second derivative: the derivative of v / x, discarded below, may be NaN
         quotient = v / F.threshold(x, clip_value, clip_value)
     else:

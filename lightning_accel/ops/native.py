@@ -44,11 +44,11 @@ class NativeLibrary:
         self.name = name
         self.folder = Path(folder)
         self.time_limit_s = time_limit_s
-        self._served: dict[torch.device, bool] = {}
+        self._available: dict[torch.device, bool] = {}
         self._registrations: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._is_loaded = False
-        self._is_off = False
+        self._is_disabled = False
 
     def serves(self, device: torch.device) -> bool:
         """Return whether kernels are available for ``device``; the first call of a process builds and loads them.
@@ -62,18 +62,18 @@ class NativeLibrary:
                 already loaded other sources under this name, or the same namespace under another name.
             ValueError: if ``LIGHTNING_ACCEL_NATIVE`` is neither 0 nor 1.
         """
-        if self._is_off:
+        if self._is_disabled:
             return False
-        served = self._served.get(device)
+        served = self._available.get(device)
         if served is None:
-            return not torch.compiler.is_compiling() and self._serve(device)
+            return not torch.compiler.is_compiling() and self._load_once(device)
         return served
 
-    def _serve(self, device: torch.device) -> bool:
+    def _load_once(self, device: torch.device) -> bool:
         with self._lock:
-            if device not in self._served:
-                self._served[device] = self._has_sources(device) and self._try_to_load(device)
-        return self._served[device]
+            if device not in self._available:
+                self._available[device] = self._has_sources(device) and self._try_to_load(device)
+        return self._available[device]
 
     def _has_sources(self, device: torch.device) -> bool:
         wanted = os.environ.get("LIGHTNING_ACCEL_NATIVE", "")
@@ -89,7 +89,7 @@ class NativeLibrary:
             if device.type == "cuda":
                 self._load(cuda_target(device))
         except (BuildError, OSError) as error:
-            reason = f"{self.name}: no native ops for {device.type}: {error}{_cause(error)}"
+            reason = f"{self.name}: no native ops for {device.type}: {error}{_load_error(error)}"
             if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "1":
                 raise RuntimeError(
                     f"{reason}. LIGHTNING_ACCEL_NATIVE=1 asks for them; unset it to do without"
@@ -142,11 +142,11 @@ class NativeLibrary:
     @contextmanager
     def switched_off(self) -> Iterator[None]:
         """Make :meth:`serves` return False temporarily, to compare kernels with formulas."""
-        before, self._is_off = self._is_off, True
+        before, self._is_disabled = self._is_disabled, True
         try:
             yield
         finally:
-            self._is_off = before
+            self._is_disabled = before
 
 
 def _namespaces(folder: Path) -> set[str]:
@@ -155,7 +155,7 @@ def _namespaces(folder: Path) -> set[str]:
     return {name for text in texts for name in re.findall(r"TORCH_LIBRARY\(\s*(\w+)", text)}
 
 
-def _cause(error: Exception) -> str:
+def _load_error(error: Exception) -> str:
     """Return the loader's message, and advice to delete the file, if an existing library failed to load."""
     is_there = isinstance(error, OSError) and error.__cause__ is not None
     return f" ({error.__cause__}); delete it to have it built anew" if is_there else ""

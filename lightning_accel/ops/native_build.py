@@ -71,15 +71,15 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
     """
     if sys.platform == "win32":
         raise BuildError("native ops are built on Linux and macOS")
-    file = f"{name}-{target}-{_fingerprint(folder, target)}.so"
-    for cache in _caches():
-        if (cache / file).exists() and not _distrust(cache / file):
+    file = f"{name}-{target}-{_source_digest(folder, target)}.so"
+    for cache in _cache_folders():
+        if (cache / file).exists() and not _untrusted_reason(cache / file):
             return cache / file
     asked = time.time()
     cache = _writable_cache()
     library, failure = cache / file, cache / f"{file}.failed"
     with _lock(cache / f"{file}.lock", time_limit_s):
-        if library.exists() and not _distrust(library):
+        if library.exists() and not _untrusted_reason(library):
             return library
         if failure.exists() and failure.stat().st_mtime >= asked:
             raise BuildError(failure.read_text())
@@ -92,7 +92,7 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
     return library
 
 
-def _fingerprint(folder: Path, target: str) -> str:
+def _source_digest(folder: Path, target: str) -> str:
     """Compute a digest of everything a library depends on, except the compiler, which may be missing at run time."""
     versions = [torch.__version__, platform.machine(), *_flags(target)]
     digest = hashlib.sha256("\n".join(versions).encode())
@@ -105,7 +105,7 @@ def _flags(target: str) -> list[str]:
     return ["-O3", *_CPU_FLAGS.get(target, [])]
 
 
-def _caches() -> list[Path]:
+def _cache_folders() -> list[Path]:
     """List the folders that may hold libraries: the user's cache, then a folder for temporary files."""
     chosen = os.environ.get("LIGHTNING_ACCEL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -121,11 +121,11 @@ def _temporary_cache() -> Path:
     return Path(tempfile.gettempdir()) / f"lightning_accel-{os.getuid()}"
 
 
-def _distrust(path: Path) -> str:
+def _untrusted_reason(path: Path) -> str:
     """Return why users other than this one and root could have written ``path`` (a library or folder), or ""."""
     path = path.absolute()
-    for link in (each for each in (path, *path.parents) if each.is_symlink()):  # whoever may replace it leads elsewhere
-        if reason := _distrust(link.parent) or _distrust(link.parent / os.readlink(link)):
+    for link in (each for each in (path, *path.parents) if each.is_symlink()):  # it and its target must be trusted
+        if reason := _untrusted_reason(link.parent) or _untrusted_reason(link.parent / os.readlink(link)):
             return reason
     path = path.resolve()
     for each in (path, *path.parents[:-1]):
@@ -145,11 +145,11 @@ def _distrust(path: Path) -> str:
 
 def _writable_cache() -> Path:
     reasons: list[str] = []
-    for cache in _caches():
+    for cache in _cache_folders():
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=cache):
-                reason = _distrust(cache)
+                reason = _untrusted_reason(cache)
         except OSError as error:
             reason = f"{cache}: {error.strerror}"
         if not reason:
@@ -184,7 +184,7 @@ def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: fl
     compiler = _compiler()
     # a warning, since programs without a logging setup show only warnings, and this may take minutes
     _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
-    _remove_leftovers(library.parent)
+    _delete_stale_builds(library.parent)
     # a temporary folder, since torch's lock file in it would outlive a killed process
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
         settings = {
@@ -197,7 +197,7 @@ def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: fl
             "is_python_module": False,
         }
         command = [sys.executable, "-c", _BUILD, json.dumps(settings)]
-        _run(command, _environment(target, compiler, Path(made)), time_limit_s)
+        _run(command, _build_environment(target, compiler, Path(made)), time_limit_s)
         (Path(made) / f"{name}.so").chmod(0o755)  # whatever the umask, other users must not be able to change it
         os.replace(Path(made) / f"{name}.so", library)  # atomic, so that no process loads half a file
 
@@ -214,7 +214,7 @@ def _compiler() -> list[str]:
     return compiler
 
 
-def _remove_leftovers(cache: Path) -> None:
+def _delete_stale_builds(cache: Path) -> None:
     """Delete temporary folders of killed builds that are older than a day."""
     for folder in cache.glob("build-*"):
         with suppress(OSError):
@@ -226,7 +226,7 @@ def _is_cuda(target: str) -> bool:
     return target.startswith("sm_")
 
 
-def _environment(target: str, compiler: list[str], made: Path) -> dict[str, str]:
+def _build_environment(target: str, compiler: list[str], made: Path) -> dict[str, str]:
     """Return the environment of the build, with ninja on the PATH even if Python's environment is not activated."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     if len(compiler) > 1:  # torch treats CXX as one word
@@ -255,12 +255,12 @@ def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -
             raise BuildError(f"the compiler took more than {time_limit_s:g} s") from None
         finally:  # no compiler keeps running, also after Ctrl-C
             if process.poll() is None:
-                _end(process)
+                _terminate(process)
     if process.returncode:
-        raise BuildError(_reason(output, process.returncode))
+        raise BuildError(_first_error(output, process.returncode))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _terminate(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGTERM)  # ninja passes it on to its compilers, which are in other groups
     time.sleep(0.5)
     with suppress(ProcessLookupError):
@@ -268,7 +268,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _reason(output: str, status: int) -> str:
+def _first_error(output: str, status: int) -> str:
     """Return the first line of ``output`` with an error of the compiler or linker, or else the last line."""
     lines = [
         line.strip() for line in output.splitlines() if line.strip() and not line.startswith("ninja: build stopped")

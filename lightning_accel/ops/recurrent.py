@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 KERNELS = {"rnn": torch.rnn_tanh, "gru": torch.gru, "lstm": torch.lstm}
-_SURE = 1e4  # its sigmoid is 1, and that of its negative 0, in every dtype; representable in float16
+_SATURATED = 1e4  # its sigmoid is 1, and that of its negative 0, in every dtype; representable in float16
 
 
 def run_kernel(
@@ -52,9 +52,9 @@ def run_padded(
     if lengths is None:
         return run_kernel(cell, x, states, weights, training=training)
     if cell == "lstm":  # its kernel does not return the c of each step
-        x = torch.cat([x, _is_over(x, lengths).to(x.dtype)], dim=-1)
+        x = torch.cat([x, _past_end(x, lengths).to(x.dtype)], dim=-1)
         hidden_size = states[0].shape[-1]
-        stay = x.new_tensor([-_SURE, _SURE, 0, 0]).repeat_interleave(hidden_size)
+        stay = x.new_tensor([-_SATURATED, _SATURATED, 0, 0]).repeat_interleave(hidden_size)
         weights = [torch.cat([weights[0], stay[:, None]], dim=1), *weights[1:]]
     out, new = run_kernel(cell, x, states, weights, training=training)
     last = out[(lengths - 1).clamp(min=0), torch.arange(lengths.shape[0], device=x.device)]
@@ -133,10 +133,10 @@ def _layer(
         return x.new_zeros(steps, rows, hidden_size), states[0].clone(), states[1].clone() if cell == "lstm" else none
     if lengths is not None and x.device.type == "cpu" and bool((lengths == steps).all()):
         lengths = None  # kernels without lengths are faster; on a GPU the check would wait for the device
-    turned = turn(x, lengths) if backwards else x
+    turned = reverse_valid_steps(x, lengths) if backwards else x
     out, new = run_padded(cell, turned, states, [weight_ih, weight_hh, bias_ih, bias_hh], lengths)
-    out = turn(out, lengths) if backwards else out
-    out = out if lengths is None else out.masked_fill(_is_over(out, lengths), 0)
+    out = reverse_valid_steps(out, lengths) if backwards else out
+    out = out if lengths is None else out.masked_fill(_past_end(out, lengths), 0)
     return out, new[0], new[1] if cell == "lstm" else none
 
 
@@ -162,7 +162,7 @@ def _(
     )
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:8])
     ctx.options = inputs[8:]
 
@@ -180,10 +180,10 @@ def _op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     return *(next(found) if one is not None and one.requires_grad else None for one in inputs), None, None
 
 
-_layer_op.register_autograd(_op_backward, setup_context=_keep_inputs)
+_layer_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
-def turn(x: Tensor, lengths: Tensor | None) -> Tensor:
+def reverse_valid_steps(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Reverse the valid steps of each sample of ``x`` (S, B, ...); ``lengths`` is (B,), or None if all are valid."""
     if lengths is None:
         return x.flip(0)
@@ -197,6 +197,6 @@ def _kernel_precision(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
 
 
-def _is_over(x: Tensor, lengths: Tensor) -> Tensor:
+def _past_end(x: Tensor, lengths: Tensor) -> Tensor:
     """Return where steps of ``x`` are past the end of their sample: (S, B, 1) bool."""
     return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]

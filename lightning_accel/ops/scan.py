@@ -15,7 +15,7 @@ from lightning_accel.ops.transforms import in_transform
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
 # The largest factor by which gates above 1 may multiply a state within a chunk, so that products of the other gates
 # do not underflow before they grow again.
-_MOST_GROWTH = 2.0**10
+_MAX_GROWTH = 2.0**10
 
 
 def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
@@ -142,7 +142,7 @@ def _gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ..
 
 
 def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
-    if _takes_triton(value):
+    if _use_triton(value):
         from lightning_accel.ops.scan_triton import scan_forward
 
         return scan_forward(gate, value, state, starts)
@@ -150,14 +150,14 @@ def _forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor |
     out = empty_as(value, wide)
     if out.numel():
         state = None if state is None else state.to(wide)
-        _recur(out, gate.to(wide), value.to(wide), state, starts)
+        _run_recurrence(out, gate.to(wide), value.to(wide), state, starts)
     return out.to(value.dtype)
 
 
 def _backward(
     grad: Tensor, gate: Tensor, out: Tensor, state: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _takes_triton(out):
+    if _use_triton(out):
         from lightning_accel.ops.scan_triton import scan_backward
 
         return scan_backward(grad, gate, out, state, starts)
@@ -168,12 +168,12 @@ def _backward(
     grad, gate, out = grad.to(wide), gate.to(wide), out.to(wide)
     g[:, -1] = grad[:, -1]
     following = None if starts is None else starts[:, 1:]
-    _recur(g[:, :-1], gate[:, 1:], grad[:, :-1], g[:, -1], following, reverse=True)
+    _run_recurrence(g[:, :-1], gate[:, 1:], grad[:, :-1], g[:, -1], following, reverse=True)
     torch.mul(g[:, 1:], out[:, :-1], out=d_gate[:, 1:])
     d_gate[:, 0] = 0 if state is None else g[:, 0] * state
     d_state = gate[:, 0] * g[:, 0]
     if starts is not None:
-        _zero_(d_gate, starts)
+        _zero_steps_(d_gate, starts)
         d_state.masked_fill_(starts[:, :1], 0)
     return d_gate.to(dtype), g.to(dtype), d_state.to(dtype)
 
@@ -194,26 +194,28 @@ def _differentiable_backward(
     return d_gate.masked_fill(starts.unsqueeze(2), 0), g, d_state.masked_fill(starts[:, :1], 0)
 
 
-def _recur(
+def _run_recurrence(
     out: Tensor, gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None, reverse: bool = False
 ) -> None:
     """Write the states to ``out``, from the first step to the last, or with ``reverse`` from the last to the first."""
     if not out.numel():
         return
     if starts is None:
-        _recur_without_starts(out, gate, value, state, reverse)
+        _run_recurrence_without_starts(out, gate, value, state, reverse)
         return
     # Write gates, set to 0 at starts, to the memory of the states: each is read before its state overwrites it. A
     # multiplication, since masked_fill takes 8 times as long.
     torch.mul(gate, ~starts.unsqueeze(2), out=out)
-    _recur_without_starts(out, out, value, state, reverse)
+    _run_recurrence_without_starts(out, out, value, state, reverse)
     # 0 times infinity or NaN is NaN, which a gate of 0 would carry over to the next sequences.
     if not out[:, 0 if reverse else -1].isfinite().all():
         masks = starts.unsqueeze(2).unbind(1)
-        _loop([tensor.unbind(1) for tensor in (out, gate, value)], state, masks, reverse)
+        _run_steps([tensor.unbind(1) for tensor in (out, gate, value)], state, masks, reverse)
 
 
-def _recur_without_starts(out: Tensor, gate: Tensor, value: Tensor, state: Tensor | None, reverse: bool) -> None:
+def _run_recurrence_without_starts(
+    out: Tensor, gate: Tensor, value: Tensor, state: Tensor | None, reverse: bool
+) -> None:
     num_rows, num_steps, num_channels = out.shape
     length = _chunk_length(num_steps, num_rows * num_channels, out.device.type)
     chunked = num_steps - num_steps % length if length < num_steps else 0
@@ -223,16 +225,16 @@ def _recur_without_starts(out: Tensor, gate: Tensor, value: Tensor, state: Tenso
         first, rest = rest, first
     if chunked:
         chunks = [x[:, first].unflatten(1, (-1, length)) for x in (out, gate, value)]
-        begins = _begins_of_chunks(chunks, state, reverse)
+        begins = _initial_chunk_states(chunks, state, reverse)
         if begins is None:
-            _loop([x.unbind(1) for x in (out, gate, value)], state, None, reverse)
+            _run_steps([x.unbind(1) for x in (out, gate, value)], state, None, reverse)
             return
-        _loop([x.unbind(2) for x in chunks], begins, None, reverse)
+        _run_steps([x.unbind(2) for x in chunks], begins, None, reverse)
         state = out[:, cut if reverse else cut - 1]
-    _loop([x[:, rest].unbind(1) for x in (out, gate, value)], state, None, reverse)
+    _run_steps([x[:, rest].unbind(1) for x in (out, gate, value)], state, None, reverse)
 
 
-def _begins_of_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: bool) -> Tensor | None:
+def _initial_chunk_states(chunks: Sequence[Tensor], state: Tensor | None, reverse: bool) -> Tensor | None:
     """Compute the initial state (B, C, H) of each chunk, given chunks (B, C, L, H) of out, gate and value.
 
     First all chunks run in parallel from zeros. Their last states and the products of their gates give the initial
@@ -243,20 +245,20 @@ def _begins_of_chunks(chunks: Sequence[Tensor], state: Tensor | None, reverse: b
     """
     _, gate, value = chunks
     within_1 = float(gate.amax()) <= 1 and float(gate.amin()) >= -1  # takes a third less time than aminmax
-    if not within_1 and not bool((gate.abs().clamp_(min=1).prod(2) <= _MOST_GROWTH).all()):
+    if not within_1 and not bool((gate.abs().clamp_(min=1).prod(2) <= _MAX_GROWTH).all()):
         return None
     ends = torch.empty_like(value[:, :, 0], memory_format=torch.contiguous_format)  # (B, C, H)
-    _loop([[ends] * gate.shape[2], gate.unbind(2), value.unbind(2)], None, None, reverse)
+    _run_steps([[ends] * gate.shape[2], gate.unbind(2), value.unbind(2)], None, None, reverse)
     begins = torch.empty_like(ends)
     first = begins[:, -1 if reverse else 0]
     first.copy_(torch.zeros_like(first) if state is None else state)
     before, after = (slice(1, None), slice(-1)) if reverse else (slice(-1), slice(1, None))
     carries = begins[:, after], gate.prod(2)[:, before], ends[:, before]
-    _loop([x.unbind(1) for x in carries], first, None, reverse)
+    _run_steps([x.unbind(1) for x in carries], first, None, reverse)
     return begins if bool(begins.isfinite().all()) else None
 
 
-def _loop(
+def _run_steps(
     steps: Sequence[Sequence[Tensor]], state: Tensor | None, starts: Sequence[Tensor] | None, reverse: bool
 ) -> None:
     """Run the recurrence step by step; ``steps`` holds the steps of out, gate and value."""
@@ -297,7 +299,7 @@ def empty_as(like: Tensor, dtype: torch.dtype, num_channels: int | None = None) 
     return torch.empty(num_steps, num_rows, width, dtype=dtype, device=like.device).transpose(0, 1)
 
 
-def _zero_(x: Tensor, rows: Tensor) -> None:
+def _zero_steps_(x: Tensor, rows: Tensor) -> None:
     """Set the steps of ``x``, allocated by :func:`empty_as`, to zero where ``rows`` (B, T) is True."""
     if x.device.type != "cpu":
         x.masked_fill_(rows.unsqueeze(2), 0)  # nonzero() would wait for the device
@@ -312,7 +314,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _takes_triton(x: Tensor) -> bool:
+def _use_triton(x: Tensor) -> bool:
     return x.is_cuda and _has_triton()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 _TILE_STEPS = 64
 _TILE_CHANNELS = 32
-_MOST_LOG2_GROWTH = tl.constexpr(10.0)  # log2 of the largest factor of gates above 1 within a tile
+_MAX_LOG2_GROWTH = tl.constexpr(10.0)  # log2 of the largest factor of gates above 1 within a tile
 
 
 def scan_forward(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:
@@ -60,7 +60,7 @@ def _settings(x: Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _join(gate_1, value_1, start_1, gate_2, value_2, start_2):
+def _combine_spans(gate_1, value_1, start_1, gate_2, value_2, start_2):
     """Combine two consecutive spans; each maps a state to ``gate * state + value``, or to ``value`` after a start."""
     gate = tl.where(start_2 != 0, gate_2, gate_1 * gate_2)
     value = tl.where(start_2 != 0, value_2, gate_2 * value_1 + value_2)  # not by gates of 0: 0 * inf is NaN
@@ -70,18 +70,18 @@ def _join(gate_1, value_1, start_1, gate_2, value_2, start_2):
 @triton.jit
 def _scan_tile(gate, value, start, carry, TILE_STEPS: tl.constexpr):
     """Return the states of a tile that begins with the state ``carry``, and the last of them."""
-    products, sums, started = tl.associative_scan((gate, value, start), 0, _join)
+    products, sums, started = tl.associative_scan((gate, value, start), 0, _combine_spans)
     h = tl.where(started != 0, sums, products * carry[None, :] + sums)
     growth = tl.sum(tl.log2(tl.maximum(tl.abs(gate), 1.0)), 0)
-    lost = tl.sum((h - h != 0.0).to(tl.int32), 0) + (growth > _MOST_LOG2_GROWTH).to(tl.int32)
+    lost = tl.sum((h - h != 0.0).to(tl.int32), 0) + (growth > _MAX_LOG2_GROWTH).to(tl.int32)
     if tl.sum(lost, 0) > 0:  # overflow or NaN that the recurrence itself may not have
-        h = _step_through(gate, value, start, carry, TILE_STEPS)
+        h = _scan_sequentially(gate, value, start, carry, TILE_STEPS)
     last = tl.arange(0, TILE_STEPS)[:, None] == TILE_STEPS - 1
     return h, tl.sum(tl.where(last, h, 0.0), 0)
 
 
 @triton.jit
-def _step_through(gate, value, start, carry, TILE_STEPS: tl.constexpr):
+def _scan_sequentially(gate, value, start, carry, TILE_STEPS: tl.constexpr):
     """Compute the states of a tile step by step."""
     h = tl.zeros_like(value)
     for t in range(TILE_STEPS):

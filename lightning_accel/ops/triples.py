@@ -63,10 +63,10 @@ def find_triples(
     tensor([[0, 1, 2]])
     """
     _check_nodes(edge_index, num_nodes)
-    native = _takes_kernel(edge_index)
+    native = _use_kernel(edge_index)
     edge, rowptr, col, edge_of = (triples_native.simple_graph if native else _simple_graph)(edge_index, num_nodes)
     if triangle_index is not None:
-        triangle, side = _given_triangles(triangle_index, edge, num_nodes)
+        triangle, side = _check_triangles(triangle_index, edge, num_nodes)
     elif native:
         triangle, side = triples_native.find_triangles(edge, num_nodes)
     else:
@@ -120,7 +120,7 @@ def _check_nodes(edge_index: Tensor, num_nodes: int) -> None:
         raise ValueError(f"edge_index must hold nodes from 0 to num_nodes - 1 = {num_nodes - 1}; found {low} to {high}")
 
 
-def _takes_kernel(edge_index: Tensor) -> bool:
+def _use_kernel(edge_index: Tensor) -> bool:
     if edge_index.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return KERNELS.serves(edge_index.device)
@@ -138,8 +138,8 @@ def _simple_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, T
 def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return row pointers (N + 1,), neighbours and edges (2 E,) of the symmetric graph; columns ascend in each row."""
     u, v = edge
-    high_rowptr = _starts(u, num_nodes)
-    low_rowptr, by_end = _grouped(v, num_nodes)
+    high_rowptr = _group_starts(u, num_nodes)
+    low_rowptr, by_end = _group_by(v, num_nodes)
     place = torch.arange(len(u), device=u.device)
     high_place = place + low_rowptr.index_select(0, u + 1)
     low_place = place + high_rowptr.index_select(0, v.index_select(0, by_end))
@@ -155,10 +155,10 @@ def _find_triangles(
     """Return the triangles in lexicographic order and their sides, (3, T) each, as in :class:`Triples`."""
     num_nodes = len(rowptr) - 1
     keys = edge[0] * num_nodes + edge[1]
-    return _in_order(_find_sides(keys, rowptr, col, edge_of, max_wedges), edge, num_nodes)[:2]
+    return _sort_triangles(_find_sides(keys, rowptr, col, edge_of, max_wedges), edge, num_nodes)[:2]
 
 
-def _in_order(side: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sort_triangles(side: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort triangles; return triangles and sides in lexicographic order, their sorted keys, and the permutation."""
     # by the edge between the lower nodes, then by the highest
     place, order = (side[2] * num_nodes + edge[1].index_select(0, side[0])).sort()
@@ -171,7 +171,7 @@ def _group_triangles(
     triangle: Tensor, side: Tensor, num_nodes: int, num_edges: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``num_triangles``, ``third_rowptr``, ``third`` and ``triangle_edge`` of :class:`Triples`."""
-    third_rowptr, by_edge = _grouped(side.flatten(), num_edges)
+    third_rowptr, by_edge = _group_by(side.flatten(), num_edges)
     return (
         torch.bincount(triangle.flatten(), minlength=num_nodes),
         third_rowptr,
@@ -191,7 +191,7 @@ def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_
     del row, row_degree, col_degree, chosen
     place = torch.arange(len(tail), device=tail.device)
     # pair each edge with each later edge of the same tail: its head is below the other's
-    num_later = _starts(tail, num_nodes).index_select(0, tail + 1) - place - 1
+    num_later = _group_starts(tail, num_nodes).index_select(0, tail + 1) - place - 1
     test = _EdgeTest(keys, num_nodes)
     found = []
     for start, stop, size in _chunks(num_later, max_wedges):
@@ -246,7 +246,7 @@ class _EdgeTest:
         return maybe.index_select(0, order.index_select(0, right)), place.index_select(0, right)
 
 
-def _given_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+def _check_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Check and sort the given triangles; return them and their sides, (3, T) each."""
     i, j, k = triangle_index
     keys = edge[0] * num_nodes + edge[1]
@@ -260,7 +260,7 @@ def _given_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tu
             f"triangle_index must list triangles of the graph, nodes ascending; column {int(wrong[0, 0])} is {nodes}. "
             "Find them again after a change of edges or of the numbers of nodes"
         )
-    triangle, side, place, order = _in_order(side, edge, num_nodes)
+    triangle, side, place, order = _sort_triangles(side, edge, num_nodes)
     _check_unique(triangle_index, place, order)
     return triangle, side
 
@@ -274,11 +274,11 @@ def _check_unique(triangle_index: Tensor, place: Tensor, order: Tensor) -> None:
         raise ValueError(f"triangle_index must list each triangle once; columns {columns} are both {nodes}")
 
 
-def _starts(index: Tensor, size: int) -> Tensor:
+def _group_starts(index: Tensor, size: int) -> Tensor:
     return torch.cat([index.new_zeros(1), torch.bincount(index, minlength=size).cumsum(0)])
 
 
-def _grouped(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _group_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return where each group begins, (size + 1,), and the stable order that sorts ``index`` by group."""
     # it is a radix sort: int32 takes half the time of int64
-    return _starts(index, size), torch.argsort(index.int() if size < 2**31 else index, stable=True)
+    return _group_starts(index, size), torch.argsort(index.int() if size < 2**31 else index, stable=True)

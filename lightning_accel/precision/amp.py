@@ -87,7 +87,7 @@ class AmpPrecision(MixedPrecision):
         self._across_ranks = False
         self._loss: Tensor | None = None
         self._unscaled: set[int] = set()
-        self._held: list[tuple[LRSchedulerConfig, int]] = []
+        self._paused: list[tuple[LRSchedulerConfig, int]] = []
 
     @property  # type: ignore[override]  # a settable attribute in Lightning
     def precision(self) -> MixedPrecisionName:
@@ -147,17 +147,17 @@ class AmpPrecision(MixedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        self._release_schedules()
+        self._resume_schedules()
         if self.scaler is None:
             if self.check_gradients:
-                closure = self._followed_by_check(closure, optimizer, model)
+                closure = self._with_gradient_check(closure, optimizer, model)
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None
             self._after_closure(model, optimizer)
             return result
         skip = self._unscale(optimizer)
-        self._count(skip, model)
+        self._count_skips(skip, model)
         self._after_closure(model, optimizer)
         if not skip:
             optimizer.step(**kwargs)
@@ -183,12 +183,12 @@ class AmpPrecision(MixedPrecision):
             self.scaler.update()
         self._unscaled.clear()
 
-    def _count(self, skip: bool, model: pl.LightningModule) -> None:
+    def _count_skips(self, skip: bool, model: pl.LightningModule) -> None:
         self.consecutive_skips = self.consecutive_skips + 1 if skip else 0
         if not skip:
             return
         self.skipped_steps += 1
-        self._hold_schedules(model.trainer.lr_scheduler_configs)
+        self._pause_schedules(model.trainer.lr_scheduler_configs)
         if self.consecutive_skips >= self.max_consecutive_skips:
             assert self.scaler is not None
             raise FloatingPointError(
@@ -196,7 +196,7 @@ class AmpPrecision(MixedPrecision):
                 f"to {self.scaler.get_scale():g}. {describe_non_finite(model, self._loss, self._across_ranks)}"
             )
 
-    def _followed_by_check(
+    def _with_gradient_check(
         self, closure: Callable[[], Any], optimizer: Optimizer, model: pl.LightningModule
     ) -> Callable[[], Any]:
         def checked() -> Any:
@@ -211,16 +211,16 @@ class AmpPrecision(MixedPrecision):
 
         return checked
 
-    def _hold_schedules(self, configs: list[LRSchedulerConfig]) -> None:
+    def _pause_schedules(self, configs: list[LRSchedulerConfig]) -> None:
         for config in configs:
             if config.interval == "step":
-                self._held.append((config, config.frequency))
+                self._paused.append((config, config.frequency))
                 config.frequency = sys.maxsize  # Lightning steps a schedule at multiples of its frequency
 
-    def _release_schedules(self) -> None:
-        for config, frequency in self._held:
+    def _resume_schedules(self) -> None:
+        for config, frequency in self._paused:
             config.frequency = frequency
-        self._held.clear()
+        self._paused.clear()
 
     def _log(self, model: pl.LightningModule) -> None:
         trainer: Any = model.trainer  # Any, as connectors set the attributes used here
@@ -231,7 +231,7 @@ class AmpPrecision(MixedPrecision):
             model.log("precision/skipped_steps", float(self.skipped_steps))
 
     def teardown(self) -> None:
-        self._release_schedules()
+        self._resume_schedules()
         self._loss = None
         super().teardown()
 

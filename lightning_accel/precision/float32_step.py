@@ -48,7 +48,7 @@ class Float32Step:
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:
         for group in self.optimizer.param_groups:
-            group["params"] = [self._replace(parameter) for parameter in group["params"]]
+            group["params"] = [self._replace_by_copy(parameter) for parameter in group["params"]]
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -61,7 +61,7 @@ class Float32Step:
             parameter.copy_(copy)
         if self.noise is not None:
             self.noise.steps += 1
-        self._put_back(keep_copies=self.noise is None)
+        self._restore_parameters(keep_copies=self.noise is None)
 
     @torch.no_grad()
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -69,29 +69,29 @@ class Float32Step:
 
     @torch.no_grad()
     def _after_load(self, *_: Any) -> None:
-        self._put_back(keep_copies=False)
+        self._restore_parameters(keep_copies=False)
 
-    def _replace(self, parameter: Tensor) -> Tensor:
+    def _replace_by_copy(self, parameter: Tensor) -> Tensor:
         if parameter.dtype != torch.bfloat16:
             return parameter
         old_state = self.optimizer.state.pop(parameter, {})
-        copy = self._follow(old_state.get(_MASTER), parameter).requires_grad_(parameter.requires_grad)
+        copy = self._current_master(old_state.get(_MASTER), parameter).requires_grad_(parameter.requires_grad)
         if parameter.grad is not None:
             copy.grad = parameter.grad.float()
         # a new dictionary, since state dicts saved before share the old one
-        state = {key: _in_float32(value) for key, value in old_state.items() if key != _MASTER}
+        state = {key: _to_float32(value) for key, value in old_state.items() if key != _MASTER}
         if state:  # optimizers initialise missing state; some do so in their constructor, in bfloat16
             self.optimizer.state[copy] = state
         self._parameter_of[copy] = parameter
         return copy
 
-    def _follow(self, master: Tensor | None, parameter: Tensor) -> Tensor:
+    def _current_master(self, master: Tensor | None, parameter: Tensor) -> Tensor:
         if master is None:
             return parameter.detach().float()
         # the master weight if it still rounds to the parameter, else the parameter, which has been changed
         return torch.where(master.to(parameter.dtype) == parameter, master, parameter)
 
-    def _put_back(self, keep_copies: bool) -> None:
+    def _restore_parameters(self, keep_copies: bool) -> None:
         for group in self.optimizer.param_groups:
             group["params"] = [self._parameter_of.get(copy, copy) for copy in group["params"]]
         for copy, parameter in self._parameter_of.items():
@@ -107,5 +107,5 @@ class Float32Step:
             yield from group["params"]
 
 
-def _in_float32(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value

@@ -510,7 +510,7 @@ def test_counts_to_the_last_digit_of_float32():
     conv = RO3Conv(1, 1, rank=1)
     torch.nn.init.ones_(conv.maps.weight)
     torch.nn.init.zeros_(conv.maps.bias)
-    triangle = conv._seen(x, None, edge_index, triples)[:, 2]
+    triangle = conv._joined_input(x, None, edge_index, triples)[:, 2]
     assert torch.equal(triangle, triples.num_triangles.float())
 
 

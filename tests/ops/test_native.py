@@ -217,7 +217,7 @@ def test_the_compilers_first_error_is_told(cache, tmp_path, compiler):
     ],
 )
 def test_reasons(output, reason):
-    assert native_build._reason(output, 9).startswith(reason)
+    assert native_build._first_error(output, 9).startswith(reason)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_a_library_that_others_can_have_planted_is_not_loaded(cache, tmp_path, m
     if chosen_by == "HOME":
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     target = cpu_target()
-    library = shared / inner / f"native_planted-{target}-{native_build._fingerprint(folder, target)}.so"
+    library = shared / inner / f"native_planted-{target}-{native_build._source_digest(folder, target)}.so"
     library.parent.mkdir(parents=True, mode=0o700)
     library.write_text("planted")
     monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].write_text("own"))
@@ -292,13 +292,13 @@ def test_a_folder_that_a_link_of_others_leads_to_is_not_trusted(cache, tmp_path,
     own.mkdir(mode=0o700)
     shared.mkdir()
     (shared / "link").symlink_to(own)
-    assert native_build._distrust(shared / "link") == ""
+    assert native_build._untrusted_reason(shared / "link") == ""
     (own / "within").mkdir(mode=0o700)
     (own / "link").symlink_to(shared / "link")
     for link in ("shared/link", "shared/link/within", "own/link", "own/link/within"):
-        assert native_build._distrust(tmp_path / link) == ""
+        assert native_build._untrusted_reason(tmp_path / link) == ""
         shared.chmod(0o1777)  # as /tmp
-        assert native_build._distrust(tmp_path / link) == f"others can write to {shared}"
+        assert native_build._untrusted_reason(tmp_path / link) == f"others can write to {shared}"
         shared.chmod(0o755)
 
 
@@ -314,7 +314,7 @@ def test_waiting_for_another_process_has_an_end(cache, tmp_path):
     folder = sources(tmp_path / "src", "native_waits")
     cache.mkdir()
     target = cpu_target()
-    file = cache / f"native_waits-{target}-{native_build._fingerprint(folder, target)}.so.lock"
+    file = cache / f"native_waits-{target}-{native_build._source_digest(folder, target)}.so.lock"
     with open(file, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert "another process builds it for more than 0.2 s" in reason_of(NativeLibrary("native_waits", folder, 0.2))
@@ -351,19 +351,19 @@ def test_wrong_names_and_folders(cache, tmp_path):
 
 def test_flags_and_targets_are_part_of_the_name(tmp_path):
     folder = sources(tmp_path / "src", "any")
-    prints = {native_build._fingerprint(folder, target) for target in ("AVX512", "AVX2", "DEFAULT")}
+    prints = {native_build._source_digest(folder, target) for target in ("AVX512", "AVX2", "DEFAULT")}
     assert len(prints) == 3
     for target, architecture in (("sm_90", "9.0"), ("sm_120", "12.0")):
-        assert native_build._environment(target, ["c++"], tmp_path)["TORCH_CUDA_ARCH_LIST"] == architecture
+        assert native_build._build_environment(target, ["c++"], tmp_path)["TORCH_CUDA_ARCH_LIST"] == architecture
 
 
 def test_headers_in_any_folder_of_the_sources_count(tmp_path):
     folder = sources(tmp_path / "src", "any")
     (folder / "inner").mkdir()
-    seen = {native_build._fingerprint(folder, "DEFAULT")}
+    seen = {native_build._source_digest(folder, "DEFAULT")}
     for header in ("factor.hpp", "inner/factor.inl"):
         (folder / header).write_text("#define FACTOR 5")
-        seen.add(native_build._fingerprint(folder, "DEFAULT"))
+        seen.add(native_build._source_digest(folder, "DEFAULT"))
     assert len(seen) == 3
 
 
@@ -415,11 +415,11 @@ def test_caches_of_users_whom_the_system_does_not_know(cache, tmp_path, monkeypa
     monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(native_build.os.path, "expanduser", lambda path: path)
-    assert native_build._caches() == [temporary]
+    assert native_build._cache_folders() == [temporary]
     monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(cache))
-    assert native_build._caches() == [cache, temporary]
+    assert native_build._cache_folders() == [cache, temporary]
     monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
-    assert native_build._caches() == [cache]
+    assert native_build._cache_folders() == [cache]
 
 
 def test_leftovers_of_builds_that_were_killed_go(tmp_path):
@@ -428,7 +428,7 @@ def test_leftovers_of_builds_that_were_killed_go(tmp_path):
         folder.mkdir()
         (folder / "a.o").touch()
     os.utime(old, (time.time() - 100_000, time.time() - 100_000))
-    native_build._remove_leftovers(tmp_path)
+    native_build._delete_stale_builds(tmp_path)
     assert not old.exists()
     assert new.exists()
 

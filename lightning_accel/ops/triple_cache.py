@@ -10,13 +10,13 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from lightning_accel.ops.triples import Triples, find_triples
 
 
-class _Found(NamedTuple):
+class _Entry(NamedTuple):
     num_nodes: int
     state: Tensor | int
     given: tuple[TensorWeakRef, Tensor | int] | None
     triples: Triples
 
-    def holds(self, edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None) -> bool:
+    def is_valid_for(self, edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None) -> bool:
         if self.num_nodes != num_nodes or (self.given is None) != (triangle_index is None):
             return False
         if triangle_index is not None and self.given is not None:
@@ -26,7 +26,7 @@ class _Found(NamedTuple):
         return _unchanged(edge_index, self.state)
 
 
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -46,19 +46,19 @@ def triples_of(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None
         triangle_index: (3, T) int64, all triangles if they are known, nodes ascending in each column.
     """
     with _lock:
-        found = _found.get(edge_index)
-    if found is not None and found.holds(edge_index, num_nodes, triangle_index):
+        found = _cache.get(edge_index)
+    if found is not None and found.is_valid_for(edge_index, num_nodes, triangle_index):
         return found.triples
-    given = None if triangle_index is None else (TensorWeakRef(triangle_index), _state(triangle_index))
+    given = None if triangle_index is None else (TensorWeakRef(triangle_index), _change_marker(triangle_index))
     with torch.inference_mode(False):  # the first call may come from validation; training saves the result for backward
         triples = find_triples(edge_index, num_nodes, triangle_index)
-    found = _Found(num_nodes, _state(edge_index), given, triples)
+    found = _Entry(num_nodes, _change_marker(edge_index), given, triples)
     with _lock:
-        _found[edge_index] = found
+        _cache[edge_index] = found
     return triples
 
 
-def _state(tensor: Tensor) -> Tensor | int:
+def _change_marker(tensor: Tensor) -> Tensor | int:
     """Return a value that changes with in-place changes: torch's counter, or a copy for inference-mode tensors."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 

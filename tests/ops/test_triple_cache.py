@@ -21,7 +21,7 @@ def searches(monkeypatch):
         calls.append(arguments[1])
         return find_triples(*arguments)
 
-    monkeypatch.setattr("lightning_accel.ops.triple_memo.find_triples", counted)
+    monkeypatch.setattr("lightning_accel.ops.triple_cache.find_triples", counted)
     return calls
 
 

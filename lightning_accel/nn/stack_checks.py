@@ -13,13 +13,13 @@ from lightning_accel.nn.rbm_units import (
 )
 
 
-def own_units(rbm: RBM) -> VisibleUnits:
+def units_without_labels(rbm: RBM) -> VisibleUnits:
     """Return the visible units without those of the label."""
     units = rbm.visible_units
     return units.parts[0] if isinstance(units, JoinedVisible) else units  # type: ignore[return-value]
 
 
-def kind_of(units: VisibleUnits | HiddenUnits) -> str:
+def option_of(units: VisibleUnits | HiddenUnits) -> str:
     """Return the constructor argument that creates ``units``."""
     kinds: dict[type, str] = {
         BernoulliVisible: "visible='bernoulli'",
@@ -31,7 +31,7 @@ def kind_of(units: VisibleUnits | HiddenUnits) -> str:
     return kinds.get(type(units), type(units).__name__)
 
 
-def require_fit(layer: int, below: RBM, above: RBM) -> None:
+def require_compatible(layer: int, below: RBM, above: RBM) -> None:
     """Require that RBM ``layer`` and the one above it fit together."""
     here = f"RBM {layer + 1} of the stack"
     if below.num_labels:
@@ -42,11 +42,11 @@ def require_fit(layer: int, below: RBM, above: RBM) -> None:
             f"{here} has {size} visible units and stands on {below.num_hidden} hidden ones: make its "
             f"num_visible={below.num_hidden}"
         )
-    units = own_units(above)
+    units = units_without_labels(above)
     fitting = GaussianVisible if isinstance(below.hidden_units, RectifiedHidden) else BernoulliVisible
     if not isinstance(units, fitting):
         needed = "gaussian" if fitting is GaussianVisible else "bernoulli"
         raise ValueError(
-            f"{here} has {kind_of(units)} and stands on {kind_of(below.hidden_units)}, whose states it cannot hold: "
-            f"take visible='{needed}'"
+            f"{here} has {option_of(units)} and stands on {option_of(below.hidden_units)}, whose states it cannot "
+            f"hold: take visible='{needed}'"
         )
