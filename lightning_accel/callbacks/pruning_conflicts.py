@@ -56,7 +56,7 @@ def require_disjoint_weights(weights: Mapping[str, Sequence[str]]) -> None:
 def adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: dict[str, Any]) -> None:
     """Give ``callback`` the only unclaimed state in a checkpoint, if there is none of its own.
 
-    That may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
+    It may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
     later.
     """
     claimed = {one.state_key for one in callbacks_of_type(trainer, callback)}

@@ -44,7 +44,7 @@ class RBMMonitor(L.Callback):
     - the mean free energy of validation samples minus that of training samples, always the same ones: if it rises, the
       machine overfits (Hinton 2012, A Practical Guide to Training Restricted Boltzmann Machines, section 6).
 
-    That last number is logged as ``val/free_energy_gap/<name>``, by the first process alone, so that callbacks should
+    The last number is logged as ``val/free_energy_gap/<name>``, by the first process alone, so that callbacks should
     monitor it only in runs of one process.
 
     Samples are the first part of a batch (a tensor, tuple, list or dict), (B, ...) flattened to (B, V); for a machine

@@ -1,0 +1,32 @@
+"""What CONTRIBUTING.md asks of docstrings, as far as a program can tell."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning_accel
+
+FOLDER = Path(lightning_accel.__file__).parent
+NO_VERBS = re.compile(
+    r"(A|All|An|And|Any|As|At|Because|Before|Both|But|By|Each|Every|For|From|How|If|In|Is|Its|No|None|Not|Of|On|One|Only|"
+    r"Or|Such|That|The|These|This|Those|To|Two|What|When|Where|Whether|Which|Who|Whose|With|Without)\b"
+)
+NO_SENTENCE = re.compile(r"(?:^|[.!?]\s+|\n\s*\n\s*)((?:Of|That|Those|Whose)\b.*)")
+
+
+def docstrings() -> Iterator[tuple[str, ast.AST, str]]:
+    for path in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(FOLDER)}, {getattr(node, 'name', 'its head')}", node, text
+
+
+def test_docstrings_begin_with_a_verb():
+    first = [(place, text.splitlines()[0]) for place, node, text in docstrings() if not isinstance(node, ast.Module)]
+    assert len(first) > 500
+    assert not [(place, line) for place, line in first if NO_VERBS.match(line)]
+
+
+def test_sentences_stand_alone():
+    assert not [(place, found) for place, _, text in docstrings() for found in NO_SENTENCE.findall(text)]
