@@ -29,7 +29,7 @@ import torch
 from lightning_accel import Classifier, DigitsDataModule
 from lightning_accel.callbacks import Distillation
 from lightning_accel.callbacks.distillation_loss import divergence
-from lightning_accel.data.in_memory import TensorRows
+from lightning_accel.data.in_memory import BatchTensorDataset
 
 BASELINE = "labels alone"
 ADAM = partial(torch.optim.AdamW, lr=3e-3)
@@ -45,7 +45,7 @@ class FirstRows(DigitsDataModule):
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
         if self.rows:
-            self.train_rows = TensorRows(*self.train_rows[list(range(self.rows))])
+            self.train_rows = BatchTensorDataset(*self.train_rows[list(range(self.rows))])
 
 
 def fit(

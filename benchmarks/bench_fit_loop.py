@@ -164,7 +164,7 @@ def subjects(device: torch.device) -> dict[str, dict[str, Subject]]:
             "Trainer, our logging, loggers, progress bar, checkpoints": lambda epochs: whole_run(epochs, device),
         },
         "batch": {
-            "TensorRows": lambda epochs: loader_alone(loader, epochs),
+            "BatchTensorDataset": lambda epochs: loader_alone(loader, epochs),
             "TensorDataset, rows collated one by one": lambda epochs: loader_alone(plain, epochs),
         },
     }

@@ -42,7 +42,7 @@ from sklearn.preprocessing import minmax_scale
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel.data.in_memory import TensorRows, already_a_batch
+from lightning_accel.data.in_memory import BatchTensorDataset, identity_collate
 from lightning_accel.nn import RBM, ContrastiveDivergence
 
 LEARNING_RATE = 0.05
@@ -191,7 +191,10 @@ def trainer(case: Case, module_class: type[Automatic], per_step: int, shuffle: b
     rbm = new_rbm(case)
     module = module_class(rbm, case.batch_size)
     loader = DataLoader(
-        TensorRows(case.rows.cpu()), batch_size=case.batch_size * per_step, shuffle=shuffle, collate_fn=already_a_batch
+        BatchTensorDataset(case.rows.cpu()),
+        batch_size=case.batch_size * per_step,
+        shuffle=shuffle,
+        collate_fn=identity_collate,
     )
 
     def epoch() -> float:

@@ -23,7 +23,7 @@ from lightning_accel.callbacks.deployment import (
     undistributed,
 )
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.compress.calls import Run, num_rows, smallest_call
+from lightning_accel.compress.calls import Run, num_samples, smallest_call
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.compress.progress import Progress
@@ -101,7 +101,7 @@ class CompressionReport(L.Callback):
         if has_shrunk:
             parameters, _ = count_parameters(start.parameters())
             call = smallest_call(start, found.inputs[0])
-            macs = count_macs(start, *call).total // num_rows(call)
+            macs = count_macs(start, *call).total // num_samples(call)
             of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=_file_bytes(start))
             report.add(of_start)
         for name, row in rows.items():

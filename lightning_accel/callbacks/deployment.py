@@ -377,7 +377,7 @@ def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
-        sampler=loader.sampler.of_one_process() if isinstance(loader.sampler, PlannedSampler) else None,
+        sampler=loader.sampler.for_one_process() if isinstance(loader.sampler, PlannedSampler) else None,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
     )

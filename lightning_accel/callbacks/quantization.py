@@ -28,7 +28,7 @@ from lightning_accel.callbacks.deployment import (
 from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.metric_names import require_logged
-from lightning_accel.compress.calls import Inputs, first_line, first_rows, num_rows, smallest_call
+from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.latency import speedup
 from lightning_accel.compress.progress import Progress
@@ -200,10 +200,10 @@ class Quantization(L.Callback):
 
     def _check_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
-        is_cut = num_rows(smallest_call(found.module, call)) == 1
-        for size in (self.batch_sizes or (1, num_rows(call))) if is_cut else (num_rows(call),):
+        is_cut = num_samples(smallest_call(found.module, call)) == 1
+        for size in (self.batch_sizes or (1, num_samples(call))) if is_cut else (num_samples(call),):
             try:
-                _call_flat(found.module, first_rows(call, size))
+                _call_flat(found.module, first_samples(call, size))
             except Exception as error:
                 raise ValueError(
                     f"Quantization would fail at the end of the run: it measures {type(found.module).__name__} on "
@@ -274,7 +274,7 @@ class Quantization(L.Callback):
             seen = torch.stack([layer.seen for layer in self._layers.values()])
             seen = trainer.strategy.reduce(seen, reduce_op="min")  # as one process with all samples would see
             for layer, own in zip(self._layers.values(), seen, strict=True):
-                layer.take_seen(own)
+                layer.update_range(own)
 
     def state_dict(self) -> dict[str, Any]:
         self._update_ranges()  # an earlier callback may save at the end of a batch
@@ -390,7 +390,7 @@ class Quantization(L.Callback):
 def _call_flat(module: nn.Module, call: Inputs) -> None:
     """Flatten and rebuild a call and its result, as forms of ``module`` do, to find errors early."""
     flat = Flat(module, call)
-    result = flat.see_result(call)
+    result = flat.record_result(call)
     noise_share(result, flat.rebuild(flat(*tensors_of(call))))
 
 
@@ -423,7 +423,7 @@ def _take_calls(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
     kept: list[Inputs] = []
     for one in inputs:
         kept.append(one)
-        if sum(num_rows(call) for call in kept) >= rows:
+        if sum(num_samples(call) for call in kept) >= rows:
             break
     return kept
 

@@ -11,7 +11,7 @@ Run = Callable[..., Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def num_rows(inputs: Inputs) -> int:
+def num_samples(inputs: Inputs) -> int:
     """Return the number of samples of a batch: the first dimension of the first tensor that has one.
 
     Raises:
@@ -23,17 +23,17 @@ def num_rows(inputs: Inputs) -> int:
     raise ValueError("a call needs a tensor with a dimension for the rows of its batch; it has none")
 
 
-def first_rows(inputs: Inputs, count: int) -> Inputs:
+def first_samples(inputs: Inputs, count: int) -> Inputs:
     """Return ``inputs`` with the first ``count`` samples of each tensor, repeated if there are fewer.
 
     Inputs are returned whole if an integer tensor has another first dimension, as the edges of graphs have: it may hold
     indices of samples that would be dropped.
 
-    >>> first_rows(((torch.arange(3),), {}), 4)
+    >>> first_samples(((torch.arange(3),), {}), 4)
     ((tensor([0, 1, 2, 0]),), {})
     """
-    whole = num_rows(inputs)
-    if count == whole or any(_has_own_rows(value, whole) for value in tree_flatten(inputs)[0]):
+    whole = num_samples(inputs)
+    if count == whole or any(_has_other_length(value, whole) for value in tree_flatten(inputs)[0]):
         return inputs
     taken = torch.arange(count) % whole
     return tree_map_only(
@@ -45,7 +45,7 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
 
 def smallest_call(module: nn.Module, inputs: Inputs) -> Inputs:
     """Return ``inputs`` with one sample, or whole if ``module`` cannot run on one, such as one node of a graph."""
-    args, kwargs = one = first_rows(inputs, 1)
+    args, kwargs = one = first_samples(inputs, 1)
     try:
         with torch.no_grad():
             module(*args, **kwargs)
@@ -59,7 +59,7 @@ def first_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
-def _has_own_rows(value: Any, whole: int) -> bool:
+def _has_other_length(value: Any, whole: int) -> bool:
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         return False
     return value.dim() > 0 and len(value) not in (1, whole)

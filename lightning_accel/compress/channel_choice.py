@@ -38,8 +38,10 @@ def _scores(module: nn.Module, groups: ChannelGroups, criterion: ChannelCriterio
         return {one.name: torch.rand(len(one), generator=generator, dtype=torch.float64) for one in groups.layers}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if callable(criterion):
-        own = {one.name: _sum(one, {name: criterion(name, parameters[name]) for name in _of(one, parameters)})
-               for one in groups.layers}  # fmt: skip
+        own = {}
+        for one in groups.layers:
+            values = {name: criterion(name, parameters[name]) for name in _sliced_parameters(one, parameters)}
+            own[one.name] = _sum_over_slices(one, values)
         if wrong := [name for name, scores in own.items() if not scores.isfinite().all()]:
             raise ValueError(f"the criterion must return finite scores; those of {wrong[0]} have NaN or infinity")
         return own
@@ -49,11 +51,13 @@ def _scores(module: nn.Module, groups: ChannelGroups, criterion: ChannelCriterio
         raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, or a function; got {criterion!r}")
     scores = {}
     for layer in groups.layers:
-        names = _of(layer, parameters)
+        names = _sliced_parameters(layer, parameters)
         if criterion == "batchnorm":
             scales = [name for name in names if name.endswith("weight") and isinstance(_owner(module, name), _NormBase)]
             names = scales or names
-        scores[layer.name] = _sum(layer, {name: parameters[name].detach().double().square() for name in names}).sqrt()
+        scores[layer.name] = _sum_over_slices(
+            layer, {name: parameters[name].detach().double().square() for name in names}
+        ).sqrt()
     return scores
 
 
@@ -71,7 +75,10 @@ def first_order_terms(module: nn.Module, groups: ChannelGroups) -> dict[str, Ten
     }
     if not terms:
         raise ValueError("criterion='taylor' needs gradients; call backward before channels are scored")
-    return {layer.name: _sum(layer, {name: terms[name] for name in _of(layer, terms)}) for layer in groups.layers}
+    return {
+        layer.name: _sum_over_slices(layer, {name: terms[name] for name in _sliced_parameters(layer, terms)})
+        for layer in groups.layers
+    }
 
 
 def choose_channels(
@@ -102,7 +109,7 @@ def choose_channels(
     if scope == "layer":
         gone = {name: round(len(one) * sparsity) for name, one in scores.items()}
     else:
-        gone = _share_out(scores, sparsity, min_left)
+        gone = _global_counts(scores, sparsity, min_left)
     chosen = {}
     for name, one in scores.items():
         left = max(len(one) - gone[name], min_left)
@@ -111,7 +118,7 @@ def choose_channels(
     return chosen
 
 
-def _share_out(scores: Mapping[str, Tensor], sparsity: float, min_left: int) -> dict[str, int]:
+def _global_counts(scores: Mapping[str, Tensor], sparsity: float, min_left: int) -> dict[str, int]:
     relative = []
     for one in scores.values():
         values = one / one.mean().clamp(min=torch.finfo(one.dtype).tiny)
@@ -125,7 +132,7 @@ def _share_out(scores: Mapping[str, Tensor], sparsity: float, min_left: int) -> 
     return {name: int(part.sum()) for name, part in zip(scores, parts, strict=True)}
 
 
-def _of(layer: ChannelLayer, parameters: Mapping[str, Tensor]) -> list[str]:
+def _sliced_parameters(layer: ChannelLayer, parameters: Mapping[str, Tensor]) -> list[str]:
     return list(dict.fromkeys(name for name, _ in layer.slices if name in parameters))
 
 
@@ -133,7 +140,7 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def _sum(layer: ChannelLayer, values: Mapping[str, Tensor]) -> Tensor:
+def _sum_over_slices(layer: ChannelLayer, values: Mapping[str, Tensor]) -> Tensor:
     """Sum ``values``, by parameter name, over the slices of each channel; overlaps count twice."""
     total = torch.zeros(len(layer), dtype=torch.float64)
     for (name, dim), rows in layer.slices.items():

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channel_labels import Labels
-from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan_of_kept
-from lightning_accel.compress.channel_rules import rule_of
+from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, make_channel_plan
+from lightning_accel.compress.channel_rules import find_rule
 from lightning_accel.compress.channel_trace import KERNEL, ChannelTrace
 from lightning_accel.compress.exclusion import excluded_parameters
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
@@ -94,7 +94,7 @@ class ChannelGroups:
                 if of_layer == name:
                     before = attributes.get((owner, attribute), getattr(module.get_submodule(owner), attribute))
                     attributes[owner, attribute] = before - int(np.isin(channels, list(numbers)).sum())
-        return plan_of_kept(module, gone, attributes)
+        return make_channel_plan(module, gone, attributes)
 
 
 def find_channel_groups(
@@ -126,7 +126,7 @@ def find_channel_groups(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small, args, kwargs = _copy(module, args, kwargs or {})
-        trace = ChannelTrace(small, rule_of)
+        trace = ChannelTrace(small, find_rule)
         try:
             with trace.watch():
                 output = small(*args, **kwargs)
@@ -140,17 +140,19 @@ def find_channel_groups(
                 f"the output of {type(module).__name__} has no tensor that could be found in it ({type(output)}); "
                 "let forward return a tensor, or a tuple, list or dict of tensors"
             )
-        trace.pin(_lasting(output), "the module's output")
+        trace.pin(_without_states(output), "the module's output")
         found = _collect(trace, small, exclude)
-        return _leave_out_failures(small, found, args, kwargs) if check and found.layers else found
+        return _drop_failures(small, found, args, kwargs) if check and found.layers else found
 
 
-def _lasting(output: Any) -> Any:
+def _without_states(output: Any) -> Any:
     """Return ``output`` without recurrent states."""
     if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return [_lasting(value) for name, value in zip(output._fields, output, strict=True) if name not in _STATES]
+        return [
+            _without_states(value) for name, value in zip(output._fields, output, strict=True) if name not in _STATES
+        ]
     if isinstance(output, Mapping):
-        return [_lasting(value) for name, value in output.items() if name not in _STATES]
+        return [_without_states(value) for name, value in output.items() if name not in _STATES]
     return output
 
 
@@ -167,11 +169,11 @@ def _copy(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         raise TypeError(
             f"{type(module).__name__} cannot be copied ({error}); make copy.deepcopy work for it"
         ) from error
-    args, kwargs = tree_map_only(Tensor, _plain, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map_only(Tensor, _to_cpu_float, (tuple(args), dict(kwargs)))
     return made, args, kwargs
 
 
-def _plain(value: Tensor) -> Tensor:
+def _to_cpu_float(value: Tensor) -> Tensor:
     value = value.detach().cpu()
     return value.float() if value.is_floating_point() else value
 
@@ -200,7 +202,7 @@ def _collect(trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | typ
             for root in members:
                 reasons[root] = "a single channel" if made_by else "nothing makes it"
             continue
-        name = _free_name(made_by[0].rpartition(".")[0], layers)
+        name = _unique_name(made_by[0].rpartition(".")[0], layers)
         rows = {place: np.array([places[root][place] for root in members]) for place, _ in key}
         layers.append(ChannelLayer(name, rows, made_by))
         layer_of.update({root: (name, number) for number, root in enumerate(members)})
@@ -220,7 +222,7 @@ def _excluded_roots(
     return found
 
 
-def _free_name(name: str, layers: list[ChannelLayer]) -> str:
+def _unique_name(name: str, layers: list[ChannelLayer]) -> str:
     taken = {layer.name for layer in layers}
     number, free = 1, name
     while free in taken:
@@ -256,7 +258,7 @@ def _counters(trace: ChannelTrace, layer_of: dict[int, tuple[str, int]]) -> list
     return [(*key, numbers) for key, numbers in found.items()]
 
 
-def _leave_out_failures(module: nn.Module, found: ChannelGroups, args: Any, kwargs: Any) -> ChannelGroups:
+def _drop_failures(module: nn.Module, found: ChannelGroups, args: Any, kwargs: Any) -> ChannelGroups:
     """Return ``found`` without the layers for which a trial removal of channels fails."""
     trial = _Trial(module, args, kwargs)
     if trial.failure(found, found.layers) is None:
@@ -289,7 +291,7 @@ class _Trial:
                     parameter.add_(torch.randn_like(parameter) * (parameter.abs().mean() + 0.1), alpha=0.1)
 
     def failure(self, groups: ChannelGroups, layers: Sequence[ChannelLayer]) -> str | None:
-        removed = {layer.name: _some_of(len(layer), number) for number, layer in enumerate(layers)}
+        removed = {layer.name: _sample_channels(len(layer), number) for number, layer in enumerate(layers)}
         whole, small = copy.deepcopy(self.module), copy.deepcopy(self.module)
         zero_channels_(whole, groups, removed)
         try:
@@ -310,11 +312,11 @@ class _Trial:
         torch.manual_seed(0)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            output = _lasting(module(*self.args, **self.kwargs))
+            output = _without_states(module(*self.args, **self.kwargs))
         return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _some_of(count: int, number: int) -> list[int]:
+def _sample_channels(count: int, number: int) -> list[int]:
     """Draw about half of the channels, with a share that varies by layer."""
     share = (0.5, 0.3, 0.7)[number % 3]
     gone = max(1, min(count - 1, round(count * share)))

@@ -71,7 +71,7 @@ class ChannelPlan:
         return cls(kept, dict(state["shapes"]), {name: dict(values) for name, values in state["attributes"].items()})
 
 
-def plan_of_kept(
+def make_channel_plan(
     module: nn.Module,
     gone: Mapping[tuple[str, int], Iterable[int]],
     attributes: Mapping[tuple[str, str], int] | None = None,
@@ -97,7 +97,7 @@ def plan_of_kept(
             for name in ("weight", "running_mean", "weight_ih", "weight_ih_l0", "weight_hh_l0")
             if (f"{owner}.{name}" if owner else name) in kept
         }
-        values = _sizes(module.get_submodule(owner), shapes, plan.attributes.get(owner, {}))
+        values = _size_attributes(module.get_submodule(owner), shapes, plan.attributes.get(owner, {}))
         if values:
             plan.attributes.setdefault(owner, {}).update(values)
     for name, part in module.named_modules():
@@ -111,7 +111,7 @@ def plan_of_kept(
     return plan
 
 
-def _sizes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapping[str, int]) -> dict[str, int]:
+def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapping[str, int]) -> dict[str, int]:
     """Return the size attributes of a module of torch, or of this library, for the given shapes of its parameters."""
     weight = shapes.get("weight", [])
     if isinstance(owner, nn.Linear) and weight:
@@ -171,8 +171,8 @@ def _apply_plan(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optim
             raise KeyError(f"{type(module).__name__} has no {name!r}, of which channels are to be removed")
         _require_shape(name, list(old[name].shape), plan.shapes[name])
     kept = {id(old[name]): dims for name, dims in plan.kept.items()}
-    new = {id(old[name]): _smaller(old[name], dims) for name, dims in plan.kept.items()}
-    states = [_sliced_states(getattr(one, "optimizer", one), new, kept) for one in optimizers]
+    new = {id(old[name]): _slice_parameter(old[name], dims) for name, dims in plan.kept.items()}
+    states = [_slice_states(getattr(one, "optimizer", one), new, kept) for one in optimizers]
     for part in list(module.modules()):
         for own in (part._parameters, part._buffers):
             for name, tensor in list(own.items()):
@@ -200,7 +200,7 @@ def _require_shape(name: str, found: Sequence[int], needed: Sequence[int]) -> No
         )
 
 
-def _smaller(tensor: Tensor, dims: Kept) -> Tensor:
+def _slice_parameter(tensor: Tensor, dims: Kept) -> Tensor:
     made = take(tensor.detach(), dims)
     if not isinstance(tensor, nn.Parameter):
         return made
@@ -218,7 +218,7 @@ def take(tensor: Tensor, dims: Kept) -> Tensor:
     return tensor
 
 
-def _sliced_states(
+def _slice_states(
     optimizer: Optimizer, new: Mapping[int, Tensor], kept: Mapping[int, Kept]
 ) -> dict[Any, dict[str, Any]]:
     states = {}
@@ -233,13 +233,13 @@ def _sliced_states(
             states[parameter] = state
             continue
         states[new[id(parameter)]] = {
-            name: _sliced(f"{type(optimizer).__name__} {name}", value, parameter, kept[id(parameter)])
+            name: _slice_state(f"{type(optimizer).__name__} {name}", value, parameter, kept[id(parameter)])
             for name, value in state.items()
         }
     return states
 
 
-def _sliced(name: str, value: Any, parameter: Tensor, dims: Kept) -> Any:
+def _slice_state(name: str, value: Any, parameter: Tensor, dims: Kept) -> Any:
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     fits = value.ndim == parameter.ndim and all(

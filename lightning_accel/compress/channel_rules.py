@@ -47,7 +47,7 @@ def _pointwise(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]
     return [made] * number
 
 
-def _fresh(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
+def _constant(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     """Follow a constant tensor: the code that makes it will ask for a smaller size once channels are removed."""
     return [[trace.nodes.make(size) for size in out.shape]]
 
@@ -72,7 +72,7 @@ def _mv(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     return [one[:-1]]
 
 
-def _decide(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
+def _whole_reduction(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     """Follow a reduction over a whole tensor, on which code branches; fewer channels are assumed to branch alike."""
     return _reduce(trace, given, out) if given.get("dim") is not None else [None, None]
 
@@ -167,7 +167,7 @@ def _reduce(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     return [list(kept) if one.ndim == len(kept) else None for one in results]
 
 
-def _along(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
+def _normalization(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     """Follow an operation along a dimension that keeps the shape of its input, such as softmax."""
     dims, asked = list(trace.of(given["self"])), given["dim"] if "dim" in given else given["dims"]
     for dim in [asked] if isinstance(asked, int) else asked:
@@ -175,7 +175,7 @@ def _along(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     return [dims, dims]
 
 
-def _spatial(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
+def _resize(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     """Follow pooling and resizing; dimensions whose size changes, or could, have no channels."""
     tensor = given["self"] if "self" in given else given["input"]
     dims, channel = trace.of(tensor), 1
@@ -217,14 +217,14 @@ def _attention(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]
 
 RULES: dict[str, Rule] = {
     **VIEWS,
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"), _fresh),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"), _constant),
     "mm": _mm("self", "mat2"),
     "bmm": _mm("self", "mat2"),
     "addmm": _mm("mat1", "mat2"),
     "baddbmm": _mm("batch1", "batch2"),
     "mv": _mv,
     "convolution": _convolution,
-    **dict.fromkeys(("all", "any", "aminmax"), _decide),
+    **dict.fromkeys(("all", "any", "aminmax"), _whole_reduction),
     **dict.fromkeys(
         ("native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "cudnn_batch_norm"),
         _batch_norm,
@@ -237,14 +237,14 @@ RULES: dict[str, Rule] = {
          "linalg_vector_norm", "norm", "median"),
         _reduce,
     ),
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "flip", "roll"), _along),
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "flip", "roll"), _normalization),
     **dict.fromkeys(
         ("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d",
          "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
          "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d",
          "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
          "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
-        _spatial,
+        _resize,
     ),
     "embedding": _embedding,
     **dict.fromkeys(
@@ -256,7 +256,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def rule_of(func: Any) -> Rule | None:
+def find_rule(func: Any) -> Rule | None:
     """Return the rule of an operation of torch's dispatcher: one of :data:`RULES`, the pointwise one, or None."""
     name = func._schema.name.removeprefix("aten::")
     if (rule := RULES.get(name)) is not None:

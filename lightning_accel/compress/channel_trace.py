@@ -23,7 +23,7 @@ Given = dict[str, Any]  # arguments of an operation, by name
 Rule = Callable[["ChannelTrace", Given, Any], list[Dims | None]]  # returns the dimensions of each result
 KERNEL = "size of a kernel"
 _HEADS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads", "num_key_value_heads")
-_SAY_NOTHING = {"_local_scalar_dense", "equal", "promote_types", "is_same_size", "sym_size", "prim::device"}
+_IGNORED_OPERATIONS = {"_local_scalar_dense", "equal", "promote_types", "is_same_size", "sym_size", "prim::device"}
 
 
 class ChannelTrace(TorchDispatchMode):
@@ -34,19 +34,19 @@ class ChannelTrace(TorchDispatchMode):
 
     Args:
         module: module to run.
-        rule_of: function that returns the rule of an operation, or None.
+        find_rule: function that returns the rule of an operation, or None.
     """
 
-    def __init__(self, module: nn.Module, rule_of: Callable[[Any], Rule | None]) -> None:
+    def __init__(self, module: nn.Module, find_rule: Callable[[Any], Rule | None]) -> None:
         super().__init__()
-        self._rule_of = rule_of
+        self._rule_of = find_rule
         self.nodes = Nodes()
         self.own: dict[tuple[str, int], Labels] = {}  # nodes of parameters and buffers, by name and dimension
         self.contracted: list[Labels] = []  # nodes that a product sums over
         self.taken: list[Labels] = []  # those of them in parameters: the inputs of layers
         self.splits: list[tuple[str, str, Labels]] = []  # module, attribute with the number of groups, one node of each
         self._dims = WeakTensorKeyDictionary()
-        self._places = {one.untyped_storage().data_ptr() for one in module.parameters()}
+        self._parameter_storages = {one.untyped_storage().data_ptr() for one in module.parameters()}
         self._module = module
         self.running: list[tuple[str, nn.Module]] = [("", module)]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -115,7 +115,7 @@ class ChannelTrace(TorchDispatchMode):
         for tensor, nodes in ((one, first), (other, second)):
             if nodes is not None:
                 self.contracted.append(nodes)
-                if tensor.untyped_storage().data_ptr() in self._places:
+                if tensor.untyped_storage().data_ptr() in self._parameter_storages:
                     self.taken.append(nodes)
 
     def where(self) -> str:
@@ -131,7 +131,7 @@ class ChannelTrace(TorchDispatchMode):
                 continue
             rows = np.moveaxis(roots, dim, 0).reshape(shape[dim], -1)
             if (rows == rows[:, :1]).all():
-                return self._only(dim, full)
+                return self._labels_along(dim, full)
         if not long:
             return [flat if dim == 0 else None for dim in range(len(shape))]
         dim, attribute = self._dim_to_keep(shape, long)
@@ -139,9 +139,9 @@ class ChannelTrace(TorchDispatchMode):
         self.nodes.unite(rows[:, :1], rows)
         if attribute is not None:
             self.splits.append((*attribute, rows[:, 0]))
-        return self._only(dim, full)
+        return self._labels_along(dim, full)
 
-    def _only(self, dim: int, full: Labels) -> Dims:
+    def _labels_along(self, dim: int, full: Labels) -> Dims:
         labels = np.moveaxis(full, dim, 0).reshape(full.shape[dim], -1)[:, 0]
         return [labels if other == dim else None for other in range(full.ndim)]
 
@@ -164,7 +164,7 @@ class ChannelTrace(TorchDispatchMode):
                 return made
             except Exception:  # a case that the rule does not cover: pin its inputs
                 self.pin(given, f"{self.where()} runs {func._schema.name} in a way that is not followed")
-        elif name not in _SAY_NOTHING:
+        elif name not in _IGNORED_OPERATIONS:
             self.pin(given, f"{self.where()} runs {func._schema.name}, through which channels are not followed")
         if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
             for one in tree_leaves(out):  # overwritten, so that its previous dimensions are void

@@ -17,7 +17,7 @@ def _view(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
         trace.pin_dims(dims, "empty")
         return [None]
     made: Dims = []
-    for start, stop, first, last in _blocks(before, out.shape):
+    for start, stop, first, last in _matching_blocks(before, out.shape):
         made += _view_block(trace, before[start:stop], dims[start:stop], tuple(out.shape[first:last]))
     return [made]
 
@@ -39,7 +39,7 @@ def _view_block(trace: ChannelTrace, before: Any, dims: Dims, after: tuple[int, 
     return trace.split(flat, after) if len(after) > 1 else [flat]
 
 
-def _blocks(before: Any, after: Any) -> Iterator[tuple[int, int, int, int]]:
+def _matching_blocks(before: Any, after: Any) -> Iterator[tuple[int, int, int, int]]:
     """Yield the smallest parts of two shapes, as ranges of dimensions, that have equally many elements."""
     i = j = 0
     while i < len(before) or j < len(after):
@@ -101,7 +101,7 @@ def _cat(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     if not tensors:
         return [None]
     dim = given["dim"] % out.ndim
-    made = _tie_all(trace, [trace.of(one) for one in tensors], skip=dim)
+    made = _unite_all(trace, [trace.of(one) for one in tensors], skip=dim)
     parts = [trace.of(one)[dim] for one in tensors]
     if any(part is not None for part in parts):
         filled = []
@@ -115,12 +115,12 @@ def _cat(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
 
 
 def _stack(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
-    made = _tie_all(trace, [trace.of(one) for one in given["tensors"]])
+    made = _unite_all(trace, [trace.of(one) for one in given["tensors"]])
     made.insert(given["dim"] % out.ndim, None)
     return [made]
 
 
-def _tie_all(trace: ChannelTrace, all_dims: list[Dims], skip: int | None = None) -> Dims:
+def _unite_all(trace: ChannelTrace, all_dims: list[Dims], skip: int | None = None) -> Dims:
     made = list(all_dims[0])
     for dim in range(len(made)):
         for dims in all_dims[1:]:
@@ -228,12 +228,12 @@ def _index_select(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims |
     return [dims]
 
 
-def _write_rows(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
+def _write_slices(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     """Follow a copy, or an addition, of slices of ``source`` to indices of ``self``."""
     dim = given["dim"] % out.ndim
     dims, source = list(trace.of(given["self"])), trace.of(given["source"])
     trace.pin_dims([dims[dim], source[dim]], f"{trace.where()} puts parts of it where numbers say")
-    return [_tie_all(trace, [dims, source], skip=dim)]
+    return [_unite_all(trace, [dims, source], skip=dim)]
 
 
 def _gather(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
@@ -274,7 +274,7 @@ VIEWS: dict[str, Rule] = {
     "glu": _glu,
     "index": _index,
     "index_select": _index_select,
-    "index_copy": _write_rows,
-    "index_add": _write_rows,
+    "index_copy": _write_slices,
+    "index_add": _write_slices,
     "gather": _gather,
 }  # fmt: skip

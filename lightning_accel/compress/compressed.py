@@ -38,7 +38,7 @@ class Compressed:
         self._run = run
 
     def __repr__(self) -> str:
-        inputs = ", ".join(map(_spell, self.metadata["inputs"]))
+        inputs = ", ".join(map(_describe_spec, self.metadata["inputs"]))
         return f"{type(self).__name__}({str(self.path)!r}: {inputs} -> {', '.join(self.metadata['output_names'])})"
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class Compressed:
         if list(tensors) != [spec["name"] for spec in specs]:
             ordered = {spec["name"]: tensors[spec["name"]] for spec in specs if spec["name"] in tensors}
             if len(ordered) < len(specs) or len(tensors) > len(specs):
-                wanted = ", ".join(map(_spell, specs))
+                wanted = ", ".join(map(_describe_spec, specs))
                 raise TypeError(f"{self.path} takes {wanted}; got {', '.join(tensors) or 'no tensor'}")
             tensors = ordered
         for name, value in plain_values(given).items():
@@ -96,7 +96,7 @@ class Compressed:
             if value != fixed:
                 raise ValueError(f"{self.path} was exported with {name}={fixed!r}, which is fixed; got {value!r}")
         for spec in specs:
-            _require(tensors[spec["name"]], spec, self.path)
+            _require_spec(tensors[spec["name"]], spec, self.path)
         return tensors
 
 
@@ -251,15 +251,15 @@ def _read_metadata(text: str, path: Path) -> dict[str, Any]:
     return about
 
 
-def _require(value: Tensor, spec: Mapping[str, Any], path: Path) -> None:
+def _require_spec(value: Tensor, spec: Mapping[str, Any], path: Path) -> None:
     shape = spec["shape"]
     if str(value.dtype) != f"torch.{spec['dtype']}":
-        raise TypeError(f"{path} takes {_spell(spec)}; got {spec['name']} of {value.dtype}")
+        raise TypeError(f"{path} takes {_describe_spec(spec)}; got {spec['name']} of {value.dtype}")
     fits = value.dim() == len(shape) and all(size in (None, own) for size, own in zip(shape, value.shape, strict=True))
     if not fits:
-        raise ValueError(f"{path} takes {_spell(spec)}; got {spec['name']} {tuple(value.shape)}")
+        raise ValueError(f"{path} takes {_describe_spec(spec)}; got {spec['name']} {tuple(value.shape)}")
 
 
-def _spell(spec: Mapping[str, Any]) -> str:
+def _describe_spec(spec: Mapping[str, Any]) -> str:
     sizes = ", ".join("any" if size is None else str(size) for size in spec["shape"])
     return f"{spec['name']} ({sizes}) {spec['dtype']}"

@@ -26,7 +26,7 @@ def excluded_parameters(module: nn.Module, exclude: Sequence[str | type[nn.Modul
     tensors = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
     found: set[str] = set()
     for entry in list_of_names(exclude):
-        inside = [name for name, part in modules.items() if _is(entry, name, part)]
+        inside = [name for name, part in modules.items() if _matches(entry, name, part)]
         named = [name for name in tensors if isinstance(entry, str) and fnmatchcase(name, entry)]
         if not inside and not named:
             shown = entry if isinstance(entry, str) else entry.__name__
@@ -39,7 +39,7 @@ def excluded_parameters(module: nn.Module, exclude: Sequence[str | type[nn.Modul
     return found
 
 
-def _is(entry: str | type[nn.Module], name: str, part: nn.Module) -> bool:
+def _matches(entry: str | type[nn.Module], name: str, part: nn.Module) -> bool:
     if isinstance(entry, type):
         return isinstance(part, entry)
     return fnmatchcase(name, entry) or entry in {kind.__name__ for kind in type(part).__mro__}

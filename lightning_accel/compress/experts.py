@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel.compress.batchnorm import run_batch
-from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, plan_of_kept
+from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, make_channel_plan
 from lightning_accel.nn import MixtureOfExperts
 from lightning_accel.ops.evaluation import evaluating
 
@@ -45,7 +45,7 @@ def plan_of_experts(mixture: MixtureOfExperts, keep: Sequence[int]) -> ChannelPl
     names = [f"experts.{name}" for name in experts.expert_parameters if getattr(experts, name) is not None]
     names += [f"gate.{name}" for name in rows]
     attributes = {("", "num_experts"): len(kept), ("gate", "num_experts"): len(kept), ("gate", "k"): k}
-    return plan_of_kept(mixture, {(name, 0): gone for name in names}, attributes)
+    return make_channel_plan(mixture, {(name, 0): gone for name in names}, attributes)
 
 
 def remove_experts_(

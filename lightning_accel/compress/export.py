@@ -17,14 +17,14 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_accel import __version__
-from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows, num_rows
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples
 from lightning_accel.compress.compressed import FORMAT_VERSION, load_compressed
 from lightning_accel.compress.export_flat import FromTensors, outputs_of
-from lightning_accel.compress.export_onnx import around_quantized
+from lightning_accel.compress.export_onnx import add_processing
 from lightning_accel.compress.onnx_operators import translations
 from lightning_accel.compress.program_archive import METADATA
-from lightning_accel.compress.quiet import quietly
-from lightning_accel.compress.structure import bind, describe, in_order, named_tensors, plain_values, restore
+from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.structure import bind, describe, named_tensors, plain_values, restore, sort_keywords
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.atomic import replace_atomically
 
@@ -138,16 +138,16 @@ def export(
     for free_length in (True, False):
         traced = make(free_length=free_length)
         flat, calls = traced.flat, traced.calls
-        about = _about(flat, traced.example, traced.shapes, format, class_names)
+        about = _file_metadata(flat, traced.example, traced.shapes, format, class_names)
         about |= {"module": name, "metadata": dict(metadata or {})}
         try:
-            with _beside(path) as written:
+            with _temporary_path(path) as written:
                 if isinstance(quantized, bytes):
                     _write_quantized(quantized, flat, calls, about, written)
                 else:
                     assert traced.program is not None
                     _write(traced.program, about, format, written, name)
-                allowed = partial(_allowed, traced.plain, tolerance, quantized is not None)
+                allowed = partial(_tolerances, traced.plain, tolerance, quantized is not None)
                 difference = _verify(written, traced.live, calls, flat, allowed, path) if verify else 0.0
                 replace_atomically(written, path)
             break
@@ -181,13 +181,13 @@ def try_export(
     """
     traced = _trace_call(module, inputs, format, dynamic, preprocess, postprocess, outputs, None, None)
     assert traced.program is not None
-    output = traced.flat.inner_output()
+    output = traced.flat.module_output()
     restore(output, iter(named_tensors(output, others=[]).values()))
     specs = _specs(traced.flat, traced.example, traced.shapes)
     if format == "onnx":
         names = [one["name"] for one in specs]
         try:
-            with quietly():
+            with suppress_output():
                 _to_onnx(traced.program, names, traced.flat.kept)
         except Exception as error:
             failure = f"{type(module).__name__} cannot be written as onnx: {first_line(_innermost(error))}"
@@ -223,15 +223,15 @@ def _trace_call(
     flat = FromTensors(module, preprocess, postprocess, dense=format == "onnx")
     plain = partial(flat.whole, run=flat.module)
     live = plain if reference is None else partial(flat.whole, run=reference)
-    inputs = [in_order(module.forward, call) for call in inputs]
-    calls = [*inputs, *(_other_sizes(live, inputs[0]) if dynamic else [])]
+    inputs = [sort_keywords(module.forward, call) for call in inputs]
+    calls = [*inputs, *(_calls_of_other_sizes(live, inputs[0]) if dynamic else [])]
     example = max(calls, key=_size) if dynamic else inputs[0]
     flat.keep(live, example, calls, outputs)
     flat.unused = list(unused)
     is_sliced = len(calls) > len(inputs)
-    other = _other_length(live, inputs[0]) if dynamic and free_length and quantized is None else None
+    other = _shorter_call(live, inputs[0]) if dynamic and free_length and quantized is None else None
     all_calls = calls if other is None else [*calls, other]
-    shapes = _free_sizes(flat, all_calls, sliced=is_sliced) if dynamic else None
+    shapes = _dynamic_shapes(flat, all_calls, sliced=is_sliced) if dynamic else None
     name = type(module).__name__
     if isinstance(quantized, bytes):
         return _Traced(flat, plain, live, calls, example, shapes, None, False)
@@ -248,11 +248,11 @@ def _trace_call(
             raise
         return again(inputs, free_length=False, unused=unused)
     if quantized is None and not unused and (found := _unused_arguments(program, flat, live, inputs)):
-        return again([_without(call, found, flat) for call in inputs], free_length=free_length, unused=found)
+        return again([_drop_arguments(call, found, flat) for call in inputs], free_length=free_length, unused=found)
     return _Traced(flat, plain, live, all_calls, example, shapes, program, other is not None)
 
 
-def _other_length(live: Run, call: Inputs) -> Inputs | None:
+def _shorter_call(live: Run, call: Inputs) -> Inputs | None:
     """Return ``call`` with shorter token sequences, integers (B, T); None if there are none or it fails with them."""
     tensors = [value for value in tree_flatten(call)[0] if isinstance(value, Tensor)]
     tokens = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
@@ -260,7 +260,7 @@ def _other_length(live: Run, call: Inputs) -> Inputs | None:
     if len(lengths) != 1 or (length := lengths.pop()) < 3:
         return None
     shorter = max(2, length // 2)
-    whole = num_rows(call)
+    whole = num_samples(call)
     cut: Inputs = tree_map_only(
         Tensor,
         lambda value: value[:, :shorter] if value.dim() > 1 and value.shape[:2] == (whole, length) else value,
@@ -293,7 +293,7 @@ def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, in
         return []
     try:
         for call in inputs:
-            expected, given = outputs_of(live, call), outputs_of(live, _without(call, found, flat))
+            expected, given = outputs_of(live, call), outputs_of(live, _drop_arguments(call, found, flat))
             if not all(name in given and torch.equal(given[name], expected[name]) for name in flat.kept):
                 return []
     except Exception:  # forward requires them nevertheless
@@ -301,7 +301,7 @@ def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, in
     return found
 
 
-def _without(call: Inputs, names: Sequence[str], flat: FromTensors) -> Inputs:
+def _drop_arguments(call: Inputs, names: Sequence[str], flat: FromTensors) -> Inputs:
     """Return ``call`` without the arguments ``names``, as far as they are the last positional ones or keywords."""
     args, kwargs = call
     order = list(bind(flat.signature, *call))
@@ -331,11 +331,11 @@ def _size(call: Inputs) -> int:
     return sum(value.numel() for value in tree_flatten(call)[0] if isinstance(value, Tensor))
 
 
-def _other_sizes(live: Run, call: Inputs) -> list[Inputs]:
+def _calls_of_other_sizes(live: Run, call: Inputs) -> list[Inputs]:
     """Return the call with 1 and an odd number of samples; none if samples cannot be separated, as nodes of graphs."""
-    rows = num_rows(call)
+    rows = num_samples(call)
     sizes = [size for size in (1, 3 if rows != 3 else 5) if size != rows]
-    calls = [first_rows(call, size) for size in sizes]
+    calls = [first_samples(call, size) for size in sizes]
     try:
         shapes = [[value.shape for value in outputs_of(live, one).values()] for one in (call, *calls)]
     except Exception:
@@ -343,7 +343,7 @@ def _other_sizes(live: Run, call: Inputs) -> list[Inputs]:
     return calls if all(one != shapes[0] for one in shapes[1:]) else []
 
 
-def _free_sizes(flat: FromTensors, calls: Sequence[Inputs], sliced: bool) -> list[dict[int, Any]]:
+def _dynamic_shapes(flat: FromTensors, calls: Sequence[Inputs], sliced: bool) -> list[dict[int, Any]]:
     """Return the dynamic dimensions of each tensor of a call: that of the batch, and those in which calls differ."""
     found = [flat.tensors_of(call) for call in calls]
     names = list(found[0])
@@ -354,7 +354,7 @@ def _free_sizes(flat: FromTensors, calls: Sequence[Inputs], sliced: bool) -> lis
                 "with other numbers of dimensions"
             )
     rows = Dim("rows", min=1)
-    counts = [num_rows(call) for call in calls]
+    counts = [num_samples(call) for call in calls]
     free: list[dict[int, Any]] = []
     for name in names:
         sizes = list(zip(*(one[name].shape for one in found), strict=True))
@@ -369,13 +369,13 @@ def _trace(
 ) -> ExportedProgram:
     tensors = tuple(flat.tensors_of(example).values())
     try:
-        with quietly():
+        with suppress_output():
             return torch.export.export(flat, tensors, dynamic_shapes=None if shapes is None else (tuple(shapes),))
     except Exception as error:
-        raise ExportError(f"{name} cannot be exported as {format}: {_advice(error)}") from error
+        raise ExportError(f"{name} cannot be exported as {format}: {_explain(error)}") from error
 
 
-def _advice(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = str(error)
     if "specialized it to be a constant" in text:
         sizes = ", ".join(dict.fromkeys(re.findall(r"specialized it to be a constant \((\d+)\)", text)))
@@ -412,7 +412,7 @@ def _specs(flat: FromTensors, example: Inputs, shapes: list[dict[int, Any]] | No
     ]
 
 
-def _about(
+def _file_metadata(
     flat: FromTensors,
     example: Inputs,
     shapes: list[dict[int, Any]] | None,
@@ -440,7 +440,7 @@ def _about(
 def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: Path, name: str) -> None:
     text = json.dumps(about)
     try:
-        with quietly():
+        with suppress_output():
             if format == "onnx":
                 made = _to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
                 made.model.metadata_props[METADATA] = text
@@ -473,8 +473,8 @@ def _write_quantized(
     content: bytes, flat: FromTensors, calls: Sequence[Inputs], about: dict[str, Any], path: Path
 ) -> None:
     try:
-        with quietly():
-            model, names = around_quantized(content, flat, calls)
+        with suppress_output():
+            model, names = add_processing(content, flat, calls)
             entry = model.metadata_props.add()
             entry.key, entry.value = METADATA, json.dumps(about | names)
             path.write_bytes(model.SerializeToString())
@@ -515,7 +515,7 @@ def _verify(
     return largest
 
 
-def _allowed(
+def _tolerances(
     plain: Run, tolerance: float | None, quantized: bool, call: Inputs, expected: dict[str, Tensor]
 ) -> dict[str, float]:
     """Return the tolerance of each output of a call."""
@@ -541,7 +541,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _temporary_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder with the same suffix, which loaders require, and delete it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.stem}.partial{path.suffix}")

@@ -66,14 +66,14 @@ class FromTensors(nn.Module):
         first = next(iter(kwargs))
         return args, {**kwargs, first: self.preprocess(kwargs[first])}
 
-    def inner_output(self) -> Any:
+    def module_output(self) -> Any:
         """Return the output of the module for the example."""
         args, kwargs = self.preprocessed(*self.example)
         return self.module(*args, **kwargs)
 
     def replace_module(self, program: ExportedProgram) -> None:
         """Replace the module by a program with the same inputs and output tensors."""
-        self.module = _Structured(program, self.inner_output())
+        self.module = _RestoredOutput(program, self.module_output())
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = restore(self.example, iter(tensors))
@@ -81,7 +81,7 @@ class FromTensors(nn.Module):
         return tuple(found[name] for name in self.kept)
 
 
-class _Structured(nn.Module):
+class _RestoredOutput(nn.Module):
     """Run a program and return its output in the classes of the module that it replaces."""
 
     def __init__(self, program: ExportedProgram, output: Any) -> None:

@@ -13,7 +13,7 @@ from lightning_accel.compress.quant_inputs import tensors_of
 from lightning_accel.compress.structure import named_tensors, restore
 
 
-def around_quantized(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:
+def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:
     """Add the preprocessing and postprocessing of ``flat`` to the graph of the ONNX model in ``content``.
 
     Args:
@@ -29,28 +29,28 @@ def around_quantized(content: bytes, flat: FromTensors, calls: Sequence[Inputs])
     import onnx
 
     model = onnx.load_model_from_string(content)
-    output = flat.inner_output()
+    output = flat.module_output()
     names = list(flat.tensors_of(flat.example))
     if flat.preprocess is not None:
-        places = {one.name: _place(one.name) for one in model.graph.input}
-        before = _Before(flat, list(places.values()))
-        made = _graph(before, [tensors_of(call) for call in calls], "raw")
+        places = {one.name: _index_of(one.name) for one in model.graph.input}
+        before = _Preprocess(flat, list(places.values()))
+        made = _export_onnx(before, [tensors_of(call) for call in calls], "raw")
         given = [one.name for one in made.graph.output]
-        model = _joined(made, model, dict(zip(given, places, strict=True)))
-    inputs = {one.name: names[_place(one.name)] for one in model.graph.input}
+        model = _compose(made, model, dict(zip(given, places, strict=True)))
+    inputs = {one.name: names[_index_of(one.name)] for one in model.graph.input}
     kept = (
         [list(named_tensors(output, others=[])).index(name) for name in flat.kept] if flat.postprocess is None else None
     )
     if flat.postprocess is not None:
         inner = [flat.preprocessed(*call) for call in calls]
         outputs = [tensors_of(flat.module(*args, **kwargs)) for args, kwargs in inner]
-        made = _graph(_After(flat, output), outputs, "given")
+        made = _export_onnx(_Postprocess(flat, output), outputs, "given")
         model_outputs = [one.name for one in model.graph.output]
-        model = _joined(model, made, {model_outputs[_place(one.name)]: one.name for one in made.graph.input})
+        model = _compose(model, made, {model_outputs[_index_of(one.name)]: one.name for one in made.graph.input})
     return model, {"onnx_inputs": inputs, "onnx_outputs": kept}
 
 
-class _Before(nn.Module):
+class _Preprocess(nn.Module):
     """Map the tensors of a call to those that the quantized model uses, after preprocessing."""
 
     def __init__(self, flat: FromTensors, places: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class _Before(nn.Module):
         return tuple(found[place] for place in self.places)
 
 
-class _After(nn.Module):
+class _Postprocess(nn.Module):
     """Map the output tensors of the quantized model to those of the file, after postprocessing."""
 
     def __init__(self, flat: FromTensors, output: Any) -> None:
@@ -79,7 +79,7 @@ class _After(nn.Module):
         return tuple(found[name] for name in self.kept)
 
 
-def _graph(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str) -> Any:
+def _export_onnx(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str) -> Any:
     """Export ``module`` to ONNX; its inputs are named ``name__0``, ``name__1``, ..."""
     largest = max(calls, key=lambda tensors: sum(one.numel() for one in tensors))
     shapes = []
@@ -98,7 +98,7 @@ def _graph(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str) -> A
     return program.model_proto
 
 
-def _joined(first: Any, second: Any, connections: Mapping[str, str]) -> Any:
+def _compose(first: Any, second: Any, connections: Mapping[str, str]) -> Any:
     """Compose two models: outputs of ``first`` become inputs of ``second``, as ``connections`` maps their names."""
     import onnx
     from onnx.compose import add_prefix
@@ -113,5 +113,5 @@ def _joined(first: Any, second: Any, connections: Mapping[str, str]) -> Any:
     return onnx.compose.merge_models(first, second, io_map=pairs)
 
 
-def _place(name: str) -> int:
+def _index_of(name: str) -> int:
     return int(name.rpartition("__")[2])

@@ -22,7 +22,7 @@ class FakeQuantized:
     """Replace the ``forward`` of one linear layer or convolution by one with rounded weights and inputs.
 
     Its tensors belong to no module, so that ``state_dict`` does not change. The input range is a moving average over
-    training steps; call :meth:`take_seen` after each.
+    training steps; call :meth:`update_range` after each.
 
     Attributes:
         enabled: whether to round; else the layer computes as before.
@@ -45,8 +45,8 @@ class FakeQuantized:
         if not self.enabled or not (self.ready or self.layer.training):
             return type(self.layer).forward(self.layer, x)
         if self.layer.training:
-            self.see(x)
-        return self.compute(round_input(x, *self.range_now()), round_weight(cast(Tensor, self.layer.weight)))
+            self.observe(x)
+        return self.compute(round_input(x, *self.current_range()), round_weight(cast(Tensor, self.layer.weight)))
 
     # nn.Module calls the attribute ``forward`` of its instance. deepcopy copies a bound method with the object that it
     # is bound to, and so with the copied layer; a closure would refer to the original layer.
@@ -59,17 +59,17 @@ class FakeQuantized:
         return self.layer._conv_forward(x, weight, self.layer.bias)  # type: ignore[operator]  # handles padding modes
 
     @torch.no_grad()
-    def see(self, x: Tensor) -> None:
+    def observe(self, x: Tensor) -> None:
         x = x.detach().float()
         self.seen.copy_(torch.minimum(self.seen, torch.stack([-x.amax(), x.amin()])))
 
-    def range_now(self) -> Tensor:
+    def current_range(self) -> Tensor:
         """Return ``range``, or before the first step, the range of the inputs seen so far."""
         high, low = self.seen.unbind()
         return torch.where(self.range.isfinite(), self.range, torch.stack([low, -high]))
 
     @torch.no_grad()
-    def take_seen(self, seen: Tensor) -> None:
+    def update_range(self, seen: Tensor) -> None:
         """Update ``range`` by the inputs ``seen`` on all processes in this step, and reset ``self.seen``."""
         high, low = seen.unbind()
         now = torch.stack([low, -high])

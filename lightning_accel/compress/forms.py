@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_accel.compress.calls import Inputs, Run, first_line, first_rows, num_rows, smallest_call
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.latency import Stopwatch, ties
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.compress.progress import Progress
@@ -81,13 +81,13 @@ def measure_forms(
     progress = Progress(None) if progress is None else progress
     parameters, nonzero = count_parameters(module.parameters())
     smallest = smallest_call(module, inputs)
-    macs = count_macs(module, *smallest).total // num_rows(smallest)
+    macs = count_macs(module, *smallest).total // num_samples(smallest)
     rows = {name: Row(name, parameters, nonzero, macs=macs) if name in plain else Row(name) for name in runs}
-    sizes = list(dict.fromkeys(batches if batches is not None else (1, num_rows(inputs))))
-    if num_rows(smallest) > 1:
-        sizes = [num_rows(inputs)]
+    sizes = list(dict.fromkeys(batches if batches is not None else (1, num_samples(inputs))))
+    if num_samples(smallest) > 1:
+        sizes = [num_samples(inputs)]
     for batch in sizes:
-        calls = _running(runs, rows, first_rows(inputs, batch), batch, progress)
+        calls = _call_all(runs, rows, first_samples(inputs, batch), batch, progress)
         progress(f"measures {len(calls)} forms at batch {batch}, {seconds:g} s each")
         stopwatch = Stopwatch(calls)
         stopwatch.run(seconds)
@@ -101,7 +101,7 @@ def measure_forms(
     return rows
 
 
-def _running(
+def _call_all(
     runs: Mapping[str, Run], rows: dict[str, Row], inputs: Inputs, batch: int, progress: Progress
 ) -> dict[str, Run]:
     """Call each form once and return those that run; others get a note in ``rows`` and are not tried again."""

@@ -108,7 +108,7 @@ class Stopwatch:
         with torch.inference_mode():
             for _ in range(rounds):
                 for name in self._random.sample(names, len(names)):
-                    self._rounds[name].append(_block(self.calls[name], seconds / rounds))
+                    self._rounds[name].append(_time_block(self.calls[name], seconds / rounds))
 
     def latencies(self) -> dict[str, Latency]:
         """Return the latency of each function, over all rounds so far."""
@@ -134,7 +134,7 @@ def measure_latency(
     return stopwatch.latencies()
 
 
-def _block(call: Callable[[], object], seconds: float) -> list[float]:
+def _time_block(call: Callable[[], object], seconds: float) -> list[float]:
     """Return the times of consecutive calls in milliseconds.
 
     ``torch.utils.benchmark.Timer`` times whole blocks, which hides the tail of single calls.
@@ -142,10 +142,10 @@ def _block(call: Callable[[], object], seconds: float) -> list[float]:
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
-        _finish_queued_work()
+        _synchronize()
         start = time.perf_counter()
         call()
-        _finish_queued_work()
+        _synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return times[1:] or times
 
@@ -167,6 +167,6 @@ def _ranks_outside(count: int) -> int:
     return rank
 
 
-def _finish_queued_work() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -55,7 +55,7 @@ def count_macs(
         stack.enter_context(evaluating(module))
         if elementwise:
             for one in module.modules():
-                handle = one.register_forward_hook(_Elements(extra))
+                handle = one.register_forward_hook(_ElementwiseHook(extra))
                 stack.callback(handle.remove)
         stack.enter_context(_plain_kernels())
         stack.enter_context(counter)
@@ -107,19 +107,19 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-class _Elements:
+class _ElementwiseHook:
     """Count the elementwise operations of a layer, as a forward hook."""
 
     def __init__(self, counts: dict[nn.Module, int]) -> None:
         self.counts = counts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        count = _elements(module, args, output)
+        count = _count_elementwise(module, args, output)
         if count:
             self.counts[module] = self.counts.get(module, 0) + count
 
 
-def _elements(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
+def _count_elementwise(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
     if not isinstance(output, torch.Tensor):
         return 0
     if isinstance(module, _NORMS):

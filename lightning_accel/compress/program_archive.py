@@ -73,8 +73,16 @@ def checked_archive(path: Path) -> io.BytesIO:
             payload = json.loads(entries[config])
             _require_payload(payload, prefix, {name: len(entries[name]) for name in entries}, f"data/{kind}/")
             entries[config] = json.dumps(payload).encode()
-    except (_Refused, zipfile.BadZipFile, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise _changed(path, error) from error
+    except (
+        _InvalidArchiveError,
+        zipfile.BadZipFile,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise _invalid_file(path, error) from error
     copy = io.BytesIO()
     with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as archive:
         for name, content in entries.items():
@@ -83,7 +91,7 @@ def checked_archive(path: Path) -> io.BytesIO:
     return copy
 
 
-def _changed(path: Path, error: Exception) -> ValueError:
+def _invalid_file(path: Path, error: Exception) -> ValueError:
     reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
     return ValueError(
         f"{path} is not a whole file of lightning_accel's export, or was changed: {reason[:300]}. It was not loaded, "
@@ -91,7 +99,7 @@ def _changed(path: Path, error: Exception) -> ValueError:
     )
 
 
-class _Refused(Exception):
+class _InvalidArchiveError(Exception):
     """Report content that an archive must not have."""
 
 
@@ -101,14 +109,16 @@ def _read_entries(path: Path) -> dict[str, bytes]:
         for info in archive.infolist():
             name = info.filename.partition("/")[2]  # without the top folder, which has the archive's name
             if not _ENTRIES.fullmatch(name):
-                raise _Refused(f"it holds {info.filename!r}")
+                raise _InvalidArchiveError(f"it holds {info.filename!r}")
             if name in entries:
-                raise _Refused(f"it holds {name!r} twice")
+                raise _InvalidArchiveError(f"it holds {name!r} twice")
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 0x1:
-                raise _Refused(f"{name!r} is compressed or encrypted")  # a small file could unpack to a large one
+                raise _InvalidArchiveError(
+                    f"{name!r} is compressed or encrypted"
+                )  # a small file could unpack to a large one
             entries[name] = archive.read(info)  # verifies its checksum
     if entries[_INPUTS]:
-        raise _Refused("it holds sample inputs, which torch would unpickle")
+        raise _InvalidArchiveError("it holds sample inputs, which torch would unpickle")
     return entries
 
 
@@ -118,10 +128,10 @@ def _require_program(model: Any) -> None:
     graph_module["metadata"] = {}
     graph_module["treespec_namedtuple_fields"] = {}
     if model["verifiers"] not in (["TRAINING"], ["ATEN"], ["EDGE"]):
-        raise _Refused(f"its verifiers are {model['verifiers']}")
+        raise _InvalidArchiveError(f"its verifiers are {model['verifiers']}")
     for name in model["range_constraints"]:
         if not _SYMBOL.fullmatch(name):  # torch counts up to the number of a symbol
-            raise _Refused(f"{name!r} is no symbol")
+            raise _InvalidArchiveError(f"{name!r} is no symbol")
     _require_values(model, "")
 
 
@@ -132,7 +142,7 @@ def _require_values(value: Any, key: str) -> None:
             value["metadata"] = {}  # its origin in the source code; torch looks up the names in it
         for name, part in value.items():
             if not _DOTTED.fullmatch(name):
-                raise _Refused(f"{name!r} is no name")
+                raise _InvalidArchiveError(f"{name!r} is no name")
             _require_values(part, name)
     elif isinstance(value, list):
         for part in value:
@@ -151,9 +161,9 @@ def _require_text(text: str, key: str) -> None:
     elif key in ("in_spec", "out_spec"):
         _require_tree(json.loads(text)[1])
     elif key in ("as_operator", "as_custom_obj", "class_fqn"):
-        raise _Refused(f"it holds the object {text!r}")
+        raise _InvalidArchiveError(f"it holds the object {text!r}")
     elif not (_IDENTIFIER if key in ("name", "as_name") else _DOTTED).fullmatch(text):
-        raise _Refused(f"{text!r} is no name")
+        raise _InvalidArchiveError(f"{text!r} is no name")
 
 
 def _require_target(target: str) -> None:
@@ -164,12 +174,12 @@ def _require_target(target: str) -> None:
         or (higher and not _HIGHER_ORDER.fullmatch(higher))
         or (operator and _REFUSED_OPERATORS.fullmatch(operator))
     ):
-        raise _Refused(f"it calls {target!r}")
+        raise _InvalidArchiveError(f"it calls {target!r}")
 
 
 def _require_tree(tree: Any) -> None:
     if tree["type"] not in _TREES or "__enum__" in json.dumps(tree["context"]):
-        raise _Refused(f"its arguments hold a {tree['type']}")
+        raise _InvalidArchiveError(f"its arguments hold a {tree['type']}")
     for child in tree["children_spec"]:
         _require_tree(child)
 
@@ -177,13 +187,13 @@ def _require_tree(tree: Any) -> None:
 def _require_expression(text: str) -> None:
     """Raise unless a text, which torch evaluates, has only SymPy functions of numbers and symbols, as of ``srepr``."""
     if len(text) > _MAX_EXPRESSION:
-        raise _Refused(f"a size of {len(text)} characters")
+        raise _InvalidArchiveError(f"a size of {len(text)} characters")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError) as error:
-        raise _Refused(f"{text[:80]!r} is no size") from error
+        raise _InvalidArchiveError(f"{text[:80]!r} is no size") from error
     if not all(map(_is_harmless, _parts(tree))):
-        raise _Refused(f"{text[:80]!r} is no size")
+        raise _InvalidArchiveError(f"{text[:80]!r} is no size")
 
 
 def _parts(tree: ast.expr) -> Iterator[ast.expr]:
@@ -219,20 +229,20 @@ def _is_small_power(arguments: list[ast.expr]) -> bool:
 def _require_payload(payload: Any, prefix: str, sizes: Mapping[str, int], folder: str) -> None:
     for name, entry in payload["config"].items():
         if not _DOTTED.fullmatch(name):
-            raise _Refused(f"{name!r} is no name")
+            raise _InvalidArchiveError(f"{name!r} is no name")
         if entry["use_pickle"] is not False:
-            raise _Refused(f"{name!r} is a pickle")
+            raise _InvalidArchiveError(f"{name!r} is a pickle")
         file = f"{folder}{entry['path_name']}"
         if not re.fullmatch(rf"{re.escape(prefix)}\d+", entry["path_name"]) or file not in sizes:
-            raise _Refused(f"{name!r} is in {entry['path_name']!r}")
+            raise _InvalidArchiveError(f"{name!r} is in {entry['path_name']!r}")
         meta = entry["tensor_meta"]
         count = math.prod(size["as_int"] for size in meta["sizes"])
         if count and not sizes[file]:  # torch would allocate that many zeros
-            raise _Refused(f"{name!r} has {count} values in an entry of 0 bytes")
+            raise _InvalidArchiveError(f"{name!r} has {count} values in an entry of 0 bytes")
         strides = [stride["as_int"] for stride in meta["strides"]]
         last = sum((size["as_int"] - 1) * stride for size, stride in zip(meta["sizes"], strides, strict=True))
         if count and min(strides, default=0) >= 0 and last + meta["storage_offset"]["as_int"] >= sizes[file]:
-            raise _Refused(f"{name!r} has more values than its entry of {sizes[file]} bytes")
+            raise _InvalidArchiveError(f"{name!r} has more values than its entry of {sizes[file]} bytes")
         _require_values(meta, "")
 
 
@@ -250,4 +260,4 @@ def load_program(archive: io.BytesIO, path: Path) -> tuple[torch.export.Exported
     try:
         return torch.export.load(archive, extra_files=extra), extra[METADATA]
     except Exception as error:  # torch raises all kinds of exceptions for inconsistent graphs
-        raise _changed(path, error) from error
+        raise _invalid_file(path, error) from error

@@ -64,7 +64,7 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
         unused -= set(named)
         reasons = [f"excluded by {named[0]!r}"] if named else []
         for path, own, owner in owners[id(parameter)]:
-            reason = _excluded_above(path, excluded) or _unfit(own, owner, parameter)
+            reason = _reason_of_ancestors(path, excluded) or _reason_not_prunable(own, owner, parameter)
             reasons += [reason] if reason else []
         if reasons:
             left_out[name] = reasons[0]
@@ -101,13 +101,13 @@ def _excluded(modules: dict[str, nn.Module], exclude: Sequence[Exclusion]) -> tu
     return excluded, unused
 
 
-def _excluded_above(path: str, excluded: dict[str, str]) -> str | None:
+def _reason_of_ancestors(path: str, excluded: dict[str, str]) -> str | None:
     parts = path.split(".") if path else []
     above = [".".join(parts[:count]) for count in range(len(parts) + 1)]
     return next((excluded[one] for one in above if one in excluded), None)
 
 
-def _unfit(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
+def _reason_not_prunable(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
     if "bias" in own:
         return "a bias"
     if parameter.ndim < 2:

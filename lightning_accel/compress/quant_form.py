@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.quant_inputs import Flat, shapes_to_export, tensors_of
-from lightning_accel.compress.quiet import quietly
+from lightning_accel.compress.quiet import suppress_output
 
 MAX_NODES = 3000  # of a graph to compile; more would take many minutes
 
@@ -77,8 +77,8 @@ class Compiled:
     def _compile(self, inputs: Inputs) -> tuple[Callable[..., Any], Flat]:
         tensors = [tensor.clone() for tensor in tensors_of(inputs)]
         flat = Flat(self.module, inputs)
-        flat.see_result(inputs)
-        with quietly():
+        flat.record_result(inputs)
+        with suppress_output():
             return compile_flat(flat, tensors), flat
 
 
@@ -116,7 +116,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) ->
     given: list[Any] = [shapes_to_export(inputs), shapes_to_export(inputs, named=False), None]
     for shapes in given:
         try:
-            with quietly(), torch.no_grad(), _with_names(module, inputs[0]):
+            with suppress_output(), torch.no_grad(), _named_arguments(module, inputs[0]):
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
                 program.example_inputs = None  # the user's data, which a file would include
                 return program
@@ -126,7 +126,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) ->
 
 
 @contextmanager
-def _with_names(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+def _named_arguments(module: nn.Module, inputs: Inputs) -> Iterator[None]:
     """Temporarily name the arguments of ``*args`` and ``**kwargs`` of ``forward``, whose sizes cannot be dynamic."""
     args, kwargs = inputs
     own = module.forward
@@ -157,9 +157,9 @@ def _with_names(module: nn.Module, inputs: Inputs) -> Iterator[None]:
 def size_of(program: ExportedProgram, inputs: Inputs) -> int:
     """Return the size in bytes of the ``.pt2`` file of a program that takes the tensors of a call one by one."""
     flat = Flat(program.module(), inputs)  # a file cannot hold the classes of results
-    flat.see_result(inputs)
+    flat.record_result(inputs)
     file = io.BytesIO()
-    with quietly(), torch.no_grad():
+    with suppress_output(), torch.no_grad():
         traced = torch.export.export(flat, tuple(tensors_of(inputs)), strict=False)
         traced.example_inputs = None
         torch.export.save(traced, file)

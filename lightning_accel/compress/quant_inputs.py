@@ -16,7 +16,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from lightning_accel.compress.calls import Inputs, num_rows
+from lightning_accel.compress.calls import Inputs, num_samples
 
 
 class Flat(nn.Module):
@@ -55,7 +55,7 @@ class Flat(nn.Module):
         return tree_unflatten(leaves, self.out_spec)
 
     @torch.no_grad()
-    def see_result(self, inputs: Inputs) -> Any:
+    def record_result(self, inputs: Inputs) -> Any:
         """Call the module and return its result, whose structure :meth:`rebuild` needs."""
         args, kwargs = inputs
         out = self.module(*args, **kwargs)
@@ -83,7 +83,7 @@ def dynamic_sizes(inputs: Sequence[Inputs]) -> list[dict[int, tuple[int, ...]]]:
     They are the batch dimension, and those that differ among ``inputs``; dimensions with equal tuples are equal.
     """
     calls = [tensors_of(one) for one in inputs]
-    rows = tuple(num_rows(one) for one in inputs)
+    rows = tuple(num_samples(one) for one in inputs)
     found = []
     for same in zip(*calls, strict=True):
         sizes = {dim: tuple(tensor.shape[dim] for tensor in same) for dim in range(same[0].ndim)}

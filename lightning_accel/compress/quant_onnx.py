@@ -20,7 +20,7 @@ from lightning_accel.compress.quant_form import CannotConvertError, Form
 from lightning_accel.compress.quant_inputs import Flat, argument_names, dynamic_sizes, tensors_of
 from lightning_accel.compress.quant_layers import Layers
 from lightning_accel.compress.quant_torch import Ranges, has_vnni
-from lightning_accel.compress.quiet import quietly
+from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.nn.moe import Experts
 from lightning_accel.nn.recurrent_layer import RecurrentLayer
 
@@ -38,12 +38,12 @@ class _FloatFiles(NamedTuple):
     ready: Path  # after ONNX Runtime's optimization
 
 
-class _Shared(NamedTuple):
+class _ExportCache(NamedTuple):
     folder: Path
     made: dict[Any, _FloatFiles]
 
 
-_SHARED: ContextVar[_Shared | None] = ContextVar("float files that forms share", default=None)
+_EXPORT_CACHE: ContextVar[_ExportCache | None] = ContextVar("float files that forms share", default=None)
 
 
 class _Plan(NamedTuple):
@@ -77,18 +77,18 @@ class OnnxCall:
 def sharing_export() -> Iterator[None]:
     """Write a module as ONNX only once for all forms made of it in this context, in which it must not change."""
     with tempfile.TemporaryDirectory() as folder:
-        token = _SHARED.set(_Shared(Path(folder), {}))
+        token = _EXPORT_CACHE.set(_ExportCache(Path(folder), {}))
         try:
             yield
         finally:
-            _SHARED.reset(token)
+            _EXPORT_CACHE.reset(token)
 
 
 def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a float form for ONNX Runtime, the baseline of its int8 forms."""
     require_onnxruntime()
-    with tempfile.TemporaryDirectory() as folder, quietly():
-        made = _float_files(module, inputs, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
+        made = _write_float_files(module, inputs, Path(folder))
         content = made.ready.read_bytes()
     return Form("fp32 ONNX Runtime", OnnxCall(content, made.flat), onnx=content, file_bytes=len(content))
 
@@ -112,7 +112,7 @@ def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
     def left_float(name: str, one: nn.Module) -> str:
         return "" if isinstance(one, nn.Linear) or _is_lstm(one) else "this form has linear layers and LSTMs alone"
 
-    return _form("int8 ONNX Runtime dynamic", module, inputs, layers, convert, left_float)
+    return _make_form("int8 ONNX Runtime dynamic", module, inputs, layers, convert, left_float)
 
 
 def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
@@ -126,7 +126,7 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
         quantize_static(
             source,
             target,
-            _Reader(source, inputs),
+            _CalibrationReader(source, inputs),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=_STATIC,
             per_channel=True,
@@ -136,17 +136,17 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
             nodes_to_exclude=plan.skipped,
             calibrate_method=CalibrationMethod.MinMax,
             extra_options={
-                "TensorQuantOverrides": _overrides(plan.inputs, ranges or {}),
+                "TensorQuantOverrides": _range_overrides(plan.inputs, ranges or {}),
             },
         )
 
     def left_float(name: str, one: nn.Module) -> str:
         return "" if name in layers.quantized else layers.left_float.get(name, "")
 
-    return _form("int8 ONNX Runtime static", module, inputs, layers, convert, left_float)
+    return _make_form("int8 ONNX Runtime static", module, inputs, layers, convert, left_float)
 
 
-def _form(
+def _make_form(
     name: str,
     module: nn.Module,
     inputs: Sequence[Inputs],
@@ -155,13 +155,13 @@ def _form(
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     require_onnxruntime()
-    with tempfile.TemporaryDirectory() as folder, quietly():
-        flat, written, ready = _float_files(module, inputs, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
+        flat, written, ready = _write_float_files(module, inputs, Path(folder))
         int8 = Path(folder, "int8.onnx")
-        nodes = list(_products(written, ready))
+        nodes = list(_product_nodes(written, ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
         left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
-        convert(ready, int8, _Plan(left, _tensors_into(ready, nodes)))
+        convert(ready, int8, _Plan(left, _input_tensors(ready, nodes)))
         content = int8.read_bytes()
 
     def reason(key: str, one: nn.Module) -> str:
@@ -173,9 +173,9 @@ def _form(
     return form
 
 
-def _float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
+def _write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
     """Write ``module`` to ``folder``, or return the files of an earlier call within :func:`sharing_export`."""
-    shared = _SHARED.get()
+    shared = _EXPORT_CACHE.get()
     key = module, *map(id, inputs)
     if shared is not None:
         if key in shared.made:
@@ -184,13 +184,13 @@ def _float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _
         folder.mkdir(exist_ok=True)  # an earlier attempt may have failed
     written, ready = folder / "float.onnx", folder / "ready.onnx"
     made = _FloatFiles(write_float(module, inputs, written), written, ready)
-    _fuse(written, ready)
+    _optimize(written, ready)
     if shared is not None:
         shared.made[key] = made
     return made
 
 
-def _fuse(source: Path, target: Path) -> None:
+def _optimize(source: Path, target: Path) -> None:
     """Write the graph after ONNX Runtime's optimization and shape inference."""
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -211,7 +211,7 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat
         if isinstance(one, Experts):
             one.backend = "dense"  # uses only operators of ONNX
     flat = Flat(module, inputs[0])
-    flat.see_result(inputs[0])
+    flat.record_result(inputs[0])
     tensors = tuple(tensors_of(inputs[0]))
     names = [f"{name}__{place}" for place, name in enumerate(argument_names(module, inputs[0]))]
     dims = [dict.fromkeys(one, torch.export.Dim.DYNAMIC) or None for one in dynamic_sizes(inputs)]
@@ -243,7 +243,7 @@ def require_onnxruntime() -> None:
         raise CannotConvertError(f'needs {", ".join(missing)}: pip install "lightning_accel[compress]"')
 
 
-class _Reader:
+class _CalibrationReader:
     """Provide calls to ONNX Runtime's calibration."""
 
     def __init__(self, path: Path, inputs: Sequence[Inputs]) -> None:
@@ -261,21 +261,23 @@ class _Reader:
         return next(self.calls, None)
 
 
-def _products(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
+def _product_nodes(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
     """Yield the nodes of ``ready`` with products, and the names of the modules that they were traced from.
 
     The optimization drops the metadata of nodes, but keeps their names as prefixes of fused ones.
     """
     import onnx
 
-    origins = {node.name: _module_of(node) for node in onnx.load(floating).graph.node if node.op_type in _WITH_PRODUCTS}
+    origins = {
+        node.name: _source_module(node) for node in onnx.load(floating).graph.node if node.op_type in _WITH_PRODUCTS
+    }
     for node in onnx.load(ready).graph.node:
         if node.op_type in _WITH_PRODUCTS:
             found = max((name for name in origins if node.name.startswith(name)), key=len, default=None)
             yield node, "" if found is None else origins[found]
 
 
-def _tensors_into(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str]:
+def _input_tensors(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str]:
     """Map the input tensor of each node to the name of its layer, with tensors that differ from it only in shape."""
     import onnx
 
@@ -290,7 +292,7 @@ def _tensors_into(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str
     return found
 
 
-def _module_of(node: Any) -> str:
+def _source_module(node: Any) -> str:
     """Return the name of the module that a node was traced from: the owner of its weight, as batch norms are folded."""
     for name in node.input:
         if name.startswith("module.") and name.endswith(".weight"):
@@ -311,7 +313,7 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
     return (value for value in module.parameters(recurse=False) if value.ndim > 1)
 
 
-def _overrides(inputs: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
+def _range_overrides(inputs: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
     """Return ONNX Runtime's overrides of the ranges of the layers' input tensors."""
     return {
         tensor: [{"rmin": np.float32(min(ranges[name][0], 0.0)), "rmax": np.float32(max(ranges[name][1], 0.0))}]

@@ -50,8 +50,8 @@ def _find_range(
     if known is not None:
         layer.load(torch.tensor(known))
         return
-    hook = layer.layer.register_forward_pre_hook(lambda _, args: layer.see(args[0]))
+    hook = layer.layer.register_forward_pre_hook(lambda _, args: layer.observe(args[0]))
     for args, kwargs in inputs:
         module(*args, **kwargs)
     hook.remove()
-    layer.take_seen(layer.seen.clone())
+    layer.update_range(layer.seen.clone())

@@ -12,19 +12,19 @@ from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.forms import InBfloat16
 from lightning_accel.compress.quant_form import CannotConvertError, Compiled, Form, export, size_of
 from lightning_accel.compress.quant_layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
-from lightning_accel.compress.quiet import quietly
+from lightning_accel.compress.quiet import suppress_output
 
 Ranges = Mapping[str, tuple[float, float]]
 
 
 def compiled_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a compiled form with constant weights."""
-    return _form("fp32 compiled", copy.deepcopy(module), inputs)
+    return _make_form("fp32 compiled", copy.deepcopy(module), inputs)
 
 
 def compiled_bfloat16(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a compiled form in bfloat16 that takes and returns float32."""
-    return _form("bf16 compiled", InBfloat16(module), inputs)
+    return _make_form("bf16 compiled", InBfloat16(module), inputs)
 
 
 def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
@@ -56,16 +56,16 @@ def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
 
 def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a form with linear layers in int8 and input ranges computed for each row of an input."""
-    quantization = _torchao().quantization
-    return _by_torchao(
+    quantization = _import_torchao().quantization
+    return _quantize_with_torchao(
         "int8 torchao dynamic", module, inputs, layers, quantization.Int8DynamicActivationInt8WeightConfig()
     )
 
 
 def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a form with weights of linear layers in int8 and products in floating point."""
-    return _by_torchao(
-        "int8 torchao weight-only", module, inputs, layers, _torchao().quantization.Int8WeightOnlyConfig()
+    return _quantize_with_torchao(
+        "int8 torchao weight-only", module, inputs, layers, _import_torchao().quantization.Int8WeightOnlyConfig()
     )
 
 
@@ -74,16 +74,18 @@ def torchao_float8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) 
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         raise CannotConvertError(f"float8 needs compute capability 8.9; this GPU has {'.'.join(map(str, capability))}")
-    return _by_torchao(
+    return _quantize_with_torchao(
         "float8 torchao dynamic",
         module,
         inputs,
         layers,
-        _torchao().quantization.Float8DynamicActivationFloat8WeightConfig(),
+        _import_torchao().quantization.Float8DynamicActivationFloat8WeightConfig(),
     )
 
 
-def _form(name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: dict[str, str] | None = None) -> Form:
+def _make_form(
+    name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: dict[str, str] | None = None
+) -> Form:
     form = Form(name, Compiled(module), left_float=left_float or {})
     try:
         form.program = export(module, inputs)
@@ -95,23 +97,25 @@ def _form(name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: di
     return form
 
 
-def _by_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config: Any) -> Form:
+def _quantize_with_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config: Any) -> Form:
     linear = {key for key, one in layers.quantized.items() if _is_linear(one)}
     if not linear:
         raise CannotConvertError("no linear layer to quantize")
     copied, prefix = copy.deepcopy(module), ""
     if next(module.parameters()).is_cuda:  # other operations are also faster in bfloat16 there
         copied, prefix = InBfloat16(module), "module."
-    with quietly():
-        _torchao().quantization.quantize_(copied, config, filter_fn=lambda one, key: key.removeprefix(prefix) in linear)
+    with suppress_output():
+        _import_torchao().quantization.quantize_(
+            copied, config, filter_fn=lambda one, key: key.removeprefix(prefix) in linear
+        )
     left = {key: "this form has linear layers alone" for key in layers.quantized if key not in linear}
-    return _form(name, copied, inputs, {**layers.left_float, **left})
+    return _make_form(name, copied, inputs, {**layers.left_float, **left})
 
 
 def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynamic: bool) -> Any:
     """Return a graph of ``module`` with observers of ranges."""
-    _torchao()
-    with quietly():
+    _import_torchao()
+    with suppress_output():
         from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
         chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
@@ -173,13 +177,13 @@ def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], layers: Layers,
         for key, one in layers.quantized.items()
         if key not in observed
     }
-    with quietly():
+    with suppress_output():
         graph = convert_pt2e(prepared)
-    _forget_unused(graph)
-    return _form(name, graph, inputs, {**layers.left_float, **left})
+    _delete_unused(graph)
+    return _make_form(name, graph, inputs, {**layers.left_float, **left})
 
 
-def _forget_unused(graph: torch.fx.GraphModule) -> None:
+def _delete_unused(graph: torch.fx.GraphModule) -> None:
     """Delete the float weights, which a converted graph keeps beside those in int8, and metadata of its nodes."""
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
     for path in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
@@ -195,10 +199,10 @@ def _set_ranges(graph: Any, ranges: Ranges) -> None:
         if name in ranges:
             low, high = ranges[name]
             values = torch.tensor([min(low, 0.0), max(high, 0.0)])
-            observer.calculate_qparams = _Fixed(observer, *values)
+            observer.calculate_qparams = _FixedRange(observer, *values)
 
 
-class _Fixed:
+class _FixedRange:
     """Replace ``calculate_qparams`` of an observer by one for a fixed range."""
 
     def __init__(self, observer: Any, low: Tensor, high: Tensor) -> None:
@@ -231,10 +235,10 @@ def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear)
 
 
-def _torchao() -> Any:
+def _import_torchao() -> Any:
     if find_spec("torchao") is None:
         raise CannotConvertError('needs torchao: pip install "lightning_accel[compress]"')
-    with quietly():
+    with suppress_output():
         import torchao
         import torchao.quantization
     return torchao

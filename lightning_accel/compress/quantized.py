@@ -66,7 +66,7 @@ _MAKERS = {
 }
 # From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
 _SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
-_LIKE_SIZE = 1.05  # files within this factor count as equally large
+_SIMILAR_SIZE = 1.05  # files within this factor count as equally large
 _EAGER = "fp32 eager"
 
 
@@ -198,18 +198,18 @@ def quantize(
                 options = {"ranges": ranges} if makers[name].kind == "static" else {}
                 made[name] = makers[name].make(module, inputs, layers, **options)
                 if limit is None or limit.max_drop is None:  # else limit.evaluate finds wrong outputs
-                    require_sane(made[name], module, inputs[0])
+                    require_similar_outputs(made[name], module, inputs[0])
             except Exception as error:  # exporters and compilers raise all kinds of exceptions
                 made.pop(name, None)
                 refused[name] = _reason(error)
-        figures = _figures(limit, module, made, refused, progress)
+        figures = _evaluate_all(limit, module, made, refused, progress)
         for name in list(made):
             if limit is not None and not limit.allows(figures[_EAGER], figures[name]):
                 refused[name] = f"{limit.monitor} is {limit.drop(figures[_EAGER], figures[name]):.4g} worse"
                 if name in wanted and makers[name].kind == "static":
                     progress(f"{name}: {refused[name]}; leaves layers in float")
                     try:
-                        better = _leave_sensitive(module, inputs, name, skip, limit, figures[_EAGER], ranges)
+                        better = _keep_sensitive_in_float(module, inputs, name, skip, limit, figures[_EAGER], ranges)
                     except Exception as error:
                         refused[name] += f", and with layers in float it fails: {_reason(error)}"
                         continue
@@ -246,7 +246,7 @@ def require_form(mode: str, backend: str, device_type: str, file_format: str | N
         )
 
 
-def require_sane(form: Form, module: nn.Module, inputs: Inputs) -> Form:
+def require_similar_outputs(form: Form, module: nn.Module, inputs: Inputs) -> Form:
     """Raise a CannotConvertError if outputs of a form are unlike those of ``module``: some compilers fail silently."""
     args, kwargs = inputs
     with torch.no_grad():
@@ -282,7 +282,7 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CannotConvertError) else first_line(error)
 
 
-def _figures(
+def _evaluate_all(
     limit: Limit | None, module: nn.Module, made: dict[str, Form], refused: dict[str, str], progress: Progress
 ) -> dict[str, Mapping[str, float]]:
     if limit is None:
@@ -302,7 +302,7 @@ def _figures(
     return figures
 
 
-def _leave_sensitive(
+def _keep_sensitive_in_float(
     module: nn.Module,
     inputs: Sequence[Inputs],
     name: str,
@@ -313,7 +313,7 @@ def _leave_sensitive(
 ) -> tuple[Form, Mapping[str, float]] | None:
     """Make the form with the fewest sensitive layers in float that is within ``limit``; return None if none is."""
     ranked = rank_layers(module, inputs, find_layers(module, skip).quantized, ranges)
-    for count in _doubling(len(ranked)):
+    for count in _powers_of_two(len(ranked)):
         left = list(ranked)[:count]
         layers = find_layers(module, [*skip, *left])
         layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
@@ -324,7 +324,7 @@ def _leave_sensitive(
     return None
 
 
-def _doubling(total: int) -> list[int]:
+def _powers_of_two(total: int) -> list[int]:
     """Return the powers of 2 below ``total``, and ``total - 1``."""
     return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
 
@@ -391,7 +391,7 @@ def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tu
     """Return a sort key of tied forms: smallest files first, of those the simplest form, then the fastest median."""
     sizes = [size for other in close if (size := made[other].file_bytes) is not None]
     own = made[name].file_bytes
-    is_large = own is None or own > _LIKE_SIZE * min(sizes)
+    is_large = own is None or own > _SIMILAR_SIZE * min(sizes)
     return is_large, _SIMPLEST_FIRST.index(_MAKERS[name].kind), 0 if name == close[0] else 1
 
 

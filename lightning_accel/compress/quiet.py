@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Suppress warnings, logs and prints; errors are still raised."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_accel.compress.calls import num_rows
+from lightning_accel.compress.calls import num_samples
 from lightning_accel.compress.latency import Latency, Speedup, speedup
 from lightning_accel.compress.macs import count_macs
 from lightning_accel.strategies import write_atomically
@@ -128,7 +128,7 @@ def describe_layers(
         kwargs: keyword arguments of the call.
         notes: notes by layer name, such as the reason why a layer is not quantized.
     """
-    rows = num_rows((args, dict(kwargs)))
+    rows = num_samples((args, dict(kwargs)))
     of_layer = count_macs(module, args, kwargs).of_layer
     layers = []
     for name, one in module.named_modules():
@@ -213,7 +213,7 @@ def _table_of_rows(report: Report) -> Table:
         speeds = []
         for batch in batches:
             own = row.latencies.get(batch)
-            speeds.append(_speed(own, _latency_of(report, _REFERENCE, batch)))
+            speeds.append(_format_latency(own, _latency_of(report, _REFERENCE, batch)))
             if quantized:
                 in_float = _latency_of(report, row.float_row, batch)
                 speeds.append("-" if own is None or in_float is None else describe_speedup(speedup(own, in_float)))
@@ -262,7 +262,7 @@ def describe_speedup(found: Speedup) -> str:
     return f"{found.ratio:{digits}}x{margin}"
 
 
-def _speed(latency: Latency | None, reference: Latency | None) -> str:
+def _format_latency(latency: Latency | None, reference: Latency | None) -> str:
     if latency is None:
         return "-"
     ratio = ""

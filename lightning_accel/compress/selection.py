@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over processes; with one process, returns it."""
+"""A function that sums a tensor over processes; the identity with one process."""
 
 _FLOAT_DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and bits of each, of 32 bits
 _INDEX_DIGITS = ((36, 12), (24, 12), (12, 12), (0, 12))
@@ -49,14 +49,14 @@ def choose_lowest(
     >>> choose_lowest([[Part(torch.tensor([3.0, 1.0, 1.0, 2.0]), 4)]], [2])
     [[tensor([False,  True,  True, False])]]
     """
-    keys = [[None if part.scores is None else _order(part.scores) for part in group] for group in groups]
+    keys = [[None if part.scores is None else _sortable_bits(part.scores) for part in group] for group in groups]
     where = device or next((key.device for group in keys for key in group if key is not None), "cpu")
     wanted = torch.tensor(list(counts), dtype=torch.int64, device=where)
     counted = [
         [key.flatten() for key, part in zip(*pair, strict=True) if key is not None and part.counts]
         for pair in zip(keys, groups, strict=True)
     ]
-    limits, wanted, ties = _find(counted, wanted, _FLOAT_DIGITS, _SIGN, reduce)
+    limits, wanted, ties = _radix_select(counted, wanted, _FLOAT_DIGITS, _SIGN, reduce)
     limit, straddles = limits.tolist(), (wanted < ties) & (wanted > 0)
     up_to = (limits - (wanted == 0).long()).clamp(min=-_SIGN).tolist()  # int32, as keys
     chosen = [[None if key is None else key <= up_to[number] for key in group] for number, group in enumerate(keys)]
@@ -64,7 +64,7 @@ def choose_lowest(
         return chosen
     places = [
         [
-            None if key is None else _places(key, limit[number], start, part)
+            None if key is None else _tie_indices(key, limit[number], start, part)
             for key, part, start in zip(*of, strict=True)
         ]
         for number, of in enumerate(zip(keys, groups, map(_starts, groups), strict=True))
@@ -73,7 +73,7 @@ def choose_lowest(
         [place for place, part in zip(*pair, strict=True) if place is not None and part.counts]
         for pair in zip(places, groups, strict=True)
     ]
-    last = _find(counted, wanted, _INDEX_DIGITS, 0, reduce)[0].tolist()
+    last = _radix_select(counted, wanted, _INDEX_DIGITS, 0, reduce)[0].tolist()
     for number in straddles.nonzero().flatten().tolist():
         for key, mask, place in zip(keys[number], chosen[number], places[number], strict=True):
             if key is not None and mask is not None and place is not None:
@@ -102,7 +102,7 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & (2 ** (64 - bits) - 1)
 
 
-def _order(scores: Tensor) -> Tensor:
+def _sortable_bits(scores: Tensor) -> Tensor:
     """Map ``scores`` to int32 of the same order; 0.0 and -0.0 are equal."""
     bits = (scores.float() + 0.0).contiguous().view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -115,13 +115,13 @@ def _starts(group: Sequence[Part]) -> list[int]:
     return starts[:-1]
 
 
-def _places(key: Tensor, limit: int, start: int, part: Part) -> Tensor:
+def _tie_indices(key: Tensor, limit: int, start: int, part: Part) -> Tensor:
     """Return the index in its group of each score at the limit."""
     at = (key.flatten() == limit).nonzero().squeeze(1)
     return start + (at if part.to_whole is None else part.to_whole(at))
 
 
-def _find(
+def _radix_select(
     keys: list[list[Tensor]], wanted: Tensor, digits: Sequence[tuple[int, int]], sign: int, reduce: Reduce | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each group the key of rank ``wanted``, how many keys equal to it to take, and how many there are."""

@@ -60,7 +60,9 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
     return found
 
 
-def in_order(function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def sort_keywords(
+    function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return ``call`` with its keyword arguments sorted in the order of the parameters of ``function``."""
     args, kwargs = call
     order = list(inspect.signature(function).parameters)
@@ -85,7 +87,7 @@ def named_tensors(value: Any, name: str = "", others: list[str] | None = None) -
         return {name or "output": value}
     if isinstance(value, _PLAIN):
         return {}
-    parts = _parts(value)
+    parts = _children(value)
     if parts is None:
         if others is None:
             raise TypeError(
@@ -112,7 +114,7 @@ def describe(value: Any, name: str = "", kept: set[str] | None = None) -> Any:
         return {"tensor": name} if kept is None or name in kept else {"plain": None}
     if isinstance(value, _PLAIN):
         return {"plain": value}
-    parts = _parts(value)
+    parts = _children(value)
     if parts is None:
         return {"plain": None}
     inner = {key: describe(part, f"{name}.{key}" if name else key, kept) for key, part in parts.items()}
@@ -150,7 +152,7 @@ def restore(example: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Return a copy of ``example``, of the same classes, with its tensors replaced by ``tensors``, in order."""
     if isinstance(example, torch.Tensor):
         return next(tensors)
-    parts = None if isinstance(example, _PLAIN) else _parts(example)
+    parts = None if isinstance(example, _PLAIN) else _children(example)
     if parts is None:
         return example
     values = {key: restore(part, tensors) for key, part in parts.items()}
@@ -174,7 +176,7 @@ def plain_values(value: Any, name: str = "") -> dict[str, Any]:
         return {}
     if isinstance(value, _PLAIN):
         return {name: value}
-    parts = _parts(value) or {}
+    parts = _children(value) or {}
     return {
         path: plain
         for key, part in parts.items()
@@ -182,7 +184,7 @@ def plain_values(value: Any, name: str = "") -> dict[str, Any]:
     }
 
 
-def _parts(value: Any) -> dict[str, Any] | None:
+def _children(value: Any) -> dict[str, Any] | None:
     """Return the items of a container by name, or None if ``value`` is no container.
 
     Mappings are tested first: a ``ModelOutput`` of transformers is a dict of the fields that are set, but a dataclass

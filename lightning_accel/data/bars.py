@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
+from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader, require_loading_options
 
 
 class BarsAndStripesDataModule(L.LightningDataModule):
@@ -71,8 +71,10 @@ class BarsAndStripesDataModule(L.LightningDataModule):
         return 4 * math.log(2) - num_pictures * math.log(num_pictures)
 
     def setup(self, stage: str | None = None) -> None:
-        self.rows = TensorRows(*bars_and_stripes(self.size))
-        self.train_rows = TensorRows(*(tensor.repeat_interleave(self.copies, dim=0) for tensor in self.rows.tensors))
+        self.rows = BatchTensorDataset(*bars_and_stripes(self.size))
+        self.train_rows = BatchTensorDataset(
+            *(tensor.repeat_interleave(self.copies, dim=0) for tensor in self.rows.tensors)
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"size": self.size}
@@ -85,10 +87,10 @@ class BarsAndStripesDataModule(L.LightningDataModule):
             )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
+        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.rows, self, self.batch_size, self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
         return self.val_dataloader()

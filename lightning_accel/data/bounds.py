@@ -11,14 +11,14 @@ from typing import Any
 
 MAX_BYTES = 1 << 27  # default of the option max_bytes of all readers
 
-_TIMES = 32  # largest ratio of unpacked to packed size; compressed text and numbers stay well below
+_MAX_RATIO = 32  # largest ratio of unpacked to packed size; compressed text and numbers stay well below
 _OPEN: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 def allowed_bytes(path: Path, max_bytes: int) -> int:
     """Return how many bytes reading a file may allocate: the larger of ``max_bytes`` and 32 times its size."""
-    return max(max_bytes, _TIMES * path.stat().st_size)
+    return max(max_bytes, _MAX_RATIO * path.stat().st_size)
 
 
 def require_allowed(needed: int, path: Path, max_bytes: int, what: str) -> None:
@@ -26,7 +26,7 @@ def require_allowed(needed: int, path: Path, max_bytes: int, what: str) -> None:
     if needed > (allowed := allowed_bytes(path, max_bytes)):
         raise ValueError(
             f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed, the "
-            f"larger of max_bytes={max_bytes} and {_TIMES} times its size. If it is right so, raise max_bytes"
+            f"larger of max_bytes={max_bytes} and {_MAX_RATIO} times its size. If it is right so, raise max_bytes"
         )
 
 
@@ -43,7 +43,7 @@ def require_unpackable(path: Path, max_bytes: int) -> None:
         elif (opened := _OPEN.get(path.suffix.lower())) is not None:
             size = 0
             with opened(path, "rb") as stream:
-                while piece := stream.read(_PIECE):
+                while piece := stream.read(_CHUNK):
                     size += len(piece)
                     _require_size(size, path, max_bytes)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:

@@ -49,7 +49,7 @@ def require_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], what: st
         ValueError: if they differ; the message names the first difference and says what to do.
     """
     for name, value in now.items():
-        if name in saved and not _agree(saved[name], value):
+        if name in saved and not _values_equal(saved[name], value):
             raise ValueError(
                 f"the checkpoint was trained on other {what} as configured: {name} {shown(saved[name], 200)} there, "
                 f"{shown(value, 200)} here. {remedy}. Where the data grew or were mended on purpose, this run cannot "
@@ -58,13 +58,13 @@ def require_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], what: st
             )
 
 
-def _agree(saved: Any, now: Any) -> bool:
+def _values_equal(saved: Any, now: Any) -> bool:
     """Return whether two values are equal, floats up to rounding; tuples equal lists, which some checkpoints load."""
     if isinstance(now, list | tuple):
         return (
             isinstance(saved, list | tuple)
             and len(saved) == len(now)
-            and all(_agree(*pair) for pair in zip(saved, now, strict=True))
+            and all(_values_equal(*pair) for pair in zip(saved, now, strict=True))
         )
     if isinstance(now, float) and isinstance(saved, int | float):
         return math.isclose(saved, now, rel_tol=1e-5, abs_tol=1e-8) or (math.isnan(saved) and math.isnan(now))

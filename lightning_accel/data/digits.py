@@ -10,7 +10,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
+from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader, require_loading_options
 from lightning_accel.data.preprocessing import ScaledPixels
 
 
@@ -66,7 +66,7 @@ class DigitsDataModule(L.LightningDataModule):
             images = images.gt(0.5).float()
         targets = torch.from_numpy(labels).long()
         self.train_rows, self.val_rows, self.test_rows = (
-            TensorRows(images[chosen], targets[chosen]) for chosen in (train, val, test)
+            BatchTensorDataset(images[chosen], targets[chosen]) for chosen in (train, val, test)
         )
 
     def preprocessing(self) -> ScaledPixels:
@@ -90,13 +90,13 @@ class DigitsDataModule(L.LightningDataModule):
             )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
+        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return self.test_dataloader()

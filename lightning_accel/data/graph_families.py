@@ -45,7 +45,7 @@ def circular_skip_link(num_nodes: int, skip: int) -> Data:
     return graph_of(((i, (i + step) % num_nodes) for i in range(num_nodes) for step in (1, skip)), num_nodes)
 
 
-def _joined(nodes: Sequence[object], adjacent: Callable[..., bool]) -> Data:
+def _graph_from_adjacency(nodes: Sequence[object], adjacent: Callable[..., bool]) -> Data:
     """Make a graph of ``nodes`` with an edge where ``adjacent(first, second)``."""
     pairs = combinations(range(len(nodes)), 2)
     return graph_of(((i, j) for i, j in pairs if adjacent(nodes[i], nodes[j])), len(nodes))
@@ -54,18 +54,20 @@ def _joined(nodes: Sequence[object], adjacent: Callable[..., bool]) -> Data:
 def rook_graph(size: int = 4) -> Data:
     """Make the graph of a board's squares, joined within rows and columns; strongly regular, (16, 6, 2, 2) for 4."""
     squares = list(product(range(size), repeat=2))
-    return _joined(squares, lambda a, b: a[0] == b[0] or a[1] == b[1])
+    return _graph_from_adjacency(squares, lambda a, b: a[0] == b[0] or a[1] == b[1])
 
 
 def shrikhande_graph() -> Data:
     """Make the other strongly regular graph with parameters (16, 6, 2, 2), indistinguishable by 2-FWL from Rook's."""
     steps = {(0, 1), (0, 3), (1, 0), (3, 0), (1, 1), (3, 3)}
-    return _joined(list(product(range(4), repeat=2)), lambda a, b: ((a[0] - b[0]) % 4, (a[1] - b[1]) % 4) in steps)
+    return _graph_from_adjacency(
+        list(product(range(4), repeat=2)), lambda a, b: ((a[0] - b[0]) % 4, (a[1] - b[1]) % 4) in steps
+    )
 
 
 def triangular_graph(size: int = 8) -> Data:
     """Make the graph of pairs of ``size`` things, joined if they share one; strongly regular, (28, 12, 6, 4) for 8."""
-    return _joined([{*pair} for pair in combinations(range(size), 2)], lambda a, b: len(a & b) == 1)
+    return _graph_from_adjacency([{*pair} for pair in combinations(range(size), 2)], lambda a, b: len(a & b) == 1)
 
 
 def chang_graph(number: int) -> Data:
@@ -87,7 +89,7 @@ def chang_graph(number: int) -> Data:
         nodes = list(cycle)
         switched += [{node, nodes[place - 1]} for place, node in enumerate(nodes)]
     pairs = [{*pair} for pair in combinations(range(8), 2)]
-    return _joined(pairs, lambda a, b: (len(a & b) == 1) != ((a in switched) != (b in switched)))
+    return _graph_from_adjacency(pairs, lambda a, b: (len(a & b) == 1) != ((a in switched) != (b in switched)))
 
 
 def latin_square_graph(square: Sequence[Sequence[int]]) -> Data:
@@ -96,7 +98,7 @@ def latin_square_graph(square: Sequence[Sequence[int]]) -> Data:
     Its parameters are (n^2, 3n - 3, n, 6) for order n.
     """
     cells = [(row, column, symbol) for row, line in enumerate(square) for column, symbol in enumerate(line)]
-    return _joined(cells, lambda a, b: sum(x == y for x, y in zip(a, b, strict=True)) == 1)
+    return _graph_from_adjacency(cells, lambda a, b: sum(x == y for x, y in zip(a, b, strict=True)) == 1)
 
 
 def cyclic_square(order: int) -> list[list[int]]:
@@ -142,10 +144,10 @@ def cfi_pair(base: Data) -> tuple[Data, Data]:
     most = max(map(len, incident), default=0)
     if base.has_self_loops() or most > 10:
         raise ValueError(f"a base graph without loops, of degree 10 at most, is needed; got degree {most}")
-    return _cfi(incident, twisted=False), _cfi(incident, twisted=True)
+    return _cfi_graph(incident, twisted=False), _cfi_graph(incident, twisted=True)
 
 
-def _cfi(incident: list[list[tuple[int, int]]], twisted: bool) -> Data:
+def _cfi_graph(incident: list[list[tuple[int, int]]], twisted: bool) -> Data:
     nodes = [
         (node, {*chosen})
         for node, edges in enumerate(incident)
@@ -157,19 +159,19 @@ def _cfi(incident: list[list[tuple[int, int]]], twisted: bool) -> Data:
         edge = a[0], b[0]
         return edge in incident[a[0]] and (edge in a[1]) == (edge in b[1])
 
-    return _joined(nodes, adjacent)  # nodes are in the order of the base, so an edge is (smaller, larger)
+    return _graph_from_adjacency(nodes, adjacent)  # nodes are in the order of the base, so an edge is (smaller, larger)
 
 
 def cfi_bases() -> dict[str, Data]:
     """Return base graphs by name: K4, the prism, K3,3, the cube and the Petersen graph, all 3-regular, and K5."""
     subsets = [{*pair} for pair in combinations(range(5), 2)]
     return {
-        "K4": _joined(range(4), lambda a, b: True),
+        "K4": _graph_from_adjacency(range(4), lambda a, b: True),
         "prism": graph_of([(0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (0, 3), (1, 4), (2, 5)], 6),
-        "K3,3": _joined(range(6), lambda a, b: (a < 3) != (b < 3)),
-        "cube": _joined(range(8), lambda a, b: (a ^ b).bit_count() == 1),
-        "Petersen": _joined(subsets, lambda a, b: not a & b),
-        "K5": _joined(range(5), lambda a, b: True),
+        "K3,3": _graph_from_adjacency(range(6), lambda a, b: (a < 3) != (b < 3)),
+        "cube": _graph_from_adjacency(range(8), lambda a, b: (a ^ b).bit_count() == 1),
+        "Petersen": _graph_from_adjacency(subsets, lambda a, b: not a & b),
+        "K5": _graph_from_adjacency(range(5), lambda a, b: True),
     }
 
 
@@ -186,12 +188,12 @@ def random_regular_graph(num_nodes: int, degree: int, generator: torch.Generator
         raise ValueError(
             f"degree must be below num_nodes, and their product even; got degree={degree}, num_nodes={num_nodes}"
         )
-    while (edges := _paired(num_nodes, degree, generator)) is None:
+    while (edges := _pair_stubs(num_nodes, degree, generator)) is None:
         pass
     return graph_of(edges, num_nodes)
 
 
-def _paired(num_nodes: int, degree: int, generator: torch.Generator) -> set[tuple[int, int]] | None:
+def _pair_stubs(num_nodes: int, degree: int, generator: torch.Generator) -> set[tuple[int, int]] | None:
     edges: set[tuple[int, int]] = set()
     stubs = list(range(num_nodes)) * degree
     while stubs:

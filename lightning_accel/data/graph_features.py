@@ -45,10 +45,10 @@ def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -
     Raises:
         ValueError: if graphs differ, or hold values that cannot be features; the message names the graph and its line.
     """
-    names = [_name(number, lines) for number in range(len(graphs))]
+    names = [_graph_name(number, lines) for number in range(len(graphs))]
     for name, graph in zip(names, graphs, strict=True):
         _require_edges(graph, f"edge_index of {name} of {where}")
-    nodes, edges = (_kind(graphs, names, key, where) for key in ("x", "edge_attr"))
+    nodes, edges = (_column_types(graphs, names, key, where) for key in ("x", "edge_attr"))
     node_types, width = nodes if nodes else (None, 1)
     edge_types, edge_width = edges if edges else (None, None)
     if edge_types is not None and len(edge_types) == 1:
@@ -56,7 +56,7 @@ def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -
     return Features(width, node_types, edge_types, edge_width, None, nodes is not None)
 
 
-def _name(number: int, lines: Sequence[str]) -> str:
+def _graph_name(number: int, lines: Sequence[str]) -> str:
     return f"graph {number} (line {lines[number]})" if lines else f"graph {number}"
 
 
@@ -69,12 +69,14 @@ def _require_edges(graph: Data, what: str) -> None:
         raise ValueError(f"{what} names node {wrong} of {graph.num_nodes}, which are counted from 0")
 
 
-def _kind(graphs: Sequence[Data], names: Sequence[str], key: str, where: str) -> tuple[list[int] | None, int] | None:
+def _column_types(
+    graphs: Sequence[Data], names: Sequence[str], key: str, where: str
+) -> tuple[list[int] | None, int] | None:
     """Return the number of values of each column, None for floating ones, and of features; None without any."""
-    first: Any = next((graph.to_dict().get(key) for graph in graphs if _has_rows(graph, key)), None)
+    first: Any = next((graph.to_dict().get(key) for graph in graphs if _has_items(graph, key)), None)
     most: Tensor | None = None
     for name, graph in zip(names, graphs, strict=True):
-        if not _has_rows(graph, key):
+        if not _has_items(graph, key):
             continue  # without nodes or edges, nothing is known of their features
         found = graph.to_dict().get(key)
         rows = graph.num_nodes if key == "x" else graph.num_edges
@@ -85,23 +87,25 @@ def _kind(graphs: Sequence[Data], names: Sequence[str], key: str, where: str) ->
         if not isinstance(found, Tensor) or found.ndim not in (1, 2) or len(found) != rows:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"{key} of {name} of {where} must be ({rows}, ...) of numbers; got {got}")
-        if _columns(found).shape[1] != _columns(first).shape[1] or _is_typed(found) != _is_typed(first):
+        if _as_columns(found).shape[1] != _as_columns(first).shape[1] or _is_categorical(found) != _is_categorical(
+            first
+        ):
             raise ValueError(
-                f"{key} must be alike in all graphs of {where}; {name} has {_columns(found).shape[1]} of "
-                f"{found.dtype} a row, the first one {_columns(first).shape[1]} of {first.dtype}"
+                f"{key} must be alike in all graphs of {where}; {name} has {_as_columns(found).shape[1]} of "
+                f"{found.dtype} a row, the first one {_as_columns(first).shape[1]} of {first.dtype}"
             )
         if found.is_floating_point() and not found.isfinite().all():
             raise ValueError(f"{key} of {name} of {where} holds {found[~found.isfinite()][0]}; fill it in")
-        if _is_typed(found) and len(found):
+        if _is_categorical(found) and len(found):
             if found.min() < 0:
                 raise ValueError(f"{key} of {name} of {where} holds the type {int(found.min())}; 0 or more")
-            largest = _columns(found).amax(0)
+            largest = _as_columns(found).amax(0)
             most = largest if most is None else torch.maximum(most, largest)
     if first is None:
         return None
-    if not _is_typed(first):
-        return None, _columns(first).shape[1]
-    types = [1] * _columns(first).shape[1] if most is None else (most + 1).tolist()
+    if not _is_categorical(first):
+        return None, _as_columns(first).shape[1]
+    types = [1] * _as_columns(first).shape[1] if most is None else (most + 1).tolist()
     if sum(types) > _MOST_TYPES:
         raise ValueError(
             f"{key} of {where} holds whole numbers up to {max(types) - 1}, which would each become a feature; make "
@@ -110,15 +114,15 @@ def _kind(graphs: Sequence[Data], names: Sequence[str], key: str, where: str) ->
     return types, sum(types)
 
 
-def _has_rows(graph: Data, key: str) -> bool:
+def _has_items(graph: Data, key: str) -> bool:
     return bool(graph.num_nodes if key == "x" else graph.num_edges)
 
 
-def _columns(values: Tensor) -> Tensor:
+def _as_columns(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values
 
 
-def _is_typed(values: Tensor) -> bool:
+def _is_categorical(values: Tensor) -> bool:
     return not values.is_floating_point() and values.dtype not in (torch.bool, torch.uint8)
 
 
@@ -133,13 +137,13 @@ def apply_features(graph: Data, features: Features, where: str) -> Data:
     if "x" in graph and not features.has_x:
         raise ValueError(f"{where} has x, features of nodes, and the training graphs have none; leave them out")
     if features.has_x:
-        graph.x = _encoded(graph, "x", features.node_types, features.num_features, where)
+        graph.x = _encode(graph, "x", features.node_types, features.num_features, where)
     else:
         graph.x = torch.ones(graph.num_nodes or 0, 1)
     if features.num_relations is not None:
-        graph.edge_attr = _known(graph, "edge_attr", features.edge_types or [], where)[:, 0]
+        graph.edge_attr = _validated_types(graph, "edge_attr", features.edge_types or [], where)[:, 0]
     elif features.edge_dim is not None:
-        graph.edge_attr = _encoded(graph, "edge_attr", features.edge_types, features.edge_dim, where)
+        graph.edge_attr = _encode(graph, "edge_attr", features.edge_types, features.edge_dim, where)
     return graph
 
 
@@ -149,27 +153,27 @@ def _fill_empty(graph: Data, features: Features) -> None:
         ("x", features.node_types, features.num_features, features.has_x),
         ("edge_attr", features.edge_types, features.edge_dim, features.edge_dim or features.num_relations),
     ):
-        if not _has_rows(graph, key):
+        if not _has_items(graph, key):
             if key in graph:
                 del graph[key]
             if has:
                 graph[key] = torch.zeros(0, width or 1) if types is None else torch.zeros(0, len(types)).long()
 
 
-def _encoded(graph: Data, key: str, types: list[int] | None, width: int, where: str) -> Tensor:
+def _encode(graph: Data, key: str, types: list[int] | None, width: int, where: str) -> Tensor:
     if types is not None:
-        known = _known(graph, key, types, where)
+        known = _validated_types(graph, key, types, where)
         return torch.cat([F.one_hot(known[:, i], n) for i, n in enumerate(types)], dim=1).float()
-    found = _columns(graph[key]).float() if key in graph and not _is_typed(graph[key]) else None
+    found = _as_columns(graph[key]).float() if key in graph and not _is_categorical(graph[key]) else None
     if found is None or found.shape[1] != width:
         got = "none" if found is None else str(found.shape[1])
         raise ValueError(f"{key} of {where} must have the {width} features of the training graphs; got {got}")
     return found
 
 
-def _known(graph: Data, key: str, types: list[int], where: str) -> Tensor:
-    found = _columns(graph[key]) if key in graph else None
-    if found is None or not _is_typed(found) or found.shape[1] != len(types):
+def _validated_types(graph: Data, key: str, types: list[int], where: str) -> Tensor:
+    found = _as_columns(graph[key]) if key in graph else None
+    if found is None or not _is_categorical(found) or found.shape[1] != len(types):
         raise ValueError(f"{key} of {where} must hold {len(types)} whole numbers each, as the training graphs do")
     for i, most in enumerate(types):
         if len(found) and int(found[:, i].max()) >= most:

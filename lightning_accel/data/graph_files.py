@@ -77,11 +77,11 @@ def read_graphs(
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     match suffixes[-1:]:
         case [".csv" | ".parquet"]:
-            found = _from_tables(path, layout, with_target, like)
+            found = _read_tables(path, layout, with_target, like)
         case [".jsonl" | ".ndjson"]:
-            found = _from_json_lines(path, layout, with_target)
+            found = _read_json_lines(path, layout, with_target)
         case [".g6"]:
-            found = _from_graph6(path, layout, with_target)
+            found = _read_graph6_lines(path, layout, with_target)
         case _:
             raise ValueError(
                 "need a .csv or .parquet file with an edge a row, a .jsonl file with a graph a line, or a .g6 file in "
@@ -103,7 +103,7 @@ def add_reverse_edges(graph: Data) -> None:
         graph.edge_attr = torch.cat([graph.edge_attr, graph.edge_attr[lacking]])
 
 
-def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileGraphs | None) -> FileGraphs:
+def _read_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileGraphs | None) -> FileGraphs:
     read = read_edge_list(
         path,
         layout.nodes_path,
@@ -137,7 +137,7 @@ def _from_tables(path: Path, layout: GraphLayout, with_target: bool, like: FileG
     return found
 
 
-def _from_graph6(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
+def _read_graph6_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     graphs, targets, places = [], [], []
     for where, line in lines_of(path, "a graph", layout.max_bytes):
         text, *rest = line.removeprefix(">>graph6<<").split(maxsplit=1)
@@ -173,20 +173,20 @@ _NODE_BYTES = 64  # memory of a node without attributes: features, indices in ba
 _FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 
 
-def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
+def _read_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     """Read lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
     num_nodes = 0  # sum over the graphs read so far
     for where, line in lines_of(path, "a graph", layout.max_bytes):
         entry = parse_object(line, where, '{"edges": [[0, 1]], "y": 0}')
-        graph = _graph_of_entry(entry, where, (num_nodes, path, layout.max_bytes))
+        graph = _parse_graph(entry, where, (num_nodes, path, layout.max_bytes))
         num_nodes += graph.num_nodes or 0
         found.graphs.append(graph)
         found.ids.append(str(entry.get("id", where.split()[1])))
         found.lines.append(where.split()[1])
         if with_target and layout.graphs_path is None:
             found.target += _entry_targets(entry, layout, found.level, graph.num_nodes or 0, where)
-        _require_known(entry, layout, where)
+        _reject_unknown_fields(entry, layout, where)
     if with_target and layout.graphs_path is not None:
         named = layout.graphs_path, found.ids, layout.target, layout.separator, layout.decimal, layout.max_bytes
         found.target = read_graph_targets(*named, by_order=False)
@@ -200,7 +200,7 @@ def _from_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
     return found
 
 
-def _require_known(entry: dict[str, Any], layout: GraphLayout, where: str) -> None:
+def _reject_unknown_fields(entry: dict[str, Any], layout: GraphLayout, where: str) -> None:
     known = list(dict.fromkeys([*_FIELDS, *layout.target, "y"]))
     if unknown := [name for name in entry if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, n=1)
@@ -212,7 +212,7 @@ def _require_known(entry: dict[str, Any], layout: GraphLayout, where: str) -> No
         )
 
 
-def _graph_of_entry(entry: dict[str, Any], where: str, read: tuple[int, Path, int]) -> Data:
+def _parse_graph(entry: dict[str, Any], where: str, read: tuple[int, Path, int]) -> Data:
     """Make the graph of a line; ``read`` holds the number of nodes before it, the file and its ``max_bytes``."""
     if "edges" not in entry:
         raise ValueError(f"{where} has no field 'edges', a list of pairs of nodes. Its fields: {listed(list(entry))}")
@@ -265,10 +265,10 @@ def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: 
                 raise ValueError(
                     f"{name!r} in {where} must be a list with an entry for each of its {n} nodes; got {got}"
                 )
-        return [_flat(row) for row in zip(*values, strict=True)]
-    return [_flat(values)]
+        return [_flatten(row) for row in zip(*values, strict=True)]
+    return [_flatten(values)]
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
+def _flatten(values: Sequence[Any]) -> list[Any]:
     """Flatten the lists among the values of several fields into one list of targets."""
     return [part for value in values for part in (value if isinstance(value, list) else [value])]

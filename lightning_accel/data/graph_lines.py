@@ -30,12 +30,13 @@ def number_list(found: Any, name: str, where: str, whole: bool = False) -> np.nd
         return np.zeros((len(values), *values.shape[1:]), np.int64)
     if values.dtype.kind not in kinds or values.ndim > 2 or not (np.abs(values.astype(np.float64)) <= _LARGEST).all():
         raise ValueError(
-            f"{name!r} in {where} must be a list of {what}, or of equally long lists of them; {_odd(found)}"
+            f"{name!r} in {where} must be a list of {what}, or of equally long lists of them; "
+            f"{_describe_mismatch(found)}"
         )
     return values
 
 
-def _odd(found: Any) -> str:
+def _describe_mismatch(found: Any) -> str:
     """Describe, for a message, the first entry that is no number or is not as long as the first one."""
     if not isinstance(found, list):
         return f"got {shown(found)}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch_geometric.data import Data
 
-from lightning_accel.data.graph_rows import has_target
+from lightning_accel.data.graph_dataset import has_target
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 
@@ -39,7 +39,7 @@ def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[s
     return found
 
 
-def require_effect_beside(
+def require_effect_with_masks(
     masks: Sequence[str], graph: Data, fold: int, named_shares: Sequence[str], where: str
 ) -> None:
     """Raise a ValueError if ``fold``, or a share that was passed, would have no effect with these masks."""

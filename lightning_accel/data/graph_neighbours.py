@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torch_geometric.data import Batch, Data
 
 
-class NeighbourRows(Dataset[Any]):
+class NeighbourDataset(Dataset[Any]):
     """Sample the subgraph around the nodes at a list of indices, as one batch.
 
     From each seed node, ``num_neighbors[0]`` of its incoming edges are followed, from each new node
@@ -52,10 +52,10 @@ class NeighbourRows(Dataset[Any]):
 
     def __getitems__(self, rows: Sequence[int]) -> Batch:
         listed = self.rows[torch.tensor(rows)]
-        seeds, target_index = _distinct(listed)
-        nodes = self._expand(seeds, self._generator(listed))
+        seeds, target_index = _unique_in_order(listed)
+        nodes = self._sample_neighbors(seeds, self._generator(listed))
         self._place[nodes] = torch.arange(len(nodes))
-        edges, end = self._edges_to(nodes)
+        edges, end = self._incoming_edges(nodes)
         start = self._place[self._source[edges]]
         self._place[nodes] = -1
         inside = start >= 0
@@ -72,21 +72,21 @@ class NeighbourRows(Dataset[Any]):
         digest = hashlib.blake2b(np.array([self.seed, *listed.tolist()], "<i8").tobytes(), digest_size=7).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
-    def _expand(self, seeds: Tensor, generator: torch.Generator) -> Tensor:
+    def _sample_neighbors(self, seeds: Tensor, generator: torch.Generator) -> Tensor:
         """Return the seeds, followed by the nodes that are sampled from them."""
         found, frontier = [seeds], seeds
         self._place[seeds] = 0
         for most in self.num_neighbors:
-            edges, of = self._edges_to(frontier)
+            edges, of = self._incoming_edges(frontier)
             if most >= 0:
-                edges = edges[_first_of_each(of, most, generator)]
+                edges = edges[_sample_per_group(of, most, generator)]
             reached = self._source[edges].unique()
             frontier = reached[self._place[reached] < 0]
             self._place[frontier] = 0
             found.append(frontier)
         return torch.cat(found)
 
-    def _edges_to(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    def _incoming_edges(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions, among the sorted edges, of those that end at ``nodes``, and the index of that node."""
         stop = self._stop[nodes]
         start = torch.where(nodes > 0, self._stop[nodes - 1], 0)
@@ -95,7 +95,7 @@ class NeighbourRows(Dataset[Any]):
         return torch.arange(len(of)) + (start - counts.cumsum(0) + counts)[of], of
 
 
-def _distinct(listed: Tensor) -> tuple[Tensor, Tensor]:
+def _unique_in_order(listed: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct values in order and the index of each entry among them; samplers may repeat an item."""
     values, inverse = listed.unique(return_inverse=True)
     first = torch.full_like(values, len(listed)).scatter_reduce(0, inverse, torch.arange(len(listed)), "amin")
@@ -103,7 +103,7 @@ def _distinct(listed: Tensor) -> tuple[Tensor, Tensor]:
     return values[order], order.argsort()[inverse]
 
 
-def _first_of_each(of: Tensor, most: int, generator: torch.Generator) -> Tensor:
+def _sample_per_group(of: Tensor, most: int, generator: torch.Generator) -> Tensor:
     """Draw, for each value of the sorted ``of``, at most ``most`` of its positions."""
     order = torch.argsort(of + torch.rand(len(of), generator=generator, dtype=torch.float64))
     counts = torch.bincount(of)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MADE = {"strongly_regular", "regular", "cfi", "substructures"}
-_SERVES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
+_GENERATED = {"strongly_regular", "regular", "cfi", "substructures"}
+_SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
     "val_dataset": {"dataset"},
     "test_dataset": {"dataset"},
     "level": {"path", "dataset", "substructures"},
@@ -17,10 +17,10 @@ _SERVES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for w
     "decimal": {"path"},
     "fold": {"csl", "dataset"},
     "family": {"substructures"},
-    "num_graphs": _MADE,
+    "num_graphs": _GENERATED,
     "num_neighbors": {"path", "dataset", "karate"},
-    "val_share": {"path", "dataset", "karate", *_MADE},
-    "test_share": {"path", "dataset", "karate", *_MADE},
+    "val_share": {"path", "dataset", "karate", *_GENERATED},
+    "test_share": {"path", "dataset", "karate", *_GENERATED},
     "predict_path": {"path"},
     "predict_nodes_path": {"path"},
     "max_bytes": {"path"},
@@ -33,13 +33,13 @@ def require_effect(source: str, options: Mapping[str, Any]) -> None:
     idle = [
         name
         for name, value in options.items()
-        if source not in _SERVES[name] and value is not None and value != _DEFAULTS.get(name)
+        if source not in _SOURCES[name] and value is not None and value != _DEFAULTS.get(name)
     ]
     if idle:
         what = source if source in ("path", "dataset") else f"task={source!r}"
         raise ValueError(
             f"{', '.join(idle)} would have no effect with {what}; {idle[0]} is for "
-            f"{', '.join(sorted(_SERVES[idle[0]]))}. Leave it out"
+            f"{', '.join(sorted(_SOURCES[idle[0]]))}. Leave it out"
         )
     parts = [options[name] is not None for name in ("val_dataset", "test_dataset")]
     shares = [name for name in ("val_share", "test_share") if options[name] is not None]

@@ -28,7 +28,7 @@ class BudgetPlan:
         for cut, (large, small) in zip(cuts, parts, strict=True):
             if large + small < min(sum(self._batches), 0.6 * whole):  # mixing is worth two thirds more batches
                 self._sizes, self._batches = [cut, len(costs) - cut], [large, small]
-        self.fewest_rows = min(n // g for n, g in zip(self._sizes, self._batches, strict=True))
+        self.smallest_batch = min(n // g for n, g in zip(self._sizes, self._batches, strict=True))
 
     def __len__(self) -> int:
         return sum(self._batches)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_accel.data.graph_plan import BudgetPlan
 from lightning_accel.data.length_plan import Plan
-from lightning_accel.data.planned_sampler import PlannedSampler, share_of, whole_sizes
+from lightning_accel.data.planned_sampler import PlannedSampler, integer_sizes, share_indices
 
 
 class GraphBudgetBatchSampler(PlannedSampler):
@@ -43,7 +43,7 @@ class GraphBudgetBatchSampler(PlannedSampler):
             ``load_state_dict``, if a run is resumed with other graphs or options.
     """
 
-    row_is = "graph"
+    item_name = "graph"
     options = ("batch_size", "max_nodes", "max_edges", "shuffle")
 
     def __init__(
@@ -61,11 +61,11 @@ class GraphBudgetBatchSampler(PlannedSampler):
     ) -> None:
         limits = {"batch_size": batch_size, "max_nodes": max_nodes, "max_edges": max_edges}
         _require_limits(limits, edges is not None)
-        self.nodes = whole_sizes(nodes, "nodes are whole numbers of 0 or more, one for each graph")
+        self.nodes = integer_sizes(nodes, "nodes are whole numbers of 0 or more, one for each graph")
         self.edges = (
             np.zeros_like(self.nodes)
             if edges is None
-            else whole_sizes(edges, "edges are whole numbers of 0 or more, one for each graph")
+            else integer_sizes(edges, "edges are whole numbers of 0 or more, one for each graph")
         )
         if len(self.edges) != len(self.nodes):
             raise ValueError(f"nodes and edges must be of as many graphs; got {len(self.nodes)} and {len(self.edges)}")
@@ -88,20 +88,20 @@ class GraphBudgetBatchSampler(PlannedSampler):
         return self._plans.draw(self.seed, epoch, self.shuffle)
 
     @property
-    def _fewest_rows(self) -> int:
-        return self._plans.fewest_rows
+    def _smallest_batch(self) -> int:
+        return self._plans.smallest_batch
 
     def __len__(self) -> int:
         """Return the number of batches of each process in an epoch."""
-        self._deal()
+        self._replicas_and_rank()
         return len(self._plans)
 
     def __iter__(self) -> Iterator[list[int]]:
         plan = self._plan(self.epoch)
-        replicas, rank = self._deal()
-        for batch in range(self._first.pop(self.epoch, 0), len(plan.starts)):
+        replicas, rank = self._replicas_and_rank()
+        for batch in range(self._first_batches.pop(self.epoch, 0), len(plan.starts)):
             rows = plan.rows[plan.starts[batch] : plan.stops[batch]]
-            yield rows[share_of(len(rows), replicas, rank)].tolist()
+            yield rows[share_indices(len(rows), replicas, rank)].tolist()
 
 
 def _require_limits(limits: dict[str, int | None], has_edges: bool) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_accel.data.digest import digest_of
+from lightning_accel.data.graph_dataset import has_target
 from lightning_accel.data.graph_files import FileGraphs
-from lightning_accel.data.graph_masks import MASKS, masked_nodes, masks_of, require_effect_beside
-from lightning_accel.data.graph_rows import has_target
+from lightning_accel.data.graph_masks import MASKS, masked_nodes, masks_of, require_effect_with_masks
 from lightning_accel.data.graph_tasks import (
     Family,
     Level,
@@ -95,14 +95,14 @@ class GraphSplits:
         return digest_of(*parts)
 
     def digest_of_others(self, source: Sequence[object]) -> str:
-        """Digest what else layers or a transform may read of them: ``edge_type``, ``pos``, sparse matrices."""
+        """Digest the other tensors of the training and validation graphs: ``edge_type``, ``pos``, sparse matrices."""
         fitted = [0] if self.of_nodes else np.concatenate([self.train, self.val]).tolist()
         graphs = [given for given in map(source.__getitem__, fitted) if isinstance(given, Data)]
         return digest_of(*(part for graph in graphs for part in _other_tensors(graph)))
 
 
 def _other_tensors(graph: Data) -> list[np.ndarray]:
-    """Return those beside features and edges; targets and the masks of splits are compared elsewhere."""
+    """Return the tensors of a graph except features, edges, targets and masks, which have their own digests."""
     found = []
     for name in sorted(graph.keys()):
         value = graph[name]
@@ -255,12 +255,12 @@ def dataset_splits(
     for number, graph in enumerate(graphs):
         if not isinstance(graph.y, Tensor):
             raise ValueError(f"graph {number} of {where} has no target y, a tensor; add it with a transform")
-    level = level or _level_of(graphs)
+    level = level or _infer_level(graphs)
     kind = kind or ("regression" if graphs[0].y.is_floating_point() else "classification")
     of_nodes = level == "node" and len(graphs) == 1
     classes = _shape_targets(graphs, level, kind, where)
     masks = masks_of(graphs, of_nodes and len(parts) == 1, where)
-    require_effect_beside(masks, graphs[0], fold, named_shares, where)
+    require_effect_with_masks(masks, graphs[0], fold, named_shares, where)
     if len(parts) == 3:
         stops = np.cumsum([len(part) for part in parts])
         train, val, test = np.split(np.arange(len(graphs)), stops[:2])
@@ -284,7 +284,7 @@ def dataset_splits(
     return GraphSplits(graphs, train, val, test, level, kind, of_nodes, classes, ids=ids)
 
 
-def _level_of(graphs: Sequence[Data]) -> Level:
+def _infer_level(graphs: Sequence[Data]) -> Level:
     of_nodes = all(graph.y.ndim > 0 and len(graph.y) == graph.num_nodes for graph in graphs)
     return "node" if of_nodes and any(graph.num_nodes != 1 for graph in graphs) else "graph"
 

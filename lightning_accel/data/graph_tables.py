@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 from lightning_accel.data.quoting import listed, shown
 from lightning_accel.data.tables import as_numbers, as_text, holds_numbers, read_table, require_columns
 
-_ONE = "0"  # id of the only graph of a file without a column "graph"
+_ONLY_GRAPH = "0"  # id of the only graph of a file without a column "graph"
 
 
 @dataclass
@@ -62,7 +62,7 @@ def read_edge_list(
         if ("graph" in nodes) != ("graph" in edges):
             with_it, without = (nodes_path, path) if "graph" in nodes else (path, nodes_path)
             raise ValueError(f"{with_it} has a column 'graph' and {without} has none; both or neither must have one")
-    numbering = _Numbering(edges, nodes, path, nodes_path)
+    numbering = _NodeNumbers(edges, nodes, path, nodes_path)
     attributes, relation_names = _edge_attributes(edges, path, known and known[1])
     features, feature_names = (None, None)
     if nodes is not None and nodes_path is not None:
@@ -78,20 +78,23 @@ def read_edge_list(
         graphs.append(graph)
     node_target: list[list[Any]] | None = None
     if nodes is not None and set(target) <= set(nodes.columns):
-        node_target = _values(nodes, target)[numbering.rows].tolist()
+        node_target = _object_columns(nodes, target)[numbering.rows].tolist()
     node_ids = [[numbering.names[i] for i in numbering.nodes_of(g)] for g in range(len(graphs))]
     return EdgeList(graphs, numbering.ids, node_ids, node_target, feature_names, relation_names)
 
 
-class _Numbering:
+class _NodeNumbers:
     """Number the nodes, graph by graph, in the order of the table of nodes, else sorted by name."""
 
     def __init__(self, edges: pd.DataFrame, nodes: pd.DataFrame | None, path: Path, nodes_path: Path | None) -> None:
-        ends = [list(zip(_graph(edges, path), _text(edges, name, path), strict=True)) for name in ("source", "target")]
+        ends = [
+            list(zip(_graph_column(edges, path), _text_column(edges, name, path), strict=True))
+            for name in ("source", "target")
+        ]
         if nodes is None or nodes_path is None:
-            listed = sorted({*ends[0], *ends[1]}, key=lambda pair: (_by_number(pair[0]), _by_number(pair[1])))
+            listed = sorted({*ends[0], *ends[1]}, key=lambda pair: (_natural_key(pair[0]), _natural_key(pair[1])))
         else:
-            listed = list(zip(_graph(nodes, nodes_path), _text(nodes, "node", nodes_path), strict=True))
+            listed = list(zip(_graph_column(nodes, nodes_path), _text_column(nodes, "node", nodes_path), strict=True))
         self.ids = list(dict.fromkeys(graph for graph, _ in listed))
         number = {graph: i for i, graph in enumerate(self.ids)}
         of = np.array([number[graph] for graph, _ in listed])
@@ -100,7 +103,7 @@ class _Numbering:
         if len(place) < len(listed):
             graph, node = Counter(listed).most_common(1)[0][0]
             raise ValueError(
-                f"{nodes_path} has two rows of node {shown(node)}{self._in(graph)}; each node may stand once"
+                f"{nodes_path} has two rows of node {shown(node)}{self._graph_suffix(graph)}; each node may stand once"
             )
         self.names = [listed[row][1] for row in self.rows.tolist()]
         self._of_node = of[self.rows]
@@ -108,7 +111,7 @@ class _Numbering:
             for row, pair in enumerate(pairs, start=1):
                 if pair not in place:
                     raise ValueError(
-                        f"row {row} of {path} has the {name} {shown(pair[1])}{self._in(pair[0])}, which "
+                        f"row {row} of {path} has the {name} {shown(pair[1])}{self._graph_suffix(pair[0])}, which "
                         f"{nodes_path} does "
                         "not list; add the node, or remove the edge"
                     )
@@ -119,7 +122,7 @@ class _Numbering:
         self._first_edge = np.searchsorted(of_edge[self._edges], graphs)
         self._first_node = np.searchsorted(self._of_node, graphs)
 
-    def _in(self, graph: str) -> str:
+    def _graph_suffix(self, graph: str) -> str:
         return f" in graph {shown(graph)}" if len(self.ids) > 1 else ""
 
     def edges_of(self, graph: int) -> np.ndarray:
@@ -133,21 +136,21 @@ class _Numbering:
         return torch.from_numpy(self._ends[:, self.edges_of(graph)] - self._first_node[graph])
 
 
-def _graph(table: pd.DataFrame, path: Path) -> list[str]:
-    return _text(table, "graph", path) if "graph" in table else [_ONE] * len(table)
+def _graph_column(table: pd.DataFrame, path: Path) -> list[str]:
+    return _text_column(table, "graph", path) if "graph" in table else [_ONLY_GRAPH] * len(table)
 
 
-def _text(table: pd.DataFrame, name: str, path: Path) -> list[str]:
-    return as_text(_present(table[name], path), path).tolist()
+def _text_column(table: pd.DataFrame, name: str, path: Path) -> list[str]:
+    return as_text(_require_present(table[name], path), path).tolist()
 
 
-def _values(table: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
+def _object_columns(table: pd.DataFrame, names: Sequence[str]) -> np.ndarray:
     """Return the columns ``names`` as an array of objects, with None for missing values."""
     chosen = table[list(names)].astype(object)
     return chosen.where(chosen.notna(), None).to_numpy()
 
 
-def _present(column: pd.Series, path: Path) -> pd.Series:
+def _require_present(column: pd.Series, path: Path) -> pd.Series:
     if (missing := column.isna()).any():
         raise ValueError(
             f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
@@ -156,7 +159,7 @@ def _present(column: pd.Series, path: Path) -> pd.Series:
     return column
 
 
-def _by_number(name: str) -> tuple[float, str]:
+def _natural_key(name: str) -> tuple[float, str]:
     try:
         return float(name), name
     except ValueError:
@@ -169,12 +172,12 @@ def _edge_attributes(
     """Return types (M,) int64, or features (M, D) float64, with one-hot types among them if edges have both."""
     names = [name for name in edges.columns if name not in ("source", "target", "graph", "type")]
     remedy = "Fill what is missing, or remove the column"
-    columns = [as_numbers(_present(edges[name], path), path, remedy).to_numpy() for name in names]
+    columns = [as_numbers(_require_present(edges[name], path), path, remedy).to_numpy() for name in names]
     features = np.stack(columns, axis=1) if columns else None
     if "type" not in edges:
         return features, None
-    text = _text(edges, "type", path)
-    types = known or sorted({*text}, key=_by_number)
+    text = _text_column(edges, "type", path)
+    types = known or sorted({*text}, key=_natural_key)
     if unknown := [name for name in text if name not in types]:
         raise ValueError(f"{path} has the type {shown(unknown[0])}; those trained on are {listed(types)}")
     number = np.array([types.index(name) for name in text])
@@ -193,7 +196,7 @@ def _node_features(
     for name in nodes.columns:
         if name in ("node", "graph", *target):
             continue
-        column = _present(nodes[name], path)
+        column = _require_present(nodes[name], path)
         if holds_numbers(column, path) if known is None else name in known:
             columns[name] = as_numbers(column, path, "Mend the value").to_numpy()
         else:
@@ -222,14 +225,14 @@ def read_graph_targets(
     """
     table = read_table(path, separator, decimal, text_columns=["graph", *target], max_bytes=max_bytes)
     require_columns(table, list(target), path)
-    values: list[list[Any]] = _values(table, target).tolist()
+    values: list[list[Any]] = _object_columns(table, target).tolist()
     if "graph" not in table:
         if not by_order:
             raise ValueError(f"{path} has no column 'graph', which says whose targets stand in a row")
         if len(table) != len(ids):
             raise ValueError(f"{path} has {len(table)} rows for {len(ids)} graphs; one for each, in order, was needed")
         return values
-    names = _text(table, "graph", path)
+    names = _text_column(table, "graph", path)
     of = dict(zip(names, values, strict=True))
     if len(of) < len(names):
         raise ValueError(

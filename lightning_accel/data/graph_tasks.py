@@ -36,7 +36,9 @@ def csl_graphs(seed: int = 0) -> tuple[list[Data], list[str]]:
     Source: Murphy et al. 2019, https://arxiv.org/abs/1903.02541, sec. 4.1.
     """
     graphs = [circular_skip_link(_CSL_NODES, skip) for skip in CSL_SKIPS]
-    return _copies(graphs, range(len(graphs)), len(graphs) * _CSL_COPIES, seed), [f"skip {skip}" for skip in CSL_SKIPS]
+    return _relabelled_copies(graphs, range(len(graphs)), len(graphs) * _CSL_COPIES, seed), [
+        f"skip {skip}" for skip in CSL_SKIPS
+    ]
 
 
 def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,7 +62,7 @@ def strongly_regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[s
     A model that, like 2-FWL, distinguishes the families alone has an accuracy of 3/8.
     """
     graphs = strongly_regular_graphs()
-    return _copies(list(graphs.values()), range(len(graphs)), num_graphs, seed), list(graphs)
+    return _relabelled_copies(list(graphs.values()), range(len(graphs)), num_graphs, seed), list(graphs)
 
 
 def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
@@ -78,13 +80,15 @@ def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
         if kind not in seen:
             seen.append(kind)
             graphs.append(graph)
-    return _copies(graphs, range(10), num_graphs, seed + 1), [f"pair {i // 2} {'ab'[i % 2]}" for i in range(10)]
+    return _relabelled_copies(graphs, range(10), num_graphs, seed + 1), [
+        f"pair {i // 2} {'ab'[i % 2]}" for i in range(10)
+    ]
 
 
 def cfi_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
     """Generate relabellings of the Cai-Fuerer-Immerman pairs over six base graphs; the class is straight or twisted."""
     graphs = [graph for base in cfi_bases().values() for graph in cfi_pair(base)]
-    return _copies(graphs, [i % 2 for i in range(len(graphs))], num_graphs, seed), ["straight", "twisted"]
+    return _relabelled_copies(graphs, [i % 2 for i in range(len(graphs))], num_graphs, seed), ["straight", "twisted"]
 
 
 def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -> tuple[list[Data], list[str]]:
@@ -145,7 +149,7 @@ def _thinned_regular(num_nodes: int, degree: int, generator: torch.Generator) ->
     return graph_of(map(tuple, edges[kept].tolist()), num_nodes)
 
 
-def _copies(graphs: Sequence[Data], classes: Sequence[int], num_graphs: int, seed: int) -> list[Data]:
+def _relabelled_copies(graphs: Sequence[Data], classes: Sequence[int], num_graphs: int, seed: int) -> list[Data]:
     """Return ``num_graphs`` relabellings, sorted by graph, about equally many of each."""
     if num_graphs < 5 * len(graphs):
         raise ValueError(f"num_graphs must be at least {5 * len(graphs)}, 5 for each graph; got {num_graphs}")

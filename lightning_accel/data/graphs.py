@@ -20,11 +20,11 @@ from torch_geometric.data import Data, Dataset
 
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
+from lightning_accel.data.graph_dataset import GraphDataset, NodeDataset
 from lightning_accel.data.graph_features import Features, Scale, apply_features, features_of, fit_scale, scale_features
 from lightning_accel.data.graph_files import FileGraphs, GraphLayout, read_graphs
-from lightning_accel.data.graph_neighbours import NeighbourRows
+from lightning_accel.data.graph_neighbours import NeighbourDataset
 from lightning_accel.data.graph_options import require_effect, require_sizes
-from lightning_accel.data.graph_rows import GraphRows, NodeRows
 from lightning_accel.data.graph_sampler import GraphBudgetBatchSampler
 from lightning_accel.data.graph_splits import (
     USUAL_NUMBER,
@@ -40,17 +40,17 @@ from lightning_accel.data.graph_splits import (
 )
 from lightning_accel.data.graph_tasks import Family, Level
 from lightning_accel.data.in_memory import (
-    already_a_batch,
+    identity_collate,
+    in_memory_loader,
     pins_memory,
     require_loading_options,
-    row_loader,
     silence_advice_on_workers,
 )
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.data.substructures import SUBSTRUCTURES
 from lightning_accel.data.tables import existing_file
 
-Rows = GraphRows | NodeRows | NeighbourRows
+Items = GraphDataset | NodeDataset | NeighbourDataset
 
 
 class GraphDataModule(L.LightningDataModule):
@@ -252,7 +252,7 @@ class GraphDataModule(L.LightningDataModule):
             (None, None) if source is None else (splits.digest_of_source(source), splits.digest_of_others(source))
         )
         self._digests = splits.digest(), *of_source
-        where = self._where()
+        where = self._source_name()
         features = features_of(splits.graphs, where, [] if read is None else read.lines)
         splits.graphs = [apply_features(graph, features, where) for graph in splits.graphs]
         scales = {} if read is None else self._fit_scales(splits)
@@ -275,7 +275,7 @@ class GraphDataModule(L.LightningDataModule):
             self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, read, features, scales)
         self.train_rows, self.val_rows, self.test_rows = rows
 
-    def _where(self) -> str:
+    def _source_name(self) -> str:
         if self.task is not None:
             return f"the task {self.task}"
         return str(self.path) if self.path else f"the dataset {self.datasets[0]}"
@@ -287,31 +287,32 @@ class GraphDataModule(L.LightningDataModule):
             splits = generated_splits(self.task, self.num_graphs, self.shares, self.seed, self.fold, self.family, level)
             if self.task == "substructures":
                 keep_targets(splits, self.counted)
-            splits.graphs = [self._transformed(graph) for graph in splits.graphs]
+            splits.graphs = [self._transform_graph(graph) for graph in splits.graphs]
             return splits, None, None
         if self.path is not None:
             read = read_graphs(self.path, self.layout)
             kind = self.kind or "classification"
             splits = file_splits(read, self.path, kind, self.layout.target, self.shares, self.seed)
             source = list(splits.graphs)
-            splits.graphs = [self._transformed(graph) for graph in source]
+            splits.graphs = [self._transform_graph(graph) for graph in source]
             return splits, read, source
         given = [list(dataset) for dataset in self.datasets]
-        parts = [[self._transformed(graph) for graph in dataset] for dataset in given]
+        parts = [[self._transform_graph(graph) for graph in dataset] for dataset in given]
         # a data set's own transform may be random, so that its graphs have no digest
         drawn = [getattr(dataset, "transform", None) is not None for dataset in self.datasets]
         source = [None if own else graph for own, part in zip(drawn, given, strict=True) for graph in part]
-        where = self._where()
+        where = self._source_name()
         options = self.layout.level, self.kind, self.shares, self.seed, self.fold, self.named_shares
         return dataset_splits(parts, where, *options), None, source
 
-    def _transformed(self, graph: Any) -> Data:
+    def _transform_graph(self, graph: Any) -> Data:
         graph = copy.copy(graph)  # the data set may store it
         graph = graph if self.transform is None else self.transform(graph)
         if not isinstance(graph, Data) or graph.edge_index is None:
             raise TypeError(
                 "graphs with nodes of one kind, torch_geometric.data.Data with edge_index, are needed; "
-                f"{self._where()} gives {graph!r:.200}. HeteroData.to_homogeneous() and ToEdgeIndex make such ones"
+                f"{self._source_name()} gives {graph!r:.200}. HeteroData.to_homogeneous() and ToEdgeIndex make such "
+                "ones"
             )
         if "edge_type" in graph and "edge_attr" not in graph:  # HeteroData.to_homogeneous() names it so
             graph.edge_attr = graph.edge_type
@@ -339,37 +340,39 @@ class GraphDataModule(L.LightningDataModule):
             self.num_targets = target.shape[1]
             if lacking := target.isnan().all(0).nonzero().flatten().tolist():
                 raise ValueError(
-                    f"target {lacking[0]}, counted from 0, of {self._where()} has no value in what trains; leave it "
-                    "out, or change the split"
+                    f"target {lacking[0]}, counted from 0, of {self._source_name()} has no value in what trains; leave "
+                    "it out, or change the split"
                 )
             mean = target.nanmean(0)
             std = (target - mean).square().nanmean(0).sqrt()
             self.target_mean, self.target_std = mean.tolist(), torch.where(std > 0, std, 1).tolist()
 
-    def _rows(self, splits: GraphSplits, part: np.ndarray) -> Rows:
+    def _rows(self, splits: GraphSplits, part: np.ndarray) -> Items:
         if not splits.of_nodes:
-            return GraphRows([splits.graphs[i] for i in part.tolist()], splits.level == "node")
+            return GraphDataset([splits.graphs[i] for i in part.tolist()], splits.level == "node")
         return self._node_rows(splits.graphs, torch.from_numpy(part))
 
-    def _node_rows(self, graphs: Sequence[Data], rows: Tensor | None = None) -> Rows:
+    def _node_rows(self, graphs: Sequence[Data], rows: Tensor | None = None) -> Items:
         if self.num_neighbors is None or len(graphs) > 1:
-            return NodeRows(graphs, rows)
-        return NeighbourRows(graphs[0], self.num_neighbors, rows, self.seed)
+            return NodeDataset(graphs, rows)
+        return NeighbourDataset(graphs[0], self.num_neighbors, rows, self.seed)
 
-    def _rows_to_predict(self, splits: GraphSplits) -> tuple[Rows, list[str]]:
+    def _rows_to_predict(self, splits: GraphSplits) -> tuple[Items, list[str]]:
         chosen = [0] if splits.of_nodes else splits.test.tolist()
         graphs = [splits.graphs[i] for i in chosen]
-        return self._all_of(
+        return self._without_targets(
             graphs, [splits.ids[i] for i in chosen], [splits.node_ids[i] for i in chosen if splits.node_ids]
         )
 
-    def _all_of(self, graphs: Sequence[Data], ids: list[str], node_ids: list[list[str]]) -> tuple[Rows, list[str]]:
+    def _without_targets(
+        self, graphs: Sequence[Data], ids: list[str], node_ids: list[list[str]]
+    ) -> tuple[Items, list[str]]:
         """Return the items to predict, without targets, and the id of each."""
         graphs = [graph.clone() for graph in graphs]
         for graph in graphs:
             graph.y = None
         if self.level == "graph":
-            return GraphRows(graphs), ids
+            return GraphDataset(graphs), ids
         names = node_ids or [[str(node) for node in range(graph.num_nodes or 0)] for graph in graphs]
         if len(graphs) == 1:
             return self._node_rows(graphs), names[0]
@@ -379,14 +382,14 @@ class GraphDataModule(L.LightningDataModule):
 
     def _file_to_predict(
         self, path: Path, trained: FileGraphs, features: Features, scales: dict[str, Scale]
-    ) -> tuple[Rows, list[str]]:
+    ) -> tuple[Items, list[str]]:
         layout = replace(self.layout, nodes_path=self.predict_nodes_path, graphs_path=None)
         read = read_graphs(path, layout, with_target=False, like=trained)
-        graphs = [self._transformed(graph) for graph in read.graphs]
+        graphs = [self._transform_graph(graph) for graph in read.graphs]
         places = [f"line {line} of {path}" for line in read.lines] or [str(path)] * len(graphs)
         graphs = [apply_features(graph, features, place) for graph, place in zip(graphs, places, strict=True)]
         scale_features(graphs, scales)
-        return self._all_of(graphs, read.ids, read.node_ids)
+        return self._without_targets(graphs, read.ids, read.node_ids)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -407,17 +410,17 @@ class GraphDataModule(L.LightningDataModule):
         if fresh and state_dict["source"][0] == self.task:
             del now["source"], now["split"], now["digest of what trains"]
         remedy = "Give the graphs and the split of its run; new graphs of a file go in predict_path"
-        require_same_data(state_dict, now, f"graphs than those of {self._where()}", remedy)
+        require_same_data(state_dict, now, f"graphs than those of {self._source_name()}", remedy)
 
-    def _sampler(self, rows: Rows, shuffle: bool) -> GraphBudgetBatchSampler:
-        replicas, rank = self._deal()
+    def _sampler(self, rows: Items, shuffle: bool) -> GraphBudgetBatchSampler:
+        replicas, rank = self._replicas_and_rank()
         size: int | None
-        if isinstance(rows, GraphRows):
+        if isinstance(rows, GraphDataset):
             nodes, edges, limits = rows.nodes, rows.edges, (self.max_nodes, self.max_edges)
             size = 64 if self.batch_size is None and limits == (None, None) else self.batch_size
         else:
             nodes, edges, limits = torch.ones(len(rows), dtype=torch.int64), None, (None, None)
-            size = len(rows) if isinstance(rows, NodeRows) else self.batch_size or 64
+            size = len(rows) if isinstance(rows, NodeDataset) else self.batch_size or 64
         return GraphBudgetBatchSampler(
             nodes,
             edges,
@@ -430,12 +433,12 @@ class GraphDataModule(L.LightningDataModule):
             rank=rank,
         )
 
-    def _deal(self) -> tuple[int, int]:
+    def _replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of processes that batches are distributed to, and the rank of this one among them."""
         trainer: Any = self.trainer
         # not the world size: several processes may share the same samples
-        deal = None if trainer is None else trainer.distributed_sampler_kwargs
-        return (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
+        sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
+        return (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
 
     def train_dataloader(self) -> DataLoader[Any]:
         loader = self._loader(self.train_rows, shuffle=True)
@@ -451,27 +454,27 @@ class GraphDataModule(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of equally large batches in the order of ``predict_ids``, within the budget of a process."""
-        return row_loader(self.predict_rows, self, self._rows_at_once(), self.num_workers)
+        return in_memory_loader(self.predict_rows, self, self._predict_batch_size(), self.num_workers)
 
-    def _rows_at_once(self) -> int:
-        rows, replicas = self.predict_rows, self._deal()[0]
-        if isinstance(rows, NodeRows):  # all nodes of a single graph, else about the nodes of batch_size graphs
+    def _predict_batch_size(self) -> int:
+        rows, replicas = self.predict_rows, self._replicas_and_rank()[0]
+        if isinstance(rows, NodeDataset):  # all nodes of a single graph, else about the nodes of batch_size graphs
             usual = self.batch_size or 64
             return len(rows) if len(rows.graphs) == 1 else max(1, usual * len(rows) // len(rows.graphs) // replicas)
         room = [self.batch_size or 64]
-        if isinstance(rows, GraphRows):
+        if isinstance(rows, GraphDataset):
             limits = (self.max_nodes, rows.nodes), (self.max_edges, rows.edges)
             room += [most // max(1, int(sizes.max())) for most, sizes in limits if most is not None]
         return max(1, min(room) // replicas)
 
-    def _loader(self, rows: Rows, shuffle: bool) -> ResumableLoader:
+    def _loader(self, rows: Items, shuffle: bool) -> ResumableLoader:
         silence_advice_on_workers(self.num_workers)
         return ResumableLoader(
             rows,
             batch_size=None,
             sampler=self._sampler(rows, shuffle),
             num_workers=self.num_workers,
-            collate_fn=already_a_batch,
+            collate_fn=identity_collate,
             pin_memory=pins_memory(self),
             persistent_workers=self.num_workers > 0,
         )

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.idx_files import IdxPart, find_idx, read_idx, require_idx
-from lightning_accel.data.in_memory import require_loading_options, row_loader
+from lightning_accel.data.in_memory import in_memory_loader, require_loading_options
 from lightning_accel.data.tables import existing_file, split_rows
 
 Limits: TypeAlias = tuple[float, float]
@@ -116,7 +116,7 @@ class IdxDataModule(L.LightningDataModule):
         if labels is not None:
             classes, labels = np.unique(labels, return_inverse=True)
             self.class_names, self.num_classes = [str(label) for label in classes], len(classes)
-        self._limits = _limits_of(images, path)
+        self._limits = _value_range(images, path)
         self._mean = float(images.mean(dtype=np.float64))
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
@@ -124,17 +124,17 @@ class IdxDataModule(L.LightningDataModule):
         train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, split_by)
         self._digest = digest_of(images, *([] if labels is None else [labels]))
         every = self._rows(images, labels)
-        self.train_rows, self.val_rows = every.only(train), every.only(val)
+        self.train_rows, self.val_rows = every.subset(train), every.subset(val)
 
     def _set_up_held_out(self) -> None:
-        self.test_rows: ImageRows | None = None
+        self.test_rows: ImageDataset | None = None
         if self.test_images is not None or find_idx(self.path, "test-images") is not None:
             path = self._file("test-images", self.test_images)
             images = self._read_like_training(path)
             labels = self._read_labels("test-labels", self.test_labels, images, path)
-            self.test_rows = self._rows(images, None if labels is None else self._numbered(labels, path))
+            self.test_rows = self._rows(images, None if labels is None else self._encode_labels(labels, path))
         if self.predict_path is not None:
-            self.predict_rows: ImageRows | None = self._rows(self._read_like_training(self.predict_path), None)
+            self.predict_rows: ImageDataset | None = self._rows(self._read_like_training(self.predict_path), None)
         else:
             self.predict_rows = None if self.test_rows is None else self.test_rows.unlabelled()
 
@@ -178,7 +178,7 @@ class IdxDataModule(L.LightningDataModule):
             )
         return images
 
-    def _numbered(self, labels: np.ndarray, of: Path) -> np.ndarray:
+    def _encode_labels(self, labels: np.ndarray, of: Path) -> np.ndarray:
         known = np.asarray([int(name) for name in self.class_names])
         if len(strange := np.setdiff1d(labels, known)):
             raise ValueError(
@@ -187,9 +187,9 @@ class IdxDataModule(L.LightningDataModule):
             )
         return np.searchsorted(known, labels)
 
-    def _rows(self, images: np.ndarray, labels: np.ndarray | None) -> "ImageRows":
+    def _rows(self, images: np.ndarray, labels: np.ndarray | None) -> "ImageDataset":
         targets = None if labels is None else torch.from_numpy(labels.astype(np.int64))
-        return ImageRows(torch.from_numpy(images), targets, self.image_shape, self._limits, self.binarize)
+        return ImageDataset(torch.from_numpy(images), targets, self.image_shape, self._limits, self.binarize)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -207,21 +207,21 @@ class IdxDataModule(L.LightningDataModule):
         require_same_data(state_dict, self.state_dict(), f"images than those of {self.path}", remedy)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
+        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
         assert self.test_rows is not None  # setup raises otherwise
-        return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         assert self.predict_rows is not None  # setup raises otherwise
-        return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
-class ImageRows(Dataset[tuple[Tensor, ...]]):
+class ImageDataset(Dataset[tuple[Tensor, ...]]):
     """Hold images of any type, optionally with labels, and scale one batch at a time to float32 in [0, 1].
 
     Args:
@@ -249,12 +249,12 @@ class ImageRows(Dataset[tuple[Tensor, ...]]):
         self.binarize = binarize
         self.chosen = torch.arange(len(images)) if chosen is None else chosen
 
-    def only(self, rows: np.ndarray) -> "ImageRows":
+    def subset(self, rows: np.ndarray) -> "ImageDataset":
         """Return a subset of the images, without copying them."""
-        return ImageRows(self.images, self.labels, self.shape, self.limits, self.binarize, torch.from_numpy(rows))
+        return ImageDataset(self.images, self.labels, self.shape, self.limits, self.binarize, torch.from_numpy(rows))
 
-    def unlabelled(self) -> "ImageRows":
-        return ImageRows(self.images, None, self.shape, self.limits, self.binarize, self.chosen)
+    def unlabelled(self) -> "ImageDataset":
+        return ImageDataset(self.images, None, self.shape, self.limits, self.binarize, self.chosen)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -265,10 +265,10 @@ class ImageRows(Dataset[tuple[Tensor, ...]]):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return the batch of items ``indices``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         rows = self.chosen[torch.tensor(indices)]
-        images = self._scaled(self.images[rows]).view(-1, *self.shape)
+        images = self._scale(self.images[rows]).view(-1, *self.shape)
         return (images,) if self.labels is None else (images, self.labels[rows])
 
-    def _scaled(self, images: Tensor) -> Tensor:
+    def _scale(self, images: Tensor) -> Tensor:
         least, greatest = self.limits
         # float32 represents integers of 8 and 16 bits exactly, but not of 32
         images = images.float() if images.dtype in (torch.uint8, torch.int8, torch.int16) else images.double()
@@ -276,7 +276,7 @@ class ImageRows(Dataset[tuple[Tensor, ...]]):
         return images.gt(0.5).float() if self.binarize else images
 
 
-def _limits_of(images: np.ndarray, path: Path) -> Limits:
+def _value_range(images: np.ndarray, path: Path) -> Limits:
     least, greatest = float(images.min()), float(images.max())
     if least == greatest:
         raise ValueError(f"images must vary to be scaled to [0, 1]; every value of {path} is {least:g}")

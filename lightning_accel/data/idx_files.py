@@ -107,7 +107,7 @@ def find_idx(folder: Path, part: IdxPart) -> Path | None:
     Raises:
         ValueError: if several files match.
     """
-    found = sorted(_matching(folder, part)) if folder.is_dir() else []
+    found = sorted(_matching_files(folder, part)) if folder.is_dir() else []
     found = [path for path in found if path.suffix != ".gz" or path.with_suffix("") not in found]
     if len(found) > 1:
         raise ValueError(
@@ -132,11 +132,11 @@ def require_idx(folder: Path, part: IdxPart, remedy: str = "") -> Path:
         for start in (("train",) if prefix == "train" else ("t10k", "test"))
         for mark in "-."
     ]
-    below = [sub for depth in ("*/", "*/*/") for sub in sorted(folder.glob(depth)) if any(_matching(sub, part))]
+    below = [sub for depth in ("*/", "*/*/") for sub in sorted(folder.glob(depth)) if any(_matching_files(sub, part))]
     hint = f"There is one in {below[0]}; give that folder" if below else f"Or name it with {part.replace('-', '_')}"
     raise FileNotFoundError(f"no {' or '.join(names)}, gzipped or not, in the folder {folder}. {hint}{remedy}")
 
 
-def _matching(folder: Path, part: IdxPart) -> list[Path]:
+def _matching_files(folder: Path, part: IdxPart) -> list[Path]:
     start = part.replace("test-", "(t10k|test)-")
     return [path for path in folder.iterdir() if re.fullmatch(rf"(.+-)?{start}[-.]idx\d+-\w+(\.gz)?", path.name)]

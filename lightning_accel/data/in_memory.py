@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 
-class TensorRows(Dataset[tuple[Tensor, ...]]):
+class BatchTensorDataset(Dataset[tuple[Tensor, ...]]):
     """Index tensors of equal length together along dimension 0.
 
     A DataLoader fetches a whole batch with one indexing operation per tensor; collating sample by sample costs many
@@ -47,7 +47,7 @@ def require_loading_options(batch_size: int, split_seed: int, num_workers: int, 
             raise ValueError(f"{name} must be at least {least}; got {value}")
 
 
-def row_loader(
+def in_memory_loader(
     rows: Dataset[Any], datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of the batches of ``rows.__getitems__``; memory is pinned if the Trainer runs on CUDA."""
@@ -57,7 +57,7 @@ def row_loader(
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,
-        collate_fn=already_a_batch,
+        collate_fn=identity_collate,
         pin_memory=pins_memory(datamodule),
         persistent_workers=num_workers > 0,
     )
@@ -72,5 +72,5 @@ def pins_memory(datamodule: L.LightningDataModule) -> bool:
     return datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
 
 
-def already_a_batch(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     return batch

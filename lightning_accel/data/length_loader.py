@@ -51,7 +51,7 @@ def length_batch_loader(
         _Batches(dataset, collate_fn),
         batch_size=None,
         sampler=sampler,
-        collate_fn=_already_a_batch,
+        collate_fn=_identity_collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
@@ -78,10 +78,10 @@ class _Batches(Dataset[Any]):
             )
         fetch = getattr(self.dataset, "__getitems__", None)
         batch = self.collate_fn(fetch(rows) if fetch else [self.dataset[row] for row in rows])
-        return _steps_of(batch, key) if isinstance(key, Chunk) else batch
+        return _slice_steps(batch, key) if isinstance(key, Chunk) else batch
 
 
-def _steps_of(batch: Any, chunk: Chunk) -> SequenceBatch:
+def _slice_steps(batch: Any, chunk: Chunk) -> SequenceBatch:
     """Return the steps of ``chunk``; the target of a sequence is in its last chunk, and unknown in earlier ones."""
     if not isinstance(batch, SequenceBatch):
         raise TypeError(
@@ -93,11 +93,11 @@ def _steps_of(batch: Any, chunk: Chunk) -> SequenceBatch:
     if x.shape[1] == 0:  # all sequences of this process have ended, but not those of another
         x = F.pad(x, (0,) * (2 * x.ndim - 3) + (1,))
     if target is not None:
-        target = _target_of(target, batch, chunk, x.shape[1])
+        target = _slice_target(target, batch, chunk, x.shape[1])
     return SequenceBatch(x, lengths, target, torch.tensor(chunk.carried))
 
 
-def _target_of(target: Tensor, batch: SequenceBatch, chunk: Chunk, steps: int) -> Tensor:
+def _slice_target(target: Tensor, batch: SequenceBatch, chunk: Chunk, steps: int) -> Tensor:
     of_steps = target.ndim == 2 and not target.is_floating_point()
     if of_steps:
         part = target[:, chunk.start : chunk.stop]
@@ -108,5 +108,5 @@ def _target_of(target: Tensor, batch: SequenceBatch, chunk: Chunk, steps: int) -
     return target.masked_fill(~ends.view(-1, *[1] * (target.ndim - 1)), unknown)
 
 
-def _already_a_batch(batch: Any) -> Any:
+def _identity_collate(batch: Any) -> Any:
     return batch

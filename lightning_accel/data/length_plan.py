@@ -51,7 +51,7 @@ class LengthPlan:
         self._stops = np.bincount(batch).cumsum()
         self._starts = np.r_[0, self._stops[:-1]]
         self.longest = longest_first[self._arrangement[self._starts]]  # (G,) longest sequence of each batch, unordered
-        self.fewest_rows = int((self._stops - self._starts).min())
+        self.smallest_batch = int((self._stops - self._starts).min())
 
     def draw(self, seed: int, epoch: int, shuffle: bool) -> Plan:
         """Draw the batches of ``epoch``; without ``shuffle``, every epoch is the same, the longest batch first."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from lightning_accel.data.length_plan import LengthPlan, Plan
-from lightning_accel.data.planned_sampler import PlannedSampler, share_of, whole_sizes
+from lightning_accel.data.planned_sampler import PlannedSampler, integer_sizes, share_indices
 
 _UNBOUNDED = 2**62
 
@@ -70,7 +70,7 @@ class LengthBatchSampler(PlannedSampler):
         TypeError: if it is passed to a loader as ``batch_sampler``, once the Trainer inspects it.
     """
 
-    row_is = "sequence"
+    item_name = "sequence"
     options = ("batch_size", "max_tokens", "window", "shuffle", "chunk_steps")
 
     def __init__(
@@ -87,7 +87,7 @@ class LengthBatchSampler(PlannedSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.lengths = _checked(lengths)
+        self.lengths = _require_lengths(lengths)
         _require_sizes(batch_size, max_tokens, max_steps, window, chunk_steps, seed)
         super().__init__((self.lengths,), shuffle, seed, num_replicas, rank)
         self.chunk_steps = chunk_steps
@@ -100,22 +100,22 @@ class LengthBatchSampler(PlannedSampler):
             )
         self.window = window
         if max_steps is not None:
-            batch_size = self._size_within(max_steps, batch_size or 1)
+            batch_size = self._smallest_batch_size(max_steps, batch_size or 1)
         self.batch_size = batch_size
-        self._cut = self._cut_into(batch_size)
+        self._plans = self._make_plan(batch_size)
 
     @property
     def drop_last(self) -> bool:
         """Raise a TypeError, since Lightning reads this only of batch samplers, before it replaces their sampler."""
-        if hasattr(self, "_cut"):
-            raise TypeError(_AS_SAMPLER)
+        if hasattr(self, "_plans"):
+            raise TypeError(_BATCH_SAMPLER_ERROR)
         return False
 
     @drop_last.setter
     def drop_last(self, value: bool) -> None:
         assert not value
 
-    def _cut_into(self, batch_size: int | None) -> LengthPlan:
+    def _make_plan(self, batch_size: int | None) -> LengthPlan:
         return LengthPlan(
             self.lengths,
             batch_size or _UNBOUNDED,
@@ -124,10 +124,10 @@ class LengthBatchSampler(PlannedSampler):
             self.window if self.shuffle else None,
         )
 
-    def _size_within(self, max_steps: int, least: int) -> int:
+    def _smallest_batch_size(self, max_steps: int, least: int) -> int:
         """Return the smallest batch size, from ``least``, whose epochs have at most ``max_steps`` sequential steps."""
         most = len(self.lengths)
-        fewest_steps = int(self._cut_into(most).longest.sum())
+        fewest_steps = int(self._make_plan(most).longest.sum())
         if fewest_steps > max_steps:
             raise ValueError(
                 f"max_steps={max_steps} cannot be met: an epoch has {fewest_steps} sequential steps or more "
@@ -135,35 +135,35 @@ class LengthBatchSampler(PlannedSampler):
             )
         while least < most:
             middle = (least + most) // 2
-            if int(self._cut_into(middle).longest.sum()) <= max_steps:
+            if int(self._make_plan(middle).longest.sum()) <= max_steps:
                 most = middle
             else:
                 least = middle + 1
         return most
 
     def _draw(self, epoch: int) -> Plan:
-        return self._cut.draw(self.seed, epoch, self.shuffle)
+        return self._plans.draw(self.seed, epoch, self.shuffle)
 
     @property
-    def _fewest_rows(self) -> int:
-        return self._cut.fewest_rows
+    def _smallest_batch(self) -> int:
+        return self._plans.smallest_batch
 
     def __len__(self) -> int:
         """Return the number of batches, or chunks with ``chunk_steps``, of each process in an epoch."""
-        self._deal()
-        return int(self._chunks(self._cut.longest).sum())
+        self._replicas_and_rank()
+        return int(self._chunks(self._plans.longest).sum())
 
     def _chunks(self, longest: np.ndarray) -> np.ndarray:
         return np.ones_like(longest) if self.chunk_steps is None else -(-longest.clip(1) // self.chunk_steps)
 
     def __iter__(self) -> Iterator[list[int] | Chunk]:
         plan = self._plan(self.epoch)
-        replicas, rank = self._deal()
+        replicas, rank = self._replicas_and_rank()
         ends = self._chunks(self.lengths[plan.rows[plan.starts]]).cumsum()
-        done = self._first.pop(self.epoch, 0)
+        done = self._first_batches.pop(self.epoch, 0)
         for batch in range(int(np.searchsorted(ends, done, side="right")), len(ends)):
             rows = plan.rows[plan.starts[batch] : plan.stops[batch]]
-            mine = rows[share_of(len(rows), replicas, rank)]
+            mine = rows[share_indices(len(rows), replicas, rank)]
             if self.chunk_steps is None:
                 yield mine.tolist()
                 continue
@@ -181,12 +181,12 @@ class LengthBatchSampler(PlannedSampler):
     def report(self, num_replicas: int | None = None) -> LengthReport:
         """Return the cost of the current epoch on ``num_replicas`` processes, by default those of this run."""
         plan = self._plan(self.epoch)
-        replicas = self._deal()[0] if num_replicas is None else num_replicas
+        replicas = self._replicas_and_rank()[0] if num_replicas is None else num_replicas
         rows, longest = np.zeros((2, replicas, len(plan.starts)), np.int64)
         for size in np.unique(plan.stops - plan.starts).tolist():  # batches of equal size are distributed alike
             these = np.flatnonzero(plan.stops - plan.starts == size)
             for rank in range(replicas):
-                share = share_of(size, replicas, rank)
+                share = share_indices(size, replicas, rank)
                 rows[rank, these] = len(share)
                 longest[rank, these] = self.lengths[plan.rows[plan.starts[these] + share[0]]] if len(share) else 0
         work = rows * longest  # steps of a process's share of a batch, with padding
@@ -198,13 +198,13 @@ class LengthBatchSampler(PlannedSampler):
         )
 
 
-def _checked(lengths: Any) -> np.ndarray:
+def _require_lengths(lengths: Any) -> np.ndarray:
     if isinstance(lengths, Sampler):
-        raise TypeError(_AS_SAMPLER)
-    return whole_sizes(lengths, "lengths are numbers of steps, one for each sequence")
+        raise TypeError(_BATCH_SAMPLER_ERROR)
+    return integer_sizes(lengths, "lengths are numbers of steps, one for each sequence")
 
 
-_AS_SAMPLER = (
+_BATCH_SAMPLER_ERROR = (
     "LengthBatchSampler deals its batches to processes itself, and Lightning must not put another sampler into it; "
     "write length_batch_loader(dataset, sampler), not DataLoader(..., batch_sampler=sampler)"
 )

@@ -18,7 +18,7 @@ class PlannedSampler(DistributedSampler[Any]):
     :class:`~lightning_accel.data.samplers.Resumable`.
     """
 
-    row_is = "row"  # the name of an item in messages
+    item_name = "row"  # the name of an item in messages
     options: tuple[str, ...] = ()  # names of the attributes that a plan depends on, in addition to the seed
 
     def __init__(
@@ -26,27 +26,27 @@ class PlannedSampler(DistributedSampler[Any]):
     ) -> None:
         super().__init__(sizes[0], num_replicas or 1, rank or 0, shuffle, seed)  # type: ignore[arg-type]
         self._sizes = sizes
-        self._given = None if num_replicas is None else (num_replicas, rank or 0)
-        self._drawn: tuple[int, Plan] | None = None
+        self._fixed_replicas = None if num_replicas is None else (num_replicas, rank or 0)
+        self._cached_plan: tuple[int, Plan] | None = None
         self._digests: dict[int, str] = {}
-        self._first: dict[int, int] = {}
+        self._first_batches: dict[int, int] = {}
 
     def _draw(self, epoch: int) -> Plan:
         raise NotImplementedError
 
     @property
-    def _fewest_rows(self) -> int:
+    def _smallest_batch(self) -> int:
         """Return the number of items of the smallest batch."""
         raise NotImplementedError
 
     def _plan(self, epoch: int) -> Plan:
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, self._draw(epoch)
-        return self._drawn[1]
+        if self._cached_plan is None or self._cached_plan[0] != epoch:
+            self._cached_plan = epoch, self._draw(epoch)
+        return self._cached_plan[1]
 
     @property
     def first_batch(self) -> int:
-        return self._first.get(self.epoch, 0)
+        return self._first_batches.get(self.epoch, 0)
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
         """Return the position among the global batches, independent of the number of processes."""
@@ -72,13 +72,13 @@ class PlannedSampler(DistributedSampler[Any]):
         if differing or state_dict["plan"] != self._digest(state_dict["epoch"]):
             raise ValueError(
                 f"the checkpoint was trained on other batches than {type(self).__name__} makes here: "
-                f"{'; '.join(differing) or f'other sizes of the {self.row_is}s'}. Give it what that run had; sizes are "
-                "those of all processes together, so they stay when the number of processes changes"
+                f"{'; '.join(differing) or f'other sizes of the {self.item_name}s'}. Give it what that run had; sizes "
+                "are those of all processes together, so they stay when the number of processes changes"
             )
-        self._first = {state_dict["epoch"]: state_dict["batches"]}
+        self._first_batches = {state_dict["epoch"]: state_dict["batches"]}
 
     def _options(self) -> dict[str, int | bool | None]:
-        return {f"{self.row_is}s": len(self._sizes[0])} | {name: getattr(self, name) for name in self.options}
+        return {f"{self.item_name}s": len(self._sizes[0])} | {name: getattr(self, name) for name in self.options}
 
     def _digest(self, epoch: int) -> str:
         """Digest the batches of an epoch and the sizes of their items."""
@@ -95,42 +95,46 @@ class PlannedSampler(DistributedSampler[Any]):
         Raises:
             ValueError: if the sampler was made with another ``num_replicas`` or ``rank``.
         """
-        if self._given not in (None, (num_replicas, rank)):
+        if self._fixed_replicas not in (None, (num_replicas, rank)):
             raise ValueError(
-                f"this {type(self).__name__} was made with num_replicas={self._given[0]} and rank={self._given[1]}, "
+                f"this {type(self).__name__} was made with num_replicas={self._fixed_replicas[0]} and "
+                f"rank={self._fixed_replicas[1]}, "
                 f"but the strategy deals rows to {num_replicas} processes, of which this is number {rank}. Leave both "
                 "out"
             )
-        self._given = num_replicas, rank
+        self._fixed_replicas = num_replicas, rank
 
-    def of_one_process(self) -> "PlannedSampler":
+    def for_one_process(self) -> "PlannedSampler":
         """Return a copy that yields the whole batches, from the first one on."""
         alone = copy.copy(self)
-        alone._given, alone._first = (1, 0), {}
+        alone._fixed_replicas, alone._first_batches = (1, 0), {}
         return alone
 
-    def _deal(self) -> tuple[int, int]:
+    def _replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of processes and the rank of this one; raise a ValueError if a batch is too small."""
-        deal = self._given
-        if deal is None:
-            deal = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
-        self.num_replicas, self.rank = deal
-        if self._fewest_rows < deal[0]:
+        assigned = self._fixed_replicas
+        if assigned is None:
+            assigned = (
+                (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+            )
+        self.num_replicas, self.rank = assigned
+        if self._smallest_batch < assigned[0]:
             limits = [f"{name}={getattr(self, name)}" for name in self.options if name.startswith(("batch_", "max_"))]
             raise ValueError(
-                f"each of {deal[0]} processes needs a {self.row_is} of every batch, but one has {self._fewest_rows}: "
-                f"{', '.join(limits)} are those of all processes together; raise them, or give more {self.row_is}s"
+                f"each of {assigned[0]} processes needs a {self.item_name} of every batch, but one has "
+                f"{self._smallest_batch}: "
+                f"{', '.join(limits)} are those of all processes together; raise them, or give more {self.item_name}s"
             )
-        return deal
+        return assigned
 
 
-def share_of(rows: int, replicas: int, rank: int) -> np.ndarray:
+def share_indices(rows: int, replicas: int, rank: int) -> np.ndarray:
     """Return the indices of a process's items in a batch sorted by size, taken in a snake order to balance sizes."""
     there, back = range(rank, rows, 2 * replicas), range(2 * replicas - 1 - rank, rows, 2 * replicas)
     return np.sort(np.r_[np.array(there, np.int64), np.array(back, np.int64)])
 
 
-def whole_sizes(sizes: Any, what: str) -> np.ndarray:
+def integer_sizes(sizes: Any, what: str) -> np.ndarray:
     """Convert ``sizes`` to an array (R,) int64.
 
     Raises:

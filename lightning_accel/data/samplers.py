@@ -53,29 +53,29 @@ class ResumableSampler(DistributedSampler[Any]):
         self.start = {epoch: rows}
 
     @property
-    def rows_of_a_step(self) -> int:
+    def items_per_step(self) -> int:
         return self.batch_size * self.num_replicas
 
     @property
     def first_batch(self) -> int:
-        return self.start.get(self.epoch, 0) // self.rows_of_a_step
+        return self.start.get(self.epoch, 0) // self.items_per_step
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
-        return {"epoch": epoch, "rows": batches * self.rows_of_a_step}
+        return {"epoch": epoch, "rows": batches * self.items_per_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.resume_at(state_dict["epoch"], state_dict["rows"])
 
     def __len__(self) -> int:
-        return len(self.dataset) // self.rows_of_a_step * self.batch_size  # type: ignore[arg-type]  # its length is known
+        return len(self.dataset) // self.items_per_step * self.batch_size  # type: ignore[arg-type]  # its length is known
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(
             len(self.dataset),  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(self.seed + self.epoch),
         )[self.start.pop(self.epoch, 0) :]
-        steps = len(order) // self.rows_of_a_step
-        batches = order[: steps * self.rows_of_a_step].view(steps, self.num_replicas, self.batch_size)
+        steps = len(order) // self.items_per_step
+        batches = order[: steps * self.items_per_step].view(steps, self.num_replicas, self.batch_size)
         return iter(batches[:, self.rank].flatten().tolist())
 
 
@@ -88,11 +88,11 @@ class ResumableLoader(DataLoader[Any]):
     """
 
     progress: Callable[[], tuple[int, int]] | None = None  # returns the epoch and the number of its finished batches
-    _handed_out: tuple[int, int] | None = None
+    _position: tuple[int, int] | None = None
     _loaded_epoch: int | None = None  # epoch of a loaded state, until its iteration starts
 
     def state_dict(self) -> dict[str, Any]:
-        done = self._handed_out if self.progress is None else self.progress()
+        done = self._position if self.progress is None else self.progress()
         return self.sampler.state_after(*done) if done is not None and isinstance(self.sampler, Resumable) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,18 +109,18 @@ class ResumableLoader(DataLoader[Any]):
         if self._loaded_epoch is not None and self.sampler.epoch < self._loaded_epoch:
             return  # else a Trainer with max_steps, resumed after the end of an epoch, trains on one more batch
         if self._loaded_epoch is not None:
-            told = self.sampler.epoch
+            current_epoch = self.sampler.epoch
             self.sampler.set_epoch(self._loaded_epoch)
             if not self.sampler.first_batch:  # else max_steps ended within the epoch, which the Trainer counts as done
-                self.sampler.set_epoch(told)
+                self.sampler.set_epoch(current_epoch)
         if self.progress is not None and self._loaded_epoch is None:
             self.sampler.load_state_dict(self.sampler.state_after(*self.progress()))
         self._loaded_epoch = None
         epoch, done = self.sampler.epoch, self.sampler.first_batch
-        self._handed_out = epoch, done
+        self._position = epoch, done
         for batch in super().__iter__():
             done += 1
-            self._handed_out = epoch, done
+            self._position = epoch, done
             yield batch
 
 

@@ -104,10 +104,10 @@ def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
         places.append(where)
         if with_target:
             _require_field(entry, layout.target, where)
-            targets.append(_checked_target(entry[layout.target], len(sequences[-1]), layout, where))
+            targets.append(_validated_target(entry[layout.target], len(sequences[-1]), layout, where))
     if twice := pd.Series(ids)[pd.Series(ids).duplicated()].tolist():
         raise ValueError(f"{path} has two lines with {layout.id} {shown(twice[0])}; give each sequence its own")
-    steps = _join(sequences, places)
+    steps = _concatenate(sequences, places)
     names = [field] if steps.ndim == 1 else [f"{field}_{i}" for i in range(steps.shape[1])]
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     return FileSequences(steps, lengths, ids, names, _join_targets(targets, places, layout) if with_target else None)
@@ -145,7 +145,9 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
     try:
         steps = np.array(found)
     except (ValueError, OverflowError):  # numpy's message does not name the step
-        raise ValueError(f"{field!r} in {where} must hold equally many numbers for each step; {_odd(found)}") from None
+        raise ValueError(
+            f"{field!r} in {where} must hold equally many numbers for each step; {_describe_mismatch(found)}"
+        ) from None
     if field in _TOKEN_FIELDS:
         if steps.size and (steps.ndim != 1 or steps.dtype.kind not in "iu" or steps.min() < 0):
             raise ValueError(
@@ -155,7 +157,9 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
             )
         return steps.reshape(-1) if steps.size else np.zeros(0, np.int64)
     if steps.size and (steps.dtype.kind not in "biuf" or steps.ndim > 2):
-        raise ValueError(f"{field!r} in {where} must hold numbers, or a list of numbers for each step; {_odd(found)}")
+        raise ValueError(
+            f"{field!r} in {where} must hold numbers, or a list of numbers for each step; {_describe_mismatch(found)}"
+        )
     if steps.size and not (np.abs(steps) <= _LARGEST).all():  # NaN too
         step = int(np.argwhere(~(np.abs(steps) <= _LARGEST))[0][0])
         raise ValueError(
@@ -166,7 +170,7 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
     return steps.reshape(len(steps), -1 if steps.size else 0)
 
 
-def _odd(found: list[Any]) -> str:
+def _describe_mismatch(found: list[Any]) -> str:
     """Describe, for a message, the first step that is no number or is not as long as the first one."""
 
     def like(step: Any) -> object:
@@ -181,7 +185,7 @@ def _odd(found: list[Any]) -> str:
     return f"got {shown(found)}"
 
 
-def _join(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
+def _concatenate(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
     filled = [i for i, sequence in enumerate(sequences) if len(sequence)]
     if not filled:
         raise ValueError(f"every sequence is empty up to {places[-1]}; steps were needed")
@@ -198,7 +202,7 @@ def _join(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
     return steps.astype(np.int64, copy=False) if steps.dtype.kind in "iu" and steps.dtype != np.uint8 else steps
 
 
-def _checked_target(found: Any, length: int, layout: Layout, where: str) -> Any:
+def _validated_target(found: Any, length: int, layout: Layout, where: str) -> Any:
     field = f"{layout.target!r} in {where}"
     if layout.kind == "labelling":
         if not isinstance(found, list) or len(found) != length:
@@ -268,7 +272,9 @@ def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSeque
         raise ValueError(f"{path} has no column left for values beside {listed(others)}")
     remedy = "Fill what is missing, leave the row out, or list a column that is no feature under ignore"
     values = np.stack([_present_numbers(table[name], path, remedy) for name in names], axis=1)
-    sequence, ids = pd.factorize(as_text(_present(table[layout.id], path, "Name the sequence of each row"), path))
+    sequence, ids = pd.factorize(
+        as_text(_require_present(table[layout.id], path, "Name the sequence of each row"), path)
+    )
     order = _row_order(table, sequence, layout, path)
     sequence = sequence[order]
     lengths = np.bincount(sequence).astype(np.int64)
@@ -276,7 +282,7 @@ def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSeque
     return FileSequences(values[order], lengths, list(ids), names, read)
 
 
-def _present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
+def _require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     if (missing := column.isna()).any():
         raise ValueError(
             f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
@@ -286,13 +292,13 @@ def _present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
 
 
 def _present_numbers(column: pd.Series, path: Path, remedy: str) -> pd.Series:
-    return as_numbers(_present(column, path, remedy), path, remedy)
+    return as_numbers(_require_present(column, path, remedy), path, remedy)
 
 
 def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: Layout, path: Path) -> np.ndarray:
     if layout.step is None:
         return np.argsort(sequence, kind="stable")
-    step = _sortable(_present(table[layout.step], path, "Number the steps, or set step_column to null"), path)
+    step = _sort_key(_require_present(table[layout.step], path, "Number the steps, or set step_column to null"), path)
     order = np.lexsort((step, sequence))
     same = (np.diff(sequence[order]) == 0) & (step[order][1:] == step[order][:-1])
     if same.any():
@@ -305,7 +311,7 @@ def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: Layout, path: 
     return order
 
 
-def _sortable(column: pd.Series, path: Path) -> np.ndarray:
+def _sort_key(column: pd.Series, path: Path) -> np.ndarray:
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_datetime64_any_dtype(column):
         return column.to_numpy()
     dates = pd.to_datetime(column, errors="coerce", format="ISO8601", utc=True)
@@ -323,7 +329,9 @@ def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, la
     if layout.kind == "regression":
         column = _present_numbers(column, path, "Give every row the target of its sequence")
     else:
-        column = _present(column, path, "Give every row the target of its sequence, or predict it with predict_path")
+        column = _require_present(
+            column, path, "Give every row the target of its sequence, or predict it with predict_path"
+        )
     values = column.iloc[order].reset_index(drop=True)
     changed = (np.diff(sequence) == 0) & (values.to_numpy()[1:] != values.to_numpy()[:-1])
     if changed.any():

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.data.sequence_dataset import SequenceDataset
 from lightning_accel.data.sequence_files import FileSequences, Layout, TargetKind, read_sequences
-from lightning_accel.data.sequence_rows import SequenceRows
 from lightning_accel.data.sequence_tasks import (
     adding_problem,
     copy_memory,
@@ -52,9 +52,9 @@ _BYTES = 256
 class SequenceSplits:
     """Hold training, validation and test sequences and their description; the latter two are sorted by length."""
 
-    train: SequenceRows
-    val: SequenceRows
-    test: SequenceRows
+    train: SequenceDataset
+    val: SequenceDataset
+    test: SequenceDataset
     kind: TargetKind
     class_names: list[str] | None = None
     vocab_size: int | None = None
@@ -99,8 +99,8 @@ def generated_splits(
         for part, (count, length) in enumerate(zip(counts, (lengths[0], *lengths), strict=True))
     ]
     if task == "counting":
-        parts[2] = counting(torch.arange(*_between(lengths[1], 1)))  # each number once
-    train, val, test = parts[0], _by_length(parts[1]), _by_length(parts[2])
+        parts[2] = counting(torch.arange(*_length_range(lengths[1], 1)))  # each number once
+    train, val, test = parts[0], _sort_by_length(parts[1]), _sort_by_length(parts[2])
     test_ids = [str(row) for row in parts[2].lengths.argsort(stable=True).tolist()]
     match task:
         case "adding":
@@ -116,13 +116,13 @@ def generated_splits(
     return SequenceSplits(train, val, test, "labelling", names, vocab_size, None, test_ids)
 
 
-def _between(length: Length, beyond: int = 0) -> tuple[int, int]:
+def _length_range(length: Length, beyond: int = 0) -> tuple[int, int]:
     least, most = (length, length) if isinstance(length, int) else length
     return least, most + beyond
 
 
-def _generate(task: TaskName, count: int, length: Length, seed: int) -> SequenceRows:
-    between = _between(length)
+def _generate(task: TaskName, count: int, length: Length, seed: int) -> SequenceDataset:
+    between = _length_range(length)
     match task:
         case "adding":
             return adding_problem(count, between, seed)
@@ -159,7 +159,7 @@ def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: i
     val, test = (part[np.argsort(read.lengths[part], kind="stable")] for part in (val, test))
     mean, std = _fit_scale(read, train, path)
     digest = _digest(read, np.concatenate([train, val]), target, labels)
-    rows = SequenceRows(_to_steps(read, mean, std), torch.from_numpy(read.lengths), target, labels)
+    rows = SequenceDataset(_to_steps(read, mean, std), torch.from_numpy(read.lengths), target, labels)
     splits = SequenceSplits(rows.select(train), rows.select(val), rows.select(test), layout.kind, classes)
     splits.test_ids, splits.digest = [read.ids[row] for row in test], digest
     if mean is None:
@@ -193,7 +193,7 @@ def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.n
     return fitted.mean(axis=0), np.where(std > 0, std, 1)  # 1 for a constant column
 
 
-def file_to_predict(path: Path, layout: Layout, splits: SequenceSplits) -> tuple[SequenceRows, list[str]]:
+def file_to_predict(path: Path, layout: Layout, splits: SequenceSplits) -> tuple[SequenceDataset, list[str]]:
     """Read the sequences of another file and their ids, without targets, standardized like those of ``splits``.
 
     Raises:
@@ -210,7 +210,7 @@ def file_to_predict(path: Path, layout: Layout, splits: SequenceSplits) -> tuple
     elif splits.feature_names is None or len(read.names) != len(splits.feature_names):
         needed = "tokens or text" if splits.feature_names is None else f"{len(splits.feature_names)} values a step"
         raise ValueError(f"{path} has {len(read.names)} values a step; the training sequences have {needed}")
-    return SequenceRows(_to_steps(read, splits.mean, splits.std), torch.from_numpy(read.lengths)), read.ids
+    return SequenceDataset(_to_steps(read, splits.mean, splits.std), torch.from_numpy(read.lengths)), read.ids
 
 
 def _to_steps(read: FileSequences, mean: np.ndarray | None, std: np.ndarray | None) -> Tensor:
@@ -256,6 +256,6 @@ def _split(
     return train, val, test
 
 
-def _by_length(rows: SequenceRows) -> SequenceRows:
+def _sort_by_length(rows: SequenceDataset) -> SequenceDataset:
     """Sort by length, so that consecutive batches have little padding."""
     return rows.select(rows.lengths.argsort(stable=True))

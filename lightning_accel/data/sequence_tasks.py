@@ -9,12 +9,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from lightning_accel.data.sequence_batch import IGNORED
-from lightning_accel.data.sequence_rows import SequenceRows
+from lightning_accel.data.sequence_dataset import SequenceDataset
 
 _ROWS_AT_ONCE = 512  # sequences whose random numbers are in memory at a time
 
 
-def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> SequenceRows:
+def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> SequenceDataset:
     """Generate the adding problem: features are a number in [0, 1) and a mark, 1 at two steps; the target is their sum.
 
     Predicting 1 always has a mean squared error of 1/6.
@@ -25,21 +25,23 @@ def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> S
     Raises:
         ValueError: if a sequence would have fewer than two steps.
     """
-    _require(num_sequences, lengths, least=2)
+    _require_lengths(num_sequences, lengths, least=2)
     generator = torch.Generator().manual_seed(seed)
     steps = _draw_lengths(num_sequences, lengths, generator)
     starts = steps.cumsum(0) - steps
-    first = _below(steps, generator)
-    second = _below(steps - 1, generator)
+    first = _random_below(steps, generator)
+    second = _random_below(steps - 1, generator)
     second += second >= first  # any step but that of the first mark
     values = torch.zeros(int(steps.sum()), 2)
     values[:, 0] = torch.rand(len(values), generator=generator)
     values[starts + first, 1] = values[starts + second, 1] = 1
     total = values[starts + first, 0] + values[starts + second, 0]
-    return SequenceRows(values, steps, target=total)
+    return SequenceDataset(values, steps, target=total)
 
 
-def copy_memory(num_sequences: int, blanks: int, seed: int, *, symbols: int = 8, remembered: int = 10) -> SequenceRows:
+def copy_memory(
+    num_sequences: int, blanks: int, seed: int, *, symbols: int = 8, remembered: int = 10
+) -> SequenceDataset:
     """Generate the copy task: recall the first ten symbols in order, after ``blanks`` steps without any.
 
     A sequence has ``blanks + 20`` steps: ten symbols 1 to 8, ``blanks - 1`` zeros, and eleven marks 9. The last ten
@@ -62,7 +64,7 @@ def copy_memory(num_sequences: int, blanks: int, seed: int, *, symbols: int = 8,
     return _equal_lengths(tokens, labels)
 
 
-def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step: bool = False) -> SequenceRows:
+def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step: bool = False) -> SequenceDataset:
     """Generate sequences of bits labelled by the parity of their ones, at the end or after ``each_step``.
 
     With a label for each step, the task can be learned from far fewer sequences.
@@ -70,7 +72,7 @@ def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step
     Raises:
         ValueError: if a sequence would have no step.
     """
-    _require(num_sequences, lengths, least=1)
+    _require_lengths(num_sequences, lengths, least=1)
     generator = torch.Generator().manual_seed(seed)
     steps = _draw_lengths(num_sequences, lengths, generator)
     ends = steps.cumsum(0)
@@ -78,13 +80,15 @@ def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step
     ones = bits.cumsum(0)
     before = torch.cat([ones.new_zeros(1), ones[ends - 1]])[:-1]  # ones in all previous sequences
     if each_step:
-        return SequenceRows(bits.byte(), steps, labels=((ones - before.repeat_interleave(steps)) % 2).to(torch.int16))
-    return SequenceRows(bits.byte(), steps, target=(ones[ends - 1] - before) % 2)
+        return SequenceDataset(
+            bits.byte(), steps, labels=((ones - before.repeat_interleave(steps)) % 2).to(torch.int16)
+        )
+    return SequenceDataset(bits.byte(), steps, target=(ones[ends - 1] - before) % 2)
 
 
 def selective_copying(
     num_sequences: int, context: int, seed: int, *, vocab_size: int = 16, remembered: int = 16
-) -> SequenceRows:
+) -> SequenceDataset:
     """Generate the selective copying task: recall, in order, sixteen symbols at random positions among blanks.
 
     A sequence has ``context + 16`` steps: blanks 0 with sixteen symbols 1 to 14 among them, then sixteen marks 15. The
@@ -113,7 +117,7 @@ def selective_copying(
     return _equal_lengths(tokens, labels)
 
 
-def counting(counts: Tensor) -> SequenceRows:
+def counting(counts: Tensor) -> SequenceDataset:
     """Generate sequences a^n b^n, 0 for a and 1 for b, n from ``counts`` (R,), labelled by what may follow each prefix.
 
     The labels are 0 for a or b, 1 for b only, 2 for the end, where the prefix is in the language. A network accepts a
@@ -134,16 +138,16 @@ def counting(counts: Tensor) -> SequenceRows:
     letters = torch.tensor([0, 1]).repeat(len(counts)).repeat_interleave(halves)
     labels = letters.to(torch.int16)
     labels[halves.cumsum(0)[1::2] - 1] = 2
-    return SequenceRows(letters.byte(), 2 * counts, labels=labels)
+    return SequenceDataset(letters.byte(), 2 * counts, labels=labels)
 
 
 def random_counts(num_sequences: int, counts: tuple[int, int], seed: int) -> Tensor:
     """Draw n for :func:`counting`, (R,) int64, uniformly between the two numbers ``counts``, both inclusive."""
-    _require(num_sequences, counts, least=1)
+    _require_lengths(num_sequences, counts, least=1)
     return _draw_lengths(num_sequences, counts, torch.Generator().manual_seed(seed))
 
 
-def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceRows:
+def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceDataset:
     """Return the 1,797 digits of scikit-learn in [0, 1] as 8 rows of 8 pixels, or as 64 pixels, equally ``permuted``.
 
     Source: Le et al. 2015, https://arxiv.org/abs/1504.00941, sec. 4.2, where the digits are 28 x 28.
@@ -154,25 +158,25 @@ def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceRows:
         images = images[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
     steps, features = (8, 8) if rows_at_once else (64, 1)
     lengths = torch.full((len(images),), steps)
-    return SequenceRows(images.reshape(-1, features), lengths, target=torch.from_numpy(labels).long())
+    return SequenceDataset(images.reshape(-1, features), lengths, target=torch.from_numpy(labels).long())
 
 
-def _equal_lengths(tokens: Tensor, labels: Tensor) -> SequenceRows:
+def _equal_lengths(tokens: Tensor, labels: Tensor) -> SequenceDataset:
     lengths = torch.full((len(tokens),), tokens.shape[1])
-    return SequenceRows(tokens.flatten(), lengths, labels=labels.flatten())
+    return SequenceDataset(tokens.flatten(), lengths, labels=labels.flatten())
 
 
 def _draw_lengths(num_sequences: int, lengths: tuple[int, int], generator: torch.Generator) -> Tensor:
     return torch.randint(lengths[0], lengths[1] + 1, (num_sequences,), generator=generator)
 
 
-def _below(limits: Tensor, generator: torch.Generator) -> Tensor:
+def _random_below(limits: Tensor, generator: torch.Generator) -> Tensor:
     """Draw an integer in [0, limit) for each of ``limits``."""
     # float64, as a float32 just below 1 times the limit may be rounded up to the limit
     return (torch.rand(len(limits), generator=generator, dtype=torch.float64) * limits).long()
 
 
-def _require(num_sequences: int, lengths: tuple[int, int], least: int) -> None:
+def _require_lengths(num_sequences: int, lengths: tuple[int, int], least: int) -> None:
     _require_positive(num_sequences=num_sequences)
     if not least <= lengths[0] <= lengths[1]:
         raise ValueError(f"lengths must be a pair (least, most) from {least} up; got {lengths}")

@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import (
-    already_a_batch,
+    identity_collate,
+    in_memory_loader,
     pins_memory,
     require_loading_options,
-    row_loader,
     silence_advice_on_workers,
 )
 from lightning_accel.data.length_sampler import LengthBatchSampler
 from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.data.sequence_dataset import SequenceDataset
 from lightning_accel.data.sequence_files import Layout, TargetKind
-from lightning_accel.data.sequence_rows import SequenceRows
 from lightning_accel.data.sequence_splits import (
     Length,
     SequenceSplits,
@@ -250,8 +250,8 @@ class SequenceDataModule(L.LightningDataModule):
         remedy = "Give the file and the split of its run; new sequences go in predict_path"
         require_same_data(state_dict, now, f"sequences than those of {self.path or self.task}", remedy)
 
-    def _sampler(self, rows: SequenceRows) -> LengthBatchSampler:
-        replicas, rank = self._deal()
+    def _sampler(self, rows: SequenceDataset) -> LengthBatchSampler:
+        replicas, rank = self._replicas_and_rank()
         return LengthBatchSampler(
             rows.lengths,
             self.batch_size,
@@ -277,30 +277,30 @@ class SequenceDataModule(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of batches in the order of ``predict_ids``."""
-        return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
-    def _longest_first(self, rows: SequenceRows) -> LengthBatchSampler:
+    def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
         max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence
-        replicas, rank = self._deal()
+        replicas, rank = self._replicas_and_rank()
         return LengthBatchSampler(
             rows.lengths, self.batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
         )
 
-    def _deal(self) -> tuple[int, int]:
+    def _replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of processes that batches are distributed to, and the rank of this one among them."""
         trainer: Any = self.trainer
         # not the world size: several processes may share the same samples
-        deal = None if trainer is None else trainer.distributed_sampler_kwargs
-        return (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
+        sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
+        return (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
 
-    def _loader(self, rows: SequenceRows, sampler: LengthBatchSampler) -> ResumableLoader:
+    def _loader(self, rows: SequenceDataset, sampler: LengthBatchSampler) -> ResumableLoader:
         silence_advice_on_workers(self.num_workers)
         return ResumableLoader(
             rows,
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=already_a_batch,
+            collate_fn=identity_collate,
             pin_memory=pins_memory(self),
             persistent_workers=self.num_workers > 0,
         )

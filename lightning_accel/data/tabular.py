@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.in_memory import TensorRows, require_loading_options, row_loader
+from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader, require_loading_options
 from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables import (
@@ -150,14 +150,14 @@ class TabularDataModule(L.LightningDataModule):
         self._digest = digest_of(labels[train], labels[val], *columns)
         rows, targets = _to_tensor(encoder.transform(features)), torch.from_numpy(labels)
         self.train_rows, self.val_rows, self.test_rows = (
-            TensorRows(rows[chosen], targets[chosen]) for chosen in (train, val, test)
+            BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
-        self.predict_rows = TensorRows(self.test_rows.tensors[0])
+        self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         if self.predict_path is not None:
             table = self._read(self.predict_path, [name for name, number in is_number.items() if not number])
             require_columns(table, self._feature_columns, self.predict_path)
             features, _ = self._read_features(table, self.predict_path, is_number)
-            self.predict_rows = TensorRows(_to_tensor(encoder.transform(features)))
+            self.predict_rows = BatchTensorDataset(_to_tensor(encoder.transform(features)))
 
     def preprocessing(self) -> RawColumns:
         """Return the module that encodes rows of the table as features, for exported models that take raw rows."""
@@ -195,16 +195,16 @@ class TabularDataModule(L.LightningDataModule):
         return pd.DataFrame(columns, index=table.index), is_number
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
+        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.val_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.test_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        return row_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
 def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:

@@ -29,7 +29,7 @@ from lightning_accel.data.tokens import (
 )
 from lightning_accel.ops.names import list_of_names
 
-_NEIGHBOURS = 16  # adjacent windows in one split, so that few windows border on another split
+_WINDOWS_PER_GROUP = 16  # adjacent windows in one split, so that few windows border on another split
 
 
 class TextDataModule(L.LightningDataModule):
@@ -133,7 +133,7 @@ class TextDataModule(L.LightningDataModule):
         if not all(map(len, splits)):
             raise ValueError(
                 f"the text of {self._where()} holds {len(self.stream)} tokens, {windows} windows of "
-                f"context_length={self.context_length}; {3 * _NEIGHBOURS} or more are needed for three splits. "
+                f"context_length={self.context_length}; {3 * _WINDOWS_PER_GROUP} or more are needed for three splits. "
                 "Give more text, or a smaller context_length"
             )
         self.train_windows, self.val_windows, self.test_windows = (
@@ -170,8 +170,8 @@ class TextDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer
         # not the world size: several processes may share the same samples
-        deal = None if trainer is None else trainer.distributed_sampler_kwargs
-        replicas, rank = (1, 0) if deal is None else (deal["num_replicas"], deal["rank"])
+        sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
+        replicas, rank = (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
         if len(self.train_windows) < self.batch_size * replicas:
             raise ValueError(
                 f"{len(self.train_windows)} windows train, fewer than batch_size={self.batch_size} on each of "
@@ -207,7 +207,7 @@ class TextDataModule(L.LightningDataModule):
             batch_size=self.batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=_already_a_batch,
+            collate_fn=_identity_collate,
             persistent_workers=self.num_workers > 0,
         )
 
@@ -226,12 +226,12 @@ def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 def _split(windows: int, val_share: float, test_share: float, seed: int) -> list[np.ndarray]:
     """Return the indices of the windows that train, validate and test."""
-    groups = np.array_split(np.arange(windows), max(1, math.ceil(windows / _NEIGHBOURS)))
+    groups = np.array_split(np.arange(windows), max(1, math.ceil(windows / _WINDOWS_PER_GROUP)))
     order = np.random.default_rng(seed).permutation(len(groups))
     num_val, num_test = (math.ceil(share * len(groups)) for share in (val_share, test_share))
     parts = order[num_val + num_test :], order[:num_val], order[num_val : num_val + num_test]
     return [np.concatenate([groups[g] for g in sorted(part)]) if len(part) else np.empty(0, np.int64) for part in parts]
 
 
-def _already_a_batch(batch: Any) -> Any:
+def _identity_collate(batch: Any) -> Any:
     return batch

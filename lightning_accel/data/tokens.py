@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from lightning_accel.data.digest import digest_of
 
-_PIECE = 1 << 20  # characters that are encoded at a time
+_CHUNK = 1 << 20  # characters that are encoded at a time
 _MOST_DIGESTED = 1 << 28  # bytes; longer streams are sampled
-_STRETCH = 1 << 15  # tokens of each sample
+_SAMPLE = 1 << 15  # tokens of each sample
 
 
 class Tokenizer(ABC):
@@ -111,8 +111,8 @@ class TokenStream:
         lengths = np.array([len(document) for document in self.documents])
         if sum(document.nbytes for document in self.documents) <= _MOST_DIGESTED:
             return digest_of(lengths, *self.documents)
-        starts = np.linspace(0, len(self) - _STRETCH, 1024, dtype=np.int64).tolist()
-        return digest_of(lengths, *(self.read(at, at + _STRETCH) for at in starts))
+        starts = np.linspace(0, len(self) - _SAMPLE, 1024, dtype=np.int64).tolist()
+        return digest_of(lengths, *(self.read(at, at + _SAMPLE) for at in starts))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the tokens from ``start`` up to but not including ``stop``, (stop - start,) int64."""
@@ -164,16 +164,16 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
     size = vocabulary_size(tokenizer)
     dtype = np.uint16 if size < 1 << 16 else np.uint32
     info = path.stat()
-    # the time of the last change of anything, too: the other may be set, and copies are given that of their source
+    # ctime too: mtime can be set, and copies may keep that of their source
     times = info.st_mtime_ns, info.st_ctime_ns
-    made_of = path.resolve(), info.st_size, *times, size, _fingerprint(tokenizer, path)
+    made_of = path.resolve(), info.st_size, *times, size, _tokenizer_digest(tokenizer, path)
     target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}")  # a killed run leaves no half-written file
         try:
             with partial.open("wb") as file:
-                for piece in _pieces(path):
+                for piece in _read_chunks(path):
                     np.array(encode(tokenizer, piece, size), dtype=dtype).tofile(file)
             partial.replace(target)
         finally:
@@ -181,11 +181,11 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
     return np.memmap(target, dtype, "r") if target.stat().st_size else np.empty(0, dtype)
 
 
-def _pieces(path: Path) -> Iterator[str]:
+def _read_chunks(path: Path) -> Iterator[str]:
     """Yield the text in chunks of whole lines."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            while lines := file.readlines(_PIECE):
+            while lines := file.readlines(_CHUNK):
                 yield "".join(lines)
     except UnicodeDecodeError as error:
         raise ValueError(
@@ -193,7 +193,7 @@ def _pieces(path: Path) -> Iterator[str]:
         ) from None
 
 
-def _fingerprint(tokenizer: Tokenizer, path: Path) -> str:
+def _tokenizer_digest(tokenizer: Tokenizer, path: Path) -> str:
     """Return a text that identifies the tokenizer: its vocabulary, if known, and the tokens of the text's start."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -21,7 +21,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import TensorRows, already_a_batch
+from lightning_accel.data.in_memory import BatchTensorDataset, identity_collate
 from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.row_scaler import Array, RowScaler
@@ -321,7 +321,7 @@ def _fit_network(
     if estimator.batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {estimator.batch_size}")
     seed = int(check_random_state(estimator.random_state).randint(_MAX_SEED))
-    rows = TensorRows(tensors[0].float(), *tensors[1:])
+    rows = BatchTensorDataset(tensors[0].float(), *tensors[1:])
     batch_size = _MINIBATCHES * estimator.batch_size
     with _quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -336,7 +336,7 @@ def _fit_network(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(network, DataLoader(rows, batch_size, shuffle=True, collate_fn=already_a_batch))
+        trainer.fit(network, DataLoader(rows, batch_size, shuffle=True, collate_fn=identity_collate))
     assert network.stack is not None
     return network.stack.cpu(), None if network.head is None else network.head.cpu()
 

@@ -70,7 +70,7 @@ def train(module, attached, steps=3):
             ranges[name] = (low, high) if old is None else tuple(
                 DECAY * before + (1 - DECAY) * now for before, now in zip(old, (low, high), strict=True)
             )  # fmt: skip
-            layer.take_seen(layer.seen.clone())
+            layer.update_range(layer.seen.clone())
     for hook in hooks:
         hook.remove()
     return ranges

@@ -10,11 +10,11 @@ from torch import nn
 
 from lightning_accel.compress.fake_quant import attach, detach
 from lightning_accel.compress.progress import Progress
-from lightning_accel.compress.quant_form import CannotConvertError, Form, quietly
+from lightning_accel.compress.quant_form import CannotConvertError, Form, suppress_output
 from lightning_accel.compress.quant_layers import find_layers, weight_scale
 from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export, write_float
 from lightning_accel.compress.quant_torch import compiled_bfloat16, pt2e_dynamic, pt2e_static
-from lightning_accel.compress.quantized import Limit, NothingPickedError, _Maker, quantize, require_sane
+from lightning_accel.compress.quantized import Limit, NothingPickedError, _Maker, quantize, require_similar_outputs
 from tests.tolerance import rounding
 
 
@@ -91,7 +91,7 @@ def trained_for_int8(module, x):
     for _ in range(3):
         module(x)
         for layer in attached.values():
-            layer.take_seen(layer.seen.clone())
+            layer.update_range(layer.seen.clone())
     module.eval()
     with torch.no_grad():
         expected = module(x)
@@ -424,10 +424,10 @@ def test_sensitive_layers_are_left_in_float(makers):
 def test_forms_that_are_wrong_are_refused():
     module = nn.Linear(3, 2).eval()
     x = torch.randn(20, 3)
-    require_sane(Form("", lambda x: module(x) * 1.1), module, ((x,), {}))
+    require_similar_outputs(Form("", lambda x: module(x) * 1.1), module, ((x,), {}))
     for wrong in (torch.zeros_like, lambda y: y[torch.randperm(20)], lambda y: y * torch.nan):
         with pytest.raises(CannotConvertError, match="its outputs are wrong"):
-            require_sane(Form("", lambda x, wrong=wrong: wrong(module(x))), module, ((x,), {}))
+            require_similar_outputs(Form("", lambda x, wrong=wrong: wrong(module(x))), module, ((x,), {}))
 
 
 def test_options_that_are_none_are_refused():
@@ -462,7 +462,7 @@ def test_all_forms_of_a_network():
         torch.testing.assert_close(static.run(x[:5]), static.run(x)[:5])
     file = io.BytesIO()
     torch.export.save(static.program, file)
-    with quietly():  # torch 2.11 warns of its own reading
+    with suppress_output():  # torch 2.11 warns of its own reading
         loaded = torch.export.load(io.BytesIO(file.getvalue())).module()
     # compiled kernels for processors without VNNI cut off sums of two products at 16 bits
     torch.testing.assert_close(loaded(x), static.run(x), rtol=0, atol=steps * deviation)

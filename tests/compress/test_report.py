@@ -7,7 +7,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_accel.compress import Latency, Report, Row, Speedup, describe_layers, measure_forms, plain_forms
-from lightning_accel.compress.calls import first_rows, num_rows, smallest_call
+from lightning_accel.compress.calls import first_samples, num_samples, smallest_call
 from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.report import _draw, describe_speedup
 from tests.compress.networks import Graphs, two_graphs
@@ -196,13 +196,13 @@ def test_compiled_forms_give_what_the_module_gives():
 
 def test_rows_are_taken_from_tensors_that_have_them():
     inputs = ((torch.arange(6).view(3, 2),), {"lengths": torch.arange(3), "table": torch.ones(7), "flag": True})
-    assert num_rows(inputs) == 3
-    args, kwargs = first_rows(inputs, 5)
+    assert num_samples(inputs) == 3
+    args, kwargs = first_samples(inputs, 5)
     assert args[0][:, 0].tolist() == [0, 2, 4, 0, 2]
     assert kwargs["lengths"].tolist() == [0, 1, 2, 0, 1]
     assert kwargs["table"].shape == (7,)
     assert kwargs["flag"] is True
     graphs = ((torch.randn(7, 3), torch.tensor([[0, 6], [6, 0]])), {})
-    assert first_rows(graphs, 1) is graphs  # edges point at nodes; what points at none would be an error on a GPU
+    assert first_samples(graphs, 1) is graphs  # edges point at nodes; what points at none would be an error on a GPU
     with pytest.raises(ValueError, match="needs a tensor"):
-        num_rows(((torch.tensor(1),), {}))
+        num_samples(((torch.tensor(1),), {}))

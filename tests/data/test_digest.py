@@ -250,7 +250,7 @@ def test_tokens_are_made_anew_of_a_text_whose_size_and_time_are_kept(tmp_path):
 
 def test_a_text_too_long_to_read_whole_is_sampled_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "_MOST_DIGESTED", 100_000)
-    monkeypatch.setattr(tokens, "_STRETCH", 20)
+    monkeypatch.setattr(tokens, "_SAMPLE", 20)
     read = []
     whole = tokens.TokenStream.read
     monkeypatch.setattr(tokens.TokenStream, "read", lambda self, a, b: read.append(b - a) or whole(self, a, b))

@@ -5,7 +5,7 @@ from sklearn.datasets import load_digits
 
 from lightning_accel.data import DigitsDataModule
 from lightning_accel.data.digits import shift_images
-from lightning_accel.data.in_memory import TensorRows, row_loader
+from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader
 
 
 def splits(**options):
@@ -104,11 +104,11 @@ def test_impossible_shift_is_refused(max_shift):
 
 def test_rows_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match=r"equal lengths; got \[3, 2\]"):
-        TensorRows(torch.zeros(3), torch.zeros(2))
+        BatchTensorDataset(torch.zeros(3), torch.zeros(2))
 
 
 def test_memory_is_not_pinned_without_cuda():
-    assert not row_loader(TensorRows(torch.zeros(3)), DigitsDataModule(), 2, 0).pin_memory
+    assert not in_memory_loader(BatchTensorDataset(torch.zeros(3)), DigitsDataModule(), 2, 0).pin_memory
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("split_seed", -1), ("num_workers", -1)])

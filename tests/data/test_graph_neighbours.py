@@ -3,9 +3,9 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
+from lightning_accel.data.graph_dataset import NodeDataset
 from lightning_accel.data.graph_families import random_regular_graph
-from lightning_accel.data.graph_neighbours import NeighbourRows
-from lightning_accel.data.graph_rows import NodeRows
+from lightning_accel.data.graph_neighbours import NeighbourDataset
 
 
 def graph_of(n=60, degree=6):
@@ -24,7 +24,7 @@ def neighbours(graph, nodes):
 
 def test_all_neighbours_are_the_graph_around():
     graph = graph_of()
-    batch = NeighbourRows(graph, [-1, -1])[[7, 3, 50]]
+    batch = NeighbourDataset(graph, [-1, -1])[[7, 3, 50]]
     seeds = torch.tensor([7, 3, 50])
     once = torch.cat([seeds, neighbours(graph, seeds)]).unique()
     twice = torch.cat([once, neighbours(graph, once)]).unique()
@@ -44,7 +44,7 @@ def test_all_neighbours_are_the_graph_around():
 @pytest.mark.parametrize("hops", [[2], [3, 2]])
 def test_draws_are_of_so_many_neighbours_without_replacement(hops):
     graph = graph_of()
-    rows = NeighbourRows(graph, hops)
+    rows = NeighbourDataset(graph, hops)
     adjacent = {(a, b) for a, b in graph.edge_index.t().tolist()}
     for seed in range(10):
         batch = rows[[seed]]
@@ -61,21 +61,21 @@ def test_draws_are_of_so_many_neighbours_without_replacement(hops):
 def test_draws_are_uniform_and_repeat():
     graph = graph_of()
     counts = torch.zeros(60)
-    rows = NeighbourRows(graph, [2])
+    rows = NeighbourDataset(graph, [2])
     for rows.seed in range(1000):
         counts[rows[[4]].n_id[1:]] += 1
     shares = counts[counts > 0] / 1000
     assert len(shares) == 6
     assert (shares - 1 / 3).abs().max() < 0.06  # four deviations
-    rows = NeighbourRows(graph, [2, 2])
-    assert rows[[4, 9]].n_id.equal(NeighbourRows(graph, [2, 2])[[4, 9]].n_id)
-    drawn = {tuple(NeighbourRows(graph, [2])[[4] * times].n_id.tolist()) for times in range(1, 9)}
+    rows = NeighbourDataset(graph, [2, 2])
+    assert rows[[4, 9]].n_id.equal(NeighbourDataset(graph, [2, 2])[[4, 9]].n_id)
+    drawn = {tuple(NeighbourDataset(graph, [2])[[4] * times].n_id.tolist()) for times in range(1, 9)}
     assert len(drawn) > 1  # not those of another batch
 
 
 def test_lonely_listed_and_repeated_nodes():
     graph = Data(edge_index=torch.tensor([[0, 0, 1], [1, 1, 1]]), x=torch.arange(3.0)[:, None], num_nodes=3)
-    rows = NeighbourRows(graph, [5, 5], rows=torch.tensor([2, 1]))
+    rows = NeighbourDataset(graph, [5, 5], rows=torch.tensor([2, 1]))
     assert len(rows) == 2
     lonely = rows[0]
     assert (lonely.n_id.tolist(), lonely.num_edges, lonely.target_index.tolist()) == ([2], 0, [0])
@@ -92,7 +92,7 @@ def test_a_hub_is_not_followed_whole():
     graph = Data(
         edge_index=torch.stack([torch.cat([spokes, 0 * spokes]), torch.cat([0 * spokes, spokes])]), num_nodes=n
     )
-    batch = NeighbourRows(graph, [10, 10])[[5, 6]]
+    batch = NeighbourDataset(graph, [10, 10])[[5, 6]]
     assert batch.num_nodes <= 2 + 1 + 10
     assert batch.num_edges == 2 * (batch.num_nodes - 1)
 
@@ -101,7 +101,7 @@ def test_nodes_of_several_graphs_come_with_their_graphs():
     graphs = [graph_of(n, 2) for n in (5, 7, 4)]
     for graph in graphs:
         del graph.triangle_index
-    rows = NodeRows(graphs)
+    rows = NodeDataset(graphs)
     assert len(rows) == 16
     batch = rows[[13, 3, 12, 13]]
     assert batch.num_graphs == 2
@@ -109,4 +109,4 @@ def test_nodes_of_several_graphs_come_with_their_graphs():
     assert batch.y[batch.target_index].tolist() == [1, 3, 0, 1]
     whole = rows[np.arange(16).tolist()]
     assert whole.target_index.tolist() == list(range(16))
-    assert NodeRows(graphs[:1], torch.tensor([4, 0]))[[1, 0]].target_index.tolist() == [0, 4]
+    assert NodeDataset(graphs[:1], torch.tensor([4, 0]))[[1, 0]].target_index.tolist() == [0, 4]

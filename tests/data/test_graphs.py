@@ -11,7 +11,7 @@ from torch_geometric.datasets import FakeDataset, KarateClub
 from torch_geometric.nn import GINConv, global_add_pool
 
 from lightning_accel.callbacks import ExactResume, PredictionWriter
-from lightning_accel.data.graph_neighbours import NeighbourRows
+from lightning_accel.data.graph_neighbours import NeighbourDataset
 from lightning_accel.data.graphs import GraphDataModule
 from tests.ranks import run_ranks
 
@@ -66,7 +66,7 @@ def test_the_karate_club_is_one_graph():
     assert (data.num_features, data.class_names) == (34, ["Mr. Hi", "Officer"])
     assert next(iter(data.predict_dataloader())).target_index.tolist() == list(range(34))
     parts = ready(task="karate", num_neighbors=[3, 3], batch_size=10)
-    assert isinstance(parts.train_rows, NeighbourRows)
+    assert isinstance(parts.train_rows, NeighbourDataset)
     assert sorted(len(batch.target_index) for batch in parts.train_dataloader()) == [7, 8, 8]
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_accel import DigitsDataModule, PredictionWriter, SequenceDataModule
 from lightning_accel.data.length_sampler import Chunk, LengthBatchSampler
 from lightning_accel.data.sequence_batch import IGNORED, collate_sequences
-from lightning_accel.data.sequence_rows import SequenceRows
+from lightning_accel.data.sequence_dataset import SequenceDataset
 from tests.ranks import run_ranks
 
 
@@ -63,7 +63,7 @@ def test_gathered_batches_equal_padded_ones(features, target):
         "labels": [torch.randint(3, (int(n),)) for n in lengths],
     }[target]
     whole = torch.cat(items) if features else torch.cat(items).to(torch.uint8)
-    rows = SequenceRows(
+    rows = SequenceDataset(
         whole,
         lengths,
         torch.stack(targets) if target in ("class", "values") else None,
@@ -85,7 +85,7 @@ def test_gathered_batches_equal_padded_ones(features, target):
 @pytest.mark.parametrize("target", ["class", "value", "labels"])
 def test_chunks_are_the_steps_of_the_whole(target):
     lengths = torch.tensor([9, 7, 4, 0])
-    rows = SequenceRows(
+    rows = SequenceDataset(
         torch.randn(20, 2),
         lengths,
         {"class": torch.arange(4), "value": torch.arange(4.0)}.get(target),
@@ -534,8 +534,8 @@ def test_every_sequence_goes_to_one_process(make, tmp_path):
 
 def test_what_chunks_are_to_forecast_is_the_next_step_over_their_borders():
     lengths = torch.tensor([7, 3, 1, 4])
-    rows = SequenceRows(torch.arange(15.0)[:, None], lengths)
-    tokens = SequenceRows(torch.arange(15), lengths)
+    rows = SequenceDataset(torch.arange(15.0)[:, None], lengths)
+    tokens = SequenceDataset(torch.arange(15), lengths)
     sampler = LengthBatchSampler(lengths, 4, chunk_steps=3)
     follow = {"values": [], "tokens": []}
     for chunk in sampler:

@@ -187,7 +187,7 @@ def test_numbers_beyond_fifteen_bits_are_kept(folder, tmp_path_factory):
 
 
 def test_long_texts_are_encoded_in_whole_lines(folder, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("lightning_accel.data.tokens._PIECE", 10)
+    monkeypatch.setattr("lightning_accel.data.tokens._CHUNK", 10)
     (folder / "words.txt").write_text("w1 w22 w3\n" * 100)
     tokens = map_file(folder / "words.txt", Words(), tmp_path_factory.mktemp("cache"))
     assert tokens.tolist() == Words().encode("w1 w22 w3\n" * 100)

@@ -17,7 +17,7 @@ def has_target(y: Tensor) -> Tensor:
     return y.isfinite().any(1) if y.is_floating_point() else y[:, 0] != IGNORED
 
 
-class GraphRows(Dataset[Any]):
+class GraphDataset(Dataset[Any]):
     """Collate the graphs at a list of indices into one :class:`torch_geometric.data.Batch`.
 
     Args:
@@ -46,7 +46,7 @@ class GraphRows(Dataset[Any]):
         return batch
 
 
-class NodeRows(Dataset[Any]):
+class NodeDataset(Dataset[Any]):
     """Collate the whole graphs of the nodes at a list of indices into one batch.
 
     Batches hold ``target_index`` (S,), the index of each listed node among the nodes of the batch, in order.

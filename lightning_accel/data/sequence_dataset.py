@@ -14,7 +14,7 @@ from lightning_accel.data.length_sampler import Chunk
 from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 
 
-class SequenceRows(Dataset[SequenceBatch]):
+class SequenceDataset(Dataset[SequenceBatch]):
     """Gather batches from R concatenated sequences of unequal lengths.
 
     One gather takes a quarter of the time of padding sequence by sequence with one feature per step, and the same time
@@ -46,16 +46,16 @@ class SequenceRows(Dataset[SequenceBatch]):
         self.target = target
         self.labels = labels
 
-    def select(self, rows: Sequence[int] | np.ndarray | Tensor) -> "SequenceRows":
+    def select(self, rows: Sequence[int] | np.ndarray | Tensor) -> "SequenceDataset":
         """Return the sequences ``rows``, in that order, without copying their steps."""
         chosen = torch.as_tensor(rows, dtype=torch.int64)
-        part = SequenceRows.__new__(SequenceRows)
+        part = SequenceDataset.__new__(SequenceDataset)
         part.steps, part.labels = self.steps, self.labels
         part.starts, part.lengths = self.starts[chosen], self.lengths[chosen]
         part.target = None if self.target is None else self.target[chosen]
         return part
 
-    def without_targets(self) -> "SequenceRows":
+    def without_targets(self) -> "SequenceDataset":
         part = self.select(range(len(self)))
         part.target = part.labels = None
         return part
@@ -88,10 +88,10 @@ class SequenceRows(Dataset[SequenceBatch]):
             target = self.target[rows]
             batch = batch._replace(target=target.masked_fill(~ends.view(-1, *[1] * (target.ndim - 1)), unknown))
         elif self.labels is None:
-            batch = batch._replace(target=self._following(rows, chunk.start, batch.x.shape[1]))
+            batch = batch._replace(target=self._next_steps(rows, chunk.start, batch.x.shape[1]))
         return batch._replace(carried=torch.tensor(chunk.carried, dtype=torch.int64))
 
-    def _following(self, rows: Tensor, first: int, steps: int) -> Tensor:
+    def _next_steps(self, rows: Tensor, first: int, steps: int) -> Tensor:
         """Return the steps that follow ``steps`` steps from ``first`` on; NaN or IGNORED after a sequence's end."""
         position = first + 1 + torch.arange(steps)
         there = position < self.lengths[rows][:, None]  # (B, T)
