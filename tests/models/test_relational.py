@@ -58,7 +58,7 @@ def accuracy_after(model, graphs, steps=60):
         ({"conv": "RO3Conv"}, True),
         ({"conv": "GINConv", "triple_readout": True}, True),
         ({"conv": "GINConv", "marks": 1}, True),
-        ({"conv": "GINConv", "marks": 2}, True),
+        pytest.param({"conv": "GINConv", "marks": 2}, True, marks=pytest.mark.slow),
         ({"conv": "GINConv", "marks": 3}, True),
     ],
 )
@@ -142,7 +142,7 @@ CONVS = [(name, {}) for name in PLAIN] + [
 ]
 
 
-@pytest.mark.parametrize("marks", [0, 1])
+@pytest.mark.parametrize("marks", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_graphs_of_a_batch_get_what_they_get_alone(marks):
     graphs = [graph(HEXAGON, nodes=7), graph(TRIANGLES), graph(torch.tensor([[0, 1, 0, 2], [1, 0, 2, 0]]), nodes=3)]
     for one in graphs:

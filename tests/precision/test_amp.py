@@ -38,21 +38,20 @@ def test_trains_as_float32_does(dtype):
     assert precision.precision == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_mixture_of_experts_learns_as_in_float32_and_its_gate_stays_in_it(dtype, monkeypatch):
-    losses, gate_dtypes = {}, set()
-    for plugins in ([], [AmpPrecision(dtype)]):
+def test_mixture_of_experts_learns_as_in_float32_and_its_gate_stays_in_it(monkeypatch):
+    losses, gate_dtypes = [], set()
+    for plugins in ([], [AmpPrecision("bf16")], [AmpPrecision("fp16")]):
         torch.manual_seed(0)
         model = MoEClassifier(dim=16, expert_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
         logits = model.mixture.gate._logits
         monkeypatch.setattr(
             model.mixture.gate, "_logits", lambda x, logits=logits: [y := logits(x), gate_dtypes.add(y.dtype)][0]
         )
-        trainer = make_trainer(*plugins, max_epochs=3)
+        trainer = make_trainer(*plugins, max_epochs=1)
         trainer.fit(model, DigitsDataModule())
-        losses[len(plugins)] = trainer.callback_metrics["val/loss"].item()
+        losses.append(trainer.callback_metrics["val/loss"].item())
     assert gate_dtypes == {torch.float32}
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses == pytest.approx(losses[:1] * 3, rel=0.05)
 
 
 def test_auto_tells_once_what_it_took_and_why(caplog, monkeypatch):
