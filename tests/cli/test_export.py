@@ -9,6 +9,7 @@ DIGITS = ["--model=Classifier", "--model.hidden_dims=[4]", "--data=DigitsDataMod
 FIT = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2"]
 
 
+@pytest.mark.slow  # it measures the file for seconds
 def test_a_checkpoint_becomes_a_file(command, run_folder):
     assert command("fit", *QUIET, *DIGITS, *FIT).status == 0
     result = command(
