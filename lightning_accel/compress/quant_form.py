@@ -30,6 +30,7 @@ class Form:
         onnx: bytes of an ``.onnx`` file, if there is one.
         file_bytes: size of the file in bytes.
         left_float: reason by name, for layers that were not quantized.
+        no_file: why it has no program, where one was to be had.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Form:
     onnx: bytes | None = None
     file_bytes: int | None = None
     left_float: dict[str, str] = field(default_factory=dict)
+    no_file: str = ""
 
 
 class CannotConvertError(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.forms import InBfloat16
 from lightning_accel.compress.quant_form import CannotConvertError, Compiled, Form, export, size_of
 from lightning_accel.compress.quant_layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
@@ -90,8 +90,8 @@ def _make_form(
     try:
         form.program = export(module, inputs)
         form.file_bytes = size_of(form.program, inputs[0])
-    except Exception:  # the form may still compile; files are optional
-        form.program = None
+    except Exception as error:  # the form may still compile; files are optional
+        form.program, form.no_file = None, first_line(error)
     args, kwargs = inputs[0]
     form.run(*args, **kwargs)
     return form

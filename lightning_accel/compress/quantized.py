@@ -425,8 +425,10 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _note(form: Form | None) -> str:
-    left = form.left_float if form is not None else {}
-    return f"{len(left)} layers in float: {', '.join(left)}" if left else ""
+    if form is None:
+        return ""
+    parts = [f"{len(form.left_float)} layers in float: {', '.join(form.left_float)}"] if form.left_float else []
+    return "; ".join([*parts, *([f"no file: {form.no_file}"] if form.no_file else [])])
 
 
 def _require(value: str, kind: Any, name: str) -> None:

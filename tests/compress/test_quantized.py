@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_accel.compress import quant_torch
 from lightning_accel.compress.fake_quant import attach, detach
 from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.quant_form import CannotConvertError, Form, suppress_output
@@ -468,3 +469,13 @@ def test_all_forms_of_a_network():
     torch.testing.assert_close(loaded(x), static.run(x), rtol=0, atol=steps * deviation)
     again = pt2e_static(module, [((x,), {})], find_layers(module))
     torch.testing.assert_close(again.run(x), static.run(x), rtol=0, atol=0)
+
+
+def test_a_form_without_a_file_says_why(monkeypatch):
+    def fails(program, inputs):
+        raise RuntimeError("its sizes are odd")
+
+    monkeypatch.setattr(quant_torch, "size_of", fails)
+    report = quantize(nn.Linear(3, 2).eval(), [((torch.randn(5, 3),), {})], backend="inductor", seconds=0.01).report
+    notes = [row.note for row in report.rows if row.name == "fp32 compiled"]
+    assert notes == ["no file: RuntimeError: its sizes are odd"]
