@@ -18,6 +18,9 @@ from tests.ranks import cpu_seconds
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
+APART = {"test_configs", "test_notebooks", "test_recovery"}  # long tests that share nothing
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -28,6 +31,8 @@ def pytest_collection_modifyitems(items):
     """Keep the tests of a file in one process of pytest-xdist, and all that start ranks, which reuse their pools."""
     for item in items:
         module = getattr(item, "module", None)
+        if item.path.stem in APART:
+            continue
         group = "ranks" if hasattr(module, "run_ranks") else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
 

@@ -128,7 +128,7 @@ def whole(tmp_path_factory) -> dict:
     return end_of(folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.weekly)])
 def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
     launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05", launcher=("--standalone", "--max-restarts=2"))
     os.kill(wait_for_step(folder, 10, rank), signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
     assert steps == set(range(STEPS))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.weekly)])
 def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
     launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05")
     os.kill(wait_for_step(folder, 7, rank), signal.SIGTERM)

@@ -49,6 +49,7 @@ def test_two_processes_that_build_at_the_same_time(expected, tmp_path, compiler)
     assert len(list((tmp_path / "cache").glob("*.so"))) == 1
 
 
+@pytest.mark.weekly
 def test_a_cache_that_cannot_be_written(expected, tmp_path, compiler):
     result = finish(start(Path("/proc/lightning_accel"), TMPDIR=str(tmp_path)))  # read-only for root, too
     assert result["native"]
@@ -57,6 +58,7 @@ def test_a_cache_that_cannot_be_written(expected, tmp_path, compiler):
     assert list(tmp_path.glob("lightning_accel-*/*.so"))
 
 
+@pytest.mark.weekly
 def test_no_compiler_on_the_path(expected, tmp_path):
     result = finish(start(tmp_path / "cache", PATH=str(tmp_path)))
     assert not result["native"]
@@ -67,6 +69,7 @@ def test_no_compiler_on_the_path(expected, tmp_path):
     assert result["weights"] == expected
 
 
+@pytest.mark.weekly
 def test_a_compiler_that_fails(expected, tmp_path, compiler):
     failing = tmp_path / "fails"
     failing.write_text(

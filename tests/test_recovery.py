@@ -36,6 +36,7 @@ STRATEGIES = {
     "sequences in chunks": ("ddp", {}, 2, "SequenceJob"),
     "stages of a belief network": ("ddp", {}, 2, "BeliefJob"),
 }
+OFTEN = {"single", "ddp", "accel_fsdp2, sharded", "accel_pipeline", "stages of a belief network"}
 
 
 def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
@@ -143,7 +144,9 @@ def assert_equal_ends(folder: Path, whole: Path, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.weekly) for name in STRATEGIES]
+)
 def test_bits_are_equal_after_being_killed(tmp_path, server, name):
     world_size = STRATEGIES[name][2]
     whole, folder = tmp_path / "whole", tmp_path / "killed"

@@ -81,7 +81,8 @@ def test_activation_checkpointing_changes_no_gradient_and_counts_once():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_compiled_model_trains_like_the_eager_one(activation_checkpointing):
     torch._dynamo.reset()
     batch, results = torch.randint(11, (3, 6)), []
