@@ -37,12 +37,12 @@ from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt
 from lightning_accel.cli.recovery import resume_run, write_checkpoints_atomically
 from lightning_accel.cli.run_folder import (
     ConfigSaver,
+    RunLocks,
     remove_empty,
     require_names,
     require_writable,
     reserve_run_folder,
 )
-from lightning_accel.cli.run_lock import RunLocks
 from lightning_accel.compress import ExportError
 from lightning_accel.strategies.atomic import NotWrittenError
 

@@ -11,8 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError
-from lightning_accel.cli.run_folder import lock_run_folder, run_folder_of
-from lightning_accel.cli.run_lock import RunLocks
+from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
 from lightning_accel.strategies import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoint_io import newest_checkpoint
 

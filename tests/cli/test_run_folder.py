@@ -8,7 +8,7 @@ import sys
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_accel.cli.run_lock import RunLocks
+from lightning_accel.cli.run_folder import RunLocks
 from tests.cli.test_runs import OWN, QUIET
 
 HOLD = """
