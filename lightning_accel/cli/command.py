@@ -30,11 +30,10 @@ import lightning_accel.models.relational  # like data: the parser finds a class 
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel.callbacks import PredictionWriter, StallMonitor
-from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint
+from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
 from lightning_accel.cli.errors import UsageError, explain, is_monitor_error, require_config_files, unwrap, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
-from lightning_accel.cli.recovery import resume_run, write_checkpoints_atomically
 from lightning_accel.cli.run_folder import (
     ConfigSaver,
     RunLocks,
