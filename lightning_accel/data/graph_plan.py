@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_accel.data.length_plan import Plan
+from lightning_accel.data.planned_sampler import Plan
 
 
 class BudgetPlan:

@@ -6,8 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_accel.data.graph_plan import BudgetPlan
-from lightning_accel.data.length_plan import Plan
-from lightning_accel.data.planned_sampler import PlannedSampler, integer_sizes, share_indices
+from lightning_accel.data.planned_sampler import Plan, PlannedSampler, integer_sizes, share_indices
 
 
 class GraphBudgetBatchSampler(PlannedSampler):

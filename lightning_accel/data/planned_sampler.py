@@ -2,13 +2,19 @@
 
 import copy
 import hashlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_accel.data.length_plan import Plan
+
+class Plan(NamedTuple):
+    """Hold the batches of an epoch in the order of training."""
+
+    rows: np.ndarray  # (R,) indices of the items, grouped by batch, the largest of each batch first
+    starts: np.ndarray  # (G,) start of each batch in rows
+    stops: np.ndarray  # (G,) end of each batch in rows
 
 
 class PlannedSampler(DistributedSampler[Any]):
