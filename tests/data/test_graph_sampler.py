@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_accel.data.graph_plan import BudgetPlan
-from lightning_accel.data.graph_sampler import GraphBudgetBatchSampler
+from lightning_accel.data.graph_sampler import BudgetPlan, GraphBudgetBatchSampler
 from lightning_accel.data.samplers import Resumable
 
 NODES = np.random.default_rng(0).lognormal(3, 1, 300).astype(int) + 1
