@@ -20,10 +20,9 @@ from torch_geometric.data import Data, Dataset
 
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
-from lightning_accel.data.graph_dataset import GraphDataset, NodeDataset
+from lightning_accel.data.graph_dataset import GraphDataset, NeighbourDataset, NodeDataset
 from lightning_accel.data.graph_features import Features, Scale, apply_features, features_of, fit_scale, scale_features
 from lightning_accel.data.graph_files import FileGraphs, GraphLayout, read_graphs
-from lightning_accel.data.graph_neighbours import NeighbourDataset
 from lightning_accel.data.graph_options import require_effect, require_sizes
 from lightning_accel.data.graph_sampler import GraphBudgetBatchSampler
 from lightning_accel.data.graph_splits import (

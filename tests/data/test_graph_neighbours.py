@@ -3,9 +3,8 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_accel.data.graph_dataset import NodeDataset
+from lightning_accel.data.graph_dataset import NeighbourDataset, NodeDataset
 from lightning_accel.data.graph_families import random_regular_graph
-from lightning_accel.data.graph_neighbours import NeighbourDataset
 
 
 def graph_of(n=60, degree=6):

@@ -11,7 +11,7 @@ from torch_geometric.datasets import FakeDataset, KarateClub
 from torch_geometric.nn import GINConv, global_add_pool
 
 from lightning_accel.callbacks import ExactResume, PredictionWriter
-from lightning_accel.data.graph_neighbours import NeighbourDataset
+from lightning_accel.data.graph_dataset import NeighbourDataset
 from lightning_accel.data.graphs import GraphDataModule
 from tests.ranks import run_ranks
 
