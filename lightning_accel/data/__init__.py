@@ -4,8 +4,7 @@ from lightning_accel.data.bars import BarsAndStripesDataModule
 from lightning_accel.data.digits import DigitsDataModule
 from lightning_accel.data.idx import IdxDataModule
 from lightning_accel.data.idx_files import read_idx
-from lightning_accel.data.length_loader import length_batch_loader
-from lightning_accel.data.length_sampler import LengthBatchSampler
+from lightning_accel.data.length_sampler import LengthBatchSampler, length_batch_loader
 from lightning_accel.data.sequence_batch import SequenceBatch
 from lightning_accel.data.sequences import SequenceDataModule
 from lightning_accel.data.tabular import TabularDataModule

@@ -33,6 +33,7 @@ TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "strongly_regular", "regular", "cfi", "substructures", "karate"]
 
 USUAL_NUMBER = {"strongly_regular": 400, "regular": 500, "cfi": 600, "substructures": 5000}  # default num_graphs
+_MASKS = ("train_mask", "val_mask", "test_mask")
 USUAL_SHARES = {"substructures": (0.2, 0.5)}  # for validation and test, those of Chen et al. 2020
 
 
@@ -258,13 +259,13 @@ def dataset_splits(
     kind = kind or ("regression" if graphs[0].y.is_floating_point() else "classification")
     of_nodes = level == "node" and len(graphs) == 1
     classes = _shape_targets(graphs, level, kind, where)
-    masks = masks_of(graphs, of_nodes and len(parts) == 1, where)
-    require_effect_with_masks(masks, graphs[0], fold, named_shares, where)
+    masks = _masks_of(graphs, of_nodes and len(parts) == 1, where)
+    _require_effect_with_masks(masks, graphs[0], fold, named_shares, where)
     if len(parts) == 3:
         stops = np.cumsum([len(part) for part in parts])
         train, val, test = np.split(np.arange(len(graphs)), stops[:2])
     elif masks:
-        chosen = {name: masked_nodes(graphs[0], name, fold, where) for name in masks}
+        chosen = {name: _masked_nodes(graphs[0], name, fold, where) for name in masks}
         train, test = chosen["train_mask"], chosen["test_mask"]
         if "val_mask" in chosen:
             val = chosen["val_mask"]
@@ -276,7 +277,7 @@ def dataset_splits(
         stratify = y[rows].numpy() if classes and (of_nodes or level == "graph") else None
         train, val, test = (rows[part] for part in _split(stratify, len(rows), shares, seed, Path(where)))
     for graph in graphs:
-        for name in MASKS:
+        for name in _MASKS:
             if name in graph:
                 del graph[name]  # batches have target_index instead
     ids = [str(i) for i in range(len(graphs))]
@@ -332,10 +333,7 @@ def require_task(task: str) -> None:
         raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
 
 
-MASKS = ("train_mask", "val_mask", "test_mask")
-
-
-def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[str]:
+def _masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[str]:
     """Return the names of the masks that split the nodes of the only graph: three, two (train and test) or none.
 
     Args:
@@ -346,7 +344,7 @@ def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[s
     Raises:
         ValueError: if there are masks that cannot be applied.
     """
-    found = [name for name in MASKS if any(name in graph for graph in graphs)]
+    found = [name for name in _MASKS if any(name in graph for graph in graphs)]
     remedy = "drop them with a transform for a split at random"
     if found and not split_by_nodes:
         raise ValueError(
@@ -355,7 +353,7 @@ def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[s
             f"without masks, or {remedy}"
         )
     if found and not {"train_mask", "test_mask"} <= {*found}:
-        lacking = [name for name in MASKS if name not in found]
+        lacking = [name for name in _MASKS if name not in found]
         raise ValueError(
             f"the graph of {where} has {', '.join(found)} and no {', '.join(lacking)}: train_mask and test_mask are "
             f"needed at least, and of them val_share validates where there is no val_mask. Add {lacking[-1]}, as "
@@ -364,7 +362,7 @@ def masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[s
     return found
 
 
-def require_effect_with_masks(
+def _require_effect_with_masks(
     masks: Sequence[str], graph: Data, fold: int, named_shares: Sequence[str], where: str
 ) -> None:
     """Raise a ValueError if ``fold``, or a share that was passed, would have no effect with these masks."""
@@ -382,7 +380,7 @@ def require_effect_with_masks(
         )
 
 
-def masked_nodes(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
+def _masked_nodes(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
     """Return the nodes with a target in the mask ``graph[name]``, (n,), or in its column ``fold``, (n, S)."""
     mask = graph[name]
     if mask.ndim == 2:

@@ -73,7 +73,7 @@ _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for 
 _DEFAULTS: dict[str, Any] = {"undirected": True, "separator": ",", "decimal": ".", "fold": 0, "family": "erdos_renyi"}
 
 
-def require_effect(source: str, options: Mapping[str, Any]) -> None:
+def _require_effect(source: str, options: Mapping[str, Any]) -> None:
     """Raise a ValueError if an option would have no effect with a ``path``, a ``dataset`` or a task."""
     idle = [
         name
@@ -96,7 +96,7 @@ def require_effect(source: str, options: Mapping[str, Any]) -> None:
         raise ValueError("predict_nodes_path goes with predict_path, the edges; got none")
 
 
-def require_sizes(
+def _require_sizes(
     batch_size: int | None, max_nodes: int | None, max_edges: int | None, num_neighbors: Sequence[int] | None
 ) -> None:
     """Raise a ValueError if a size is out of range."""
@@ -254,7 +254,7 @@ class GraphDataModule(L.LightningDataModule):
         if self.task is not None:
             require_task(self.task)
         names = (target,) if isinstance(target, str) else tuple(target or ())
-        require_effect(
+        _require_effect(
             self.task or named[0],
             {
                 "val_dataset": val_dataset, "test_dataset": test_dataset, "level": level, "target_kind": target_kind,
@@ -271,7 +271,7 @@ class GraphDataModule(L.LightningDataModule):
         ):  # fmt: skip
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
-        require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
+        _require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
         require_loading_options(batch_size or 1, seed, num_workers, max_bytes)
         named_shares = {"val_share": val_share, "test_share": test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]

@@ -15,6 +15,7 @@ from lightning_accel.data.bounds import MAX_BYTES, allowed_bytes, require_allowe
 from lightning_accel.data.quoting import cut, listed, shown
 
 _LARGEST = 1e30  # the standardization squares it
+_PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
 
 
 def read_table(
@@ -36,7 +37,7 @@ def read_table(
         raise ValueError(f"need a .csv or .parquet file; got {path}")
     try:
         if suffixes[-1] == ".parquet":
-            require_bounded(path, max_bytes)
+            _require_bounded(path, max_bytes)
             table = pd.read_parquet(path)
             table = table.mask(table.isin([*missing, *_numbers_among(missing)])) if missing else table
         else:
@@ -250,10 +251,7 @@ def _first_row(mask: pd.Series) -> int:
     return int(mask.to_numpy().argmax()) + 1
 
 
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
-
-
-def require_bounded(path: Path, max_bytes: int) -> None:
+def _require_bounded(path: Path, max_bytes: int) -> None:
     """Raise a ValueError if the rows of a Parquet file need more memory than :func:`allowed_bytes` permits.
 
     Columns of text or bytes are decoded only if their longest possible value, repeated in every row, would be too much.
@@ -265,8 +263,8 @@ def require_bounded(path: Path, max_bytes: int) -> None:
             for number in range(metadata.num_columns):
                 column = metadata.row_group(group).column(number)
                 unpacked = column.total_uncompressed_size
-                needed += max(unpacked, column.num_values * _WIDTHS.get(column.physical_type, 8))
-                if column.physical_type not in _WIDTHS:
+                needed += max(unpacked, column.num_values * _PARQUET_WIDTHS.get(column.physical_type, 8))
+                if column.physical_type not in _PARQUET_WIDTHS:
                     name = column.path_in_schema
                     texts[name] = texts.get(name, 0) + column.num_values * unpacked
         require_allowed(needed, path, max_bytes, f"{path}, unpacked,")

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.digest import DIGEST, require_same_data
-from lightning_accel.data.in_memory import require_loading_options
+from lightning_accel.data.in_memory import identity_collate, require_loading_options
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 from lightning_accel.data.tables import existing_file
 from lightning_accel.data.tokens import (
@@ -207,7 +207,7 @@ class TextDataModule(L.LightningDataModule):
             batch_size=self.batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=_identity_collate,
+            collate_fn=identity_collate,
             persistent_workers=self.num_workers > 0,
         )
 
@@ -231,7 +231,3 @@ def _split(windows: int, val_share: float, test_share: float, seed: int) -> list
     num_val, num_test = (math.ceil(share * len(groups)) for share in (val_share, test_share))
     parts = order[num_val + num_test :], order[:num_val], order[num_val : num_val + num_test]
     return [np.concatenate([groups[g] for g in sorted(part)]) if len(part) else np.empty(0, np.int64) for part in parts]
-
-
-def _identity_collate(batch: Any) -> Any:
-    return batch
