@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruning, Quantization
-from lightning_accel.callbacks.pruning_conflicts import exclusion_names
+from lightning_accel.callbacks.pruning import exclusion_names
 from lightning_accel.callbacks.teacher import Teacher
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
 from lightning_accel.compress.exclusion import excluded_parameters

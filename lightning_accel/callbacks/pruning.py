@@ -1,9 +1,10 @@
 """Pruning of a module while it trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import lightning as L
+import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -14,18 +15,10 @@ from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.mask_structure import MaskStructure
-from lightning_accel.callbacks.pruning_conflicts import (
-    adopt_state,
-    callbacks_of_type,
-    exclusion_names,
-    require_disjoint_weights,
-    require_one_kind,
-)
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
-from lightning_accel.callbacks.pruning_table import format_table, log_left_out
-from lightning_accel.callbacks.rewinding import Rewinding
-from lightning_accel.callbacks.run_steps import num_steps, require_step_or_share, to_step
+from lightning_accel.callbacks.weight_part import WeightPart
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
+from lightning_accel.compress.prunable import clean_name
 from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
 from lightning_accel.ops.names import list_of_names
 
@@ -128,8 +121,8 @@ class Pruning(L.Callback):
         _require_one_of("schedule", schedule, SCHEDULES)
         if not callable(criterion):
             _require_one_of("criterion", criterion, get_args(CriterionName))
-        require_step_or_share("begin", begin)
-        require_step_or_share("end", end)
+        _require_step_or_share("begin", begin)
+        _require_step_or_share("end", end)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
         if regrowth is not None:
@@ -157,7 +150,7 @@ class Pruning(L.Callback):
         names = tuple(list_of_names(exclude))
         self._options = StructureOptions(structure, criterion, scope, names, regrowth, seed, self.target)
         self._masks: Structure = self._make_structure()
-        self._rewinding = Rewinding()
+        self._rewinding = _Rewinding()
         self._reset()
 
     def _reset(self) -> None:
@@ -205,7 +198,7 @@ class Pruning(L.Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         any_exclude = self._generate_state_key(structure=self.structure)[:-1]
-        adopt_state(trainer, self, any_exclude, checkpoint["callbacks"])
+        _adopt_state(trainer, self, any_exclude, checkpoint["callbacks"])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.structure == "channel":
@@ -214,11 +207,11 @@ class Pruning(L.Callback):
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
-        require_one_kind(trainer, self)
+        _require_one_kind(trainer, self)
         if trainer.global_step == 0:
             self._reset()
             self._masks = self._make_structure()
-            self._rewinding = Rewinding()
+            self._rewinding = _Rewinding()
         defer_best_checkpoints(trainer)
 
     def _make_structure(self) -> Structure:
@@ -235,9 +228,9 @@ class Pruning(L.Callback):
         self._set_steps(trainer)
         self._is_set_up = True
         if isinstance(self._masks, MaskStructure):
-            peers = callbacks_of_type(trainer, self)
-            require_disjoint_weights({one.state_key: one._weight_names() for one in peers})
-        log_left_out(self.left_out)
+            peers = _callbacks_of_type(trainer, self)
+            _require_disjoint_weights({one.state_key: one._weight_names() for one in peers})
+        _log_left_out(self.left_out)
 
     def _weight_names(self) -> list[str]:
         return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
@@ -250,9 +243,9 @@ class Pruning(L.Callback):
             return
         if self._is_set_up and loaded is None and self._step:  # the same run continues
             return
-        total = num_steps(trainer)
-        self._first = to_step("begin", self.begin, total)
-        self._last = to_step("end", self.end, total)
+        total = _num_steps(trainer)
+        self._first = _to_step("begin", self.begin, total)
+        self._last = _to_step("end", self.end, total)
         if self.schedule == "one_shot" and self.regrowth is None:
             self._last = self._first
         elif self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
@@ -293,7 +286,7 @@ class Pruning(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         self._advance(trainer, pl_module)
         if not trainer.barebones:
-            number = callbacks_of_type(trainer, self).index(self) + 1
+            number = _callbacks_of_type(trainer, self).index(self) + 1
             name = "pruning/sparsity" if number == 1 else f"pruning_{number}/sparsity"
             pl_module.log(name, self.sparsity())
             if self.log_layers:
@@ -363,7 +356,7 @@ class Pruning(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with failures_as_warnings("Pruning could not tell what is left of each layer"):
-            rank_zero_info(format_table(self.report_rows()))
+            rank_zero_info(_format_table(self.report_rows()))
         if self.structure == "channel" and self.is_final_phase:
             rank_zero_info(
                 "checkpoints hold the smaller module; outside of this Trainer load them with "
@@ -440,3 +433,151 @@ class _RebuildBeforeLoading:
             for module in (self.trainer.lightning_module, *averaged_modules(self.trainer)):
                 self.pruning._masks.rebuild(module, state["masks"])
         type(strategy).load_model_state_dict(strategy, checkpoint, strict=strict)
+
+
+def _format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Format a table of layers with their remaining weights, one per line."""
+    width = max([len(row["name"]) for row in rows] + [5])
+    lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
+    total = {"name": "total", "parameters": 0, "nonzero": 0}
+    for row in rows:
+        total["parameters"] += row["parameters"]
+        total["nonzero"] += row["nonzero"]
+    for row in [*rows, total]:
+        sparsity = 1 - row["nonzero"] / max(row["parameters"], 1)
+        lines.append(f"{row['name']:<{width}}  {row['parameters']:>12,}  {row['nonzero']:>12,}  {sparsity:>8.4f}")
+    return "\n".join(lines)
+
+
+def _log_left_out(left_out: dict[str, str]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    described = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    rank_zero_info(f"Pruning leaves out {described}" if described else "Pruning leaves out no parameter")
+
+
+def _require_step_or_share(name: str, value: int | float) -> None:
+    if isinstance(value, float) and not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a share of the run in [0, 1], or a step, an int; got {value}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative; got {value}")
+
+
+def _num_steps(trainer: L.Trainer) -> int | None:
+    """Return the number of optimizer steps of the run, None if unknown."""
+    steps = trainer.estimated_stepping_batches
+    if not trainer.lightning_module.automatic_optimization and trainer.max_steps > 0:  # it counts every optimizer's
+        steps = min(steps, trainer.max_steps // max(1, len(trainer.optimizers)))
+    return None if steps == float("inf") or steps < 0 else int(steps)
+
+
+def _to_step(name: str, step: int | float, total: int | None) -> int:
+    if isinstance(step, int):
+        return step
+    if step == 0:
+        return 0
+    if total is None:
+        raise ValueError(
+            f"{name}={step} is a share of the run, whose length is not known; give a step, an int, or set max_steps"
+        )
+    return round(step * total)
+
+
+_OneT = TypeVar("_OneT", bound=L.Callback)
+
+
+def _callbacks_of_type(trainer: L.Trainer, callback: _OneT) -> list[_OneT]:
+    """Return all callbacks of the class of ``callback``, in their order."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [one for one in callbacks if isinstance(one, type(callback))]
+
+
+def exclusion_names(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
+    """Return the excluded names, sorted, to tell callbacks apart that prune different parts of a module."""
+    return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
+
+
+def _require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Reject masks beside the removal of channels, which replaces the masked weights.
+
+    Raises:
+        ValueError: if both are in one Trainer; the message says what to do instead.
+    """
+    if len({getattr(one, "structure", None) == "channel" for one in _callbacks_of_type(trainer, callback)}) > 1:
+        raise ValueError(
+            "Pruning(structure='channel') replaces weights, which another Pruning of this Trainer holds masks of. "
+            "Remove channels in one fit, and prune what is left in the next"
+        )
+
+
+def _require_disjoint_weights(weights: Mapping[str, Sequence[str]]) -> None:
+    """Reject weights that two callbacks prune.
+
+    Args:
+        weights: names of the weights that each callback prunes, by a description of the callback.
+
+    Raises:
+        ValueError: if two callbacks prune a weight; the message names it.
+    """
+    owners: dict[str, str] = {}
+    for shown, names in weights.items():
+        shared = [name for name in names if name in owners]
+        if shared:
+            raise ValueError(
+                f"{owners[shared[0]]} and {shown} both prune {', '.join(shared)}, so that neither would have its "
+                "target: let each leave out with exclude what the other prunes, or take one of them"
+            )
+        owners |= dict.fromkeys(names, shown)
+
+
+def _adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: dict[str, Any]) -> None:
+    """Give ``callback`` the only unclaimed state in a checkpoint, if there is none of its own.
+
+    It may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
+    later.
+    """
+    claimed = {one.state_key for one in _callbacks_of_type(trainer, callback)}
+    left = [key for key in states if key.startswith(prefix) and key not in claimed]
+    if callback.state_key not in states and len(left) == 1:
+        states[callback.state_key] = states.pop(left[0])
+
+
+class _Rewinding:
+    """Hold copies of all trainable parameters on their devices; each process holds its own shards."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, Tensor] = {}
+        self._loaded: dict[str, Tensor] = {}
+
+    def store(self, pl_module: L.LightningModule) -> None:
+        self.copies = {part.name: part.value.clone() for part in _parts(pl_module)}
+
+    def rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore the parameters, and clear the optimizer states, which belong to later steps."""
+        with torch.no_grad():
+            for part in _parts(pl_module):
+                part.value.copy_(self.copies[part.name])
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+
+    def state_dict(self, pl_module: L.LightningModule) -> dict[str, Tensor]:
+        if not self.copies:
+            return {}
+        parts = {part.name: part for part in _parts(pl_module)}
+        device = torch.device("cpu")
+        return {name: parts[name].gather(value, None, device).clone() for name, value in self.copies.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._loaded = state
+
+    def attach(self, pl_module: L.LightningModule) -> None:
+        """Shard the loaded copies like the current parameters."""
+        if self._loaded:
+            self.copies = {part.name: part.shard(self._loaded[part.name]) for part in _parts(pl_module)}
+            self._loaded = {}
+
+
+def _parts(pl_module: L.LightningModule) -> list[WeightPart]:
+    named: Any = pl_module.named_parameters()
+    return [WeightPart(clean_name(name), value, 0, pl_module) for name, value in named if value.requires_grad]
