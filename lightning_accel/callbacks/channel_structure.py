@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.averaged_model import averaged_modules
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed, in_float32
 from lightning_accel.callbacks.pruning_structure import StructureOptions
 from lightning_accel.callbacks.random_state import random_state, set_random_state
+from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.channel_checkpoint import CHANNEL_PLAN
 from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, first_order_terms, score_channels

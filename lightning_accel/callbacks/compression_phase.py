@@ -5,6 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+
 
 @runtime_checkable
 class HasPhases(Protocol):
@@ -38,8 +40,7 @@ def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
 
     A callback with phases calls this in all processes, just before it first changes the model's form.
     """
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
+    for callback in callbacks_of(trainer, L.Callback):
         if callable(hook := getattr(callback, "before_model_changes", None)):
             hook(trainer, pl_module)
 
@@ -68,5 +69,4 @@ class _FinalPhaseCheck:
 
 
 def _callbacks_with_phases(trainer: L.Trainer) -> list[HasPhases]:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [callback for callback in callbacks if isinstance(callback, HasPhases)]
+    return [callback for callback in callbacks_of(trainer, L.Callback) if isinstance(callback, HasPhases)]

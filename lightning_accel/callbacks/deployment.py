@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from torchmetrics import Metric
 
 from lightning_accel.callbacks.random_state import random_state, set_random_state
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompile_
@@ -222,8 +223,7 @@ def run_folder(trainer: L.Trainer) -> Path:
 def reasons_left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:
     """Return why callbacks left layers unchanged, by the layers' names in the deployed module."""
     notes: dict[str, str] = {}
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
+    for callback in callbacks_of(trainer, L.Callback):
         for name, reason in getattr(callback, "left_out", {}).items():
             layer, _, parameter = name.removeprefix(f"{deployed}." if deployed else "").rpartition(".")
             if not parameter.startswith("bias"):  # biases are excluded in every layer

@@ -20,6 +20,7 @@ from lightning_accel.callbacks.compression_phase import current_phase, in_final_
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.metric_names import require_logged
 from lightning_accel.callbacks.metric_tracker import Goal, MetricTracker, RunProgress, Smoother, Smoothing
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.ops.names import list_of_names
 
 Unit: TypeAlias = Literal["checks", "steps", "epochs", "seconds", "minutes", "hours"]
@@ -186,7 +187,7 @@ class EarlyStopping(_Unlisted):
         if stage != "fit":
             return
         self._reset()
-        restoring = [one for one in _callbacks(trainer) if isinstance(one, EarlyStopping) and one.restore_best]
+        restoring = [one for one in callbacks_of(trainer, EarlyStopping) if one.restore_best]
         if self.restore_best and len(restoring) > 1:
             raise ValueError(
                 f"{len(restoring)} EarlyStopping callbacks would put back best weights, each its own; give all but one "
@@ -347,8 +348,7 @@ class EarlyStopping(_Unlisted):
         # a stage of a pipeline may have no weights of its own
         if not self.restore_best or not trainer.strategy.reduce_boolean_decision(bool(self._best), all=False):
             return
-        averaging = [one for one in _callbacks(trainer) if isinstance(one, StochasticWeightAveraging)]
-        if any(trainer.current_epoch - 1 >= one.swa_end for one in averaging):
+        if any(trainer.current_epoch - 1 >= one.swa_end for one in callbacks_of(trainer, StochasticWeightAveraging)):
             rank_zero_info("EarlyStopping leaves the weights that StochasticWeightAveraging has averaged")
             return
         name = next(iter(self.watches))
@@ -368,10 +368,9 @@ class EarlyStopping(_Unlisted):
 
     def _validated_module(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
         """Return the module that validations run with: the average of WeightAveraging, if there is one."""
-        for one in _callbacks(trainer):
-            average = one._average_model if isinstance(one, WeightAveraging) else None  # there is no public access
-            if average is not None:
-                return average.module
+        for one in callbacks_of(trainer, WeightAveraging):
+            if one._average_model is not None:  # there is no public access
+                return one._average_model.module
         return pl_module
 
     def state_dict(self) -> dict[str, Any]:
@@ -392,7 +391,8 @@ class EarlyStopping(_Unlisted):
         """Continue from the state of Lightning's callback of this name, if the checkpoint was written with that one."""
         callbacks = checkpoint.get("callbacks", {})
         key = LightningsEarlyStopping.state_key.fget(self)  # type: ignore[attr-defined]  # a property
-        if self.state_key in callbacks or key not in callbacks or key in {one.state_key for one in _callbacks(trainer)}:
+        present = {one.state_key for one in callbacks_of(trainer, L.Callback)}
+        if self.state_key in callbacks or key not in callbacks or key in present:
             return
         epochs = checkpoint["epoch"] + 1  # the running epoch counts as completed
         self._load_lightning_state(callbacks[key], checkpoint["global_step"], epochs)
@@ -429,10 +429,6 @@ class EarlyStopping(_Unlisted):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         weights = self._best.gather(trainer, self._validated_module(trainer, pl_module))
         checkpoint["callbacks"][self.state_key]["best_weights"] = weights
-
-
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
 
 
 def _require_patience(patience: float, unit: str) -> None:

@@ -29,6 +29,7 @@ from lightning_accel.callbacks.deployment import (
     undistributed,
 )
 from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, smallest_call
 from lightning_accel.compress.compressed import load_compressed
 from lightning_accel.compress.export import (
@@ -152,7 +153,7 @@ class Export(L.Callback):
                 "preprocess='datamodule' needs a datamodule with a method preprocessing(), which returns a module from "
                 "what the file takes to what the model takes, with a method inverse; or give Export(preprocess=module)"
             )
-        _move_last(trainer, self)
+        move_last(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "Export")
@@ -354,8 +355,7 @@ def _is_fixed_length(shape: Sequence[int | None]) -> bool:
 
 def _quantization_result(trainer: L.Trainer) -> Any:
     """Return the result of a ``Quantization``: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
+    for callback in callbacks_of(trainer, L.Callback):
         result: Any = getattr(callback, "result", None)
         if hasattr(result, "run") and hasattr(result, "deployed"):
             if result.program is None and result.onnx is None:
@@ -370,15 +370,6 @@ def _quantized_content(result: Any, format: Format) -> Any:
     if format == "onnx" and result.onnx is not None:
         return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
     return result.program
-
-
-def _move_last(trainer: L.Trainer, callback: L.Callback) -> None:
-    """Move ``callback`` to the end, after the callbacks that produce what is exported.
-
-    The list is replaced, since the Trainer iterates over the old one meanwhile.
-    """
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = [one for one in callbacks if one is not callback] + [callback]  # type: ignore[attr-defined]
 
 
 def _log_export(exported: Exported) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.averaged_model import averaged_weights
 from lightning_accel.callbacks.pruning_structure import StructureOptions
+from lightning_accel.callbacks.trainer_callbacks import averaged_weights
 from lightning_accel.callbacks.weight_part import (
     WeightPart,
     find_holders,

@@ -1,7 +1,7 @@
 """Pruning of a module while it trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -10,12 +10,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.averaged_model import averaged_modules
 from lightning_accel.callbacks.channel_structure import ChannelStructure
 from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
+from lightning_accel.callbacks.trainer_callbacks import averaged_modules, callbacks_of
 from lightning_accel.callbacks.weight_part import WeightPart
 from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
 from lightning_accel.compress.prunable import clean_name
@@ -228,7 +228,7 @@ class Pruning(L.Callback):
         self._set_steps(trainer)
         self._is_set_up = True
         if isinstance(self._masks, MaskStructure):
-            peers = _callbacks_of_type(trainer, self)
+            peers = callbacks_of(trainer, type(self))
             _require_disjoint_weights({one.state_key: one._weight_names() for one in peers})
         _log_left_out(self.left_out)
 
@@ -286,7 +286,7 @@ class Pruning(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         self._advance(trainer, pl_module)
         if not trainer.barebones:
-            number = _callbacks_of_type(trainer, self).index(self) + 1
+            number = callbacks_of(trainer, type(self)).index(self) + 1
             name = "pruning/sparsity" if number == 1 else f"pruning_{number}/sparsity"
             pl_module.log(name, self.sparsity())
             if self.log_layers:
@@ -484,15 +484,6 @@ def _to_step(name: str, step: int | float, total: int | None) -> int:
     return round(step * total)
 
 
-_OneT = TypeVar("_OneT", bound=L.Callback)
-
-
-def _callbacks_of_type(trainer: L.Trainer, callback: _OneT) -> list[_OneT]:
-    """Return all callbacks of the class of ``callback``, in their order."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [one for one in callbacks if isinstance(one, type(callback))]
-
-
 def exclusion_names(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
     """Return the excluded names, sorted, to tell callbacks apart that prune different parts of a module."""
     return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
@@ -504,7 +495,7 @@ def _require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
     Raises:
         ValueError: if both are in one Trainer; the message says what to do instead.
     """
-    if len({getattr(one, "structure", None) == "channel" for one in _callbacks_of_type(trainer, callback)}) > 1:
+    if len({getattr(one, "structure", None) == "channel" for one in callbacks_of(trainer, type(callback))}) > 1:
         raise ValueError(
             "Pruning(structure='channel') replaces weights, which another Pruning of this Trainer holds masks of. "
             "Remove channels in one fit, and prune what is left in the next"
@@ -537,7 +528,7 @@ def _adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: 
     It may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
     later.
     """
-    claimed = {one.state_key for one in _callbacks_of_type(trainer, callback)}
+    claimed = {one.state_key for one in callbacks_of(trainer, type(callback))}
     left = [key for key in states if key.startswith(prefix) and key not in claimed]
     if callback.state_key not in states and len(left) == 1:
         states[callback.state_key] = states.pop(left[0])

@@ -28,6 +28,7 @@ from lightning_accel.callbacks.deployment import (
 from lightning_accel.callbacks.export import Export
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.metric_names import require_logged
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.latency import speedup
@@ -404,8 +405,7 @@ def _save_report(report: Report | None, folder: Path) -> None:
 
 def _file_format(trainer: L.Trainer) -> str | None:
     """Return the file format that the Trainer's Export callback writes, if any."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    formats = [one.format for one in callbacks if isinstance(one, Export) and one.format != "auto"]
+    formats = [one.format for one in callbacks_of(trainer, Export) if one.format != "auto"]
     return formats[0] if formats else None
 
 

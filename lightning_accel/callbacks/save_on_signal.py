@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.callbacks.trainer_callbacks import move_last
 
 
 class SaveOnSignal(L.Callback):
@@ -52,8 +53,7 @@ class SaveOnSignal(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._files = {}
-        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]  # by a connector
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+        move_last(trainer, self)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._install_handlers(trainer)  # Lightning's ends a run that is told to stop here with status 0

@@ -1,4 +1,6 @@
-"""Access to the averaged weights of Lightning's weight-averaging callbacks."""
+"""Access to the callbacks of a Trainer, and to the averaged weights that some of Lightning's hold."""
+
+from typing import TypeVar
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -7,12 +9,28 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_accel.compress.prunable import clean_name
 
+CallbackT = TypeVar("CallbackT", bound=L.Callback)
+
+
+def callbacks_of(trainer: L.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+    """Return the callbacks of a class, in their order."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [one for one in callbacks if isinstance(one, kind)]
+
+
+def move_last(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Move ``callback`` behind all others, or add it there.
+
+    The list is replaced, since the Trainer iterates over the old one meanwhile.
+    """
+    others = [one for one in callbacks_of(trainer, L.Callback) if one is not callback]
+    trainer.callbacks = [*others, callback]  # type: ignore[attr-defined]
+
 
 def averaged_modules(trainer: L.Trainer) -> list[nn.Module]:
     """Return the averaged copy of the module that each weight-averaging callback holds."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     found: list[nn.Module] = []
-    for callback in callbacks:
+    for callback in callbacks_of(trainer, L.Callback):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             average = callback._average_model  # there is no public access
             if average is not None:
