@@ -37,6 +37,7 @@ from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
+_Use = Callable[[L.LightningModule, Callable[[], STEP_OUTPUT], tuple[Any, ...]], None]
 
 
 class Distillation(L.Callback):
@@ -426,9 +427,6 @@ def _require_parts(whose: str, module: nn.Module, names: Sequence[str]) -> None:
             f"the {whose} {type(module).__name__} has no submodule {missing[0]!r}; give one of its own, such as "
             f"{children}"
         )
-
-
-_Use = Callable[[L.LightningModule, Callable[[], STEP_OUTPUT], tuple[Any, ...]], None]
 
 
 class _UntriedError(Exception):
