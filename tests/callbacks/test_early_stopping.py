@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_accel.callbacks.early_stopping as early_stopping
 from lightning_accel.callbacks import EarlyStopping, ExactResume
 from lightning_accel.callbacks.compression_phase import defer_best_checkpoints
-from lightning_accel.callbacks.metric_tracker import Smoother
+from lightning_accel.callbacks.early_stopping import Smoother
 from lightning_accel.strategies import FullyShardedStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import Rows, make
