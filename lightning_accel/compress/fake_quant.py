@@ -1,11 +1,12 @@
-"""Fake quantization for quantization-aware training, which keeps parameters and their names.
+"""Fake quantization, for quantization-aware training and for the sensitivity of layers; it keeps parameters and names.
 
 Source: B. Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3. Departure: batch norms are not folded during
 training, since weights have a symmetric grid per output channel: folding scales the grid with the channel and keeps its
 integers.
 """
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import cast
 
@@ -13,9 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.quant_inputs import noise_share
 from lightning_accel.compress.quant_layers import round_input, round_weight
+from lightning_accel.compress.uncompiled import uncompile_
+from lightning_accel.ops.names import list_of_names
 
 DECAY = 0.99  # of the moving average of input ranges, per step
+MAX_INPUTS = 4  # number of calls to measure the error on
 
 
 class FakeQuantized:
@@ -104,3 +110,45 @@ def _attached(module: nn.Module) -> Iterator[tuple[nn.Module, FakeQuantized]]:
         found = getattr(one.__dict__.get("forward"), "__self__", None)
         if isinstance(found, FakeQuantized):
             yield one, found
+
+
+@torch.no_grad()
+def rank_layers(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    names: Sequence[str] | Mapping[str, nn.Module],
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+) -> dict[str, float]:
+    """Return the relative error power of the output if a single layer is int8, by layer name, the largest first.
+
+    Args:
+        module: module in evaluation mode, which is not changed.
+        inputs: calls to measure on.
+        names: names of the layers.
+        ranges: input ranges of layers, where training found them.
+    """
+    copied = uncompile_(copy.deepcopy(module))
+    attached = attach({name: copied.get_submodule(name) for name in list_of_names(names)})
+    inputs = inputs[:MAX_INPUTS]
+    wanted = [copied(*args, **kwargs) for args, kwargs in inputs]
+    errors = {}
+    for name, layer in attached.items():
+        _find_range(layer, copied, inputs, (ranges or {}).get(name))
+        layer.enabled = True
+        found = [copied(*args, **kwargs) for args, kwargs in inputs]
+        layer.enabled = False
+        errors[name] = noise_share(wanted, found)
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def _find_range(
+    layer: FakeQuantized, module: nn.Module, inputs: Sequence[Inputs], known: tuple[float, float] | None
+) -> None:
+    if known is not None:
+        layer.load(torch.tensor(known))
+        return
+    hook = layer.layer.register_forward_pre_hook(lambda _, args: layer.observe(args[0]))
+    for args, kwargs in inputs:
+        module(*args, **kwargs)
+    hook.remove()
+    layer.update_range(layer.seen.clone())

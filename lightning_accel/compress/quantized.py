@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_accel.compress.calls import Inputs, Run, first_line, smallest_call
+from lightning_accel.compress.fake_quant import rank_layers
 from lightning_accel.compress.forms import measure_forms
 from lightning_accel.compress.latency import Latency, speedup, ties
 from lightning_accel.compress.progress import Progress
@@ -17,7 +18,6 @@ from lightning_accel.compress.quant_form import CannotConvertError, Form
 from lightning_accel.compress.quant_inputs import noise_share
 from lightning_accel.compress.quant_layers import Skip, find_layers
 from lightning_accel.compress.quant_onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
-from lightning_accel.compress.quant_sensitivity import rank_layers
 from lightning_accel.compress.quant_torch import (
     Ranges,
     compiled_bfloat16,

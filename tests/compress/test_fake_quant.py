@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.compress.fake_quant import DECAY, attach, detach
+from lightning_accel.compress.fake_quant import DECAY, attach, detach, rank_layers
 from lightning_accel.compress.quant_layers import find_layers, input_grid, round_input, round_weight, weight_scale
-from lightning_accel.compress.quant_sensitivity import rank_layers
 
 
 def small_network():
