@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_accel.compress.channel_labels import Labels
-from lightning_accel.compress.channel_trace import KERNEL, ChannelTrace, Dims, Given, Rule
+from lightning_accel.compress.channel_trace import KERNEL, ChannelTrace, Dims, Given, Labels, Rule
 from lightning_accel.compress.channel_views import VIEWS
 
 _POINTWISE = {

@@ -9,15 +9,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_accel.compress.channel_labels import Labels, Nodes
 from lightning_accel.ops.native import KERNELS
 
+Labels = npt.NDArray[np.int64]
 Dims = list[Labels | None]
 Given = dict[str, Any]  # arguments of an operation, by name
 Rule = Callable[["ChannelTrace", Given, Any], list[Dims | None]]  # returns the dimensions of each result
@@ -40,7 +41,7 @@ class ChannelTrace(TorchDispatchMode):
     def __init__(self, module: nn.Module, find_rule: Callable[[Any], Rule | None]) -> None:
         super().__init__()
         self._rule_of = find_rule
-        self.nodes = Nodes()
+        self.nodes = _Nodes()
         self.own: dict[tuple[str, int], Labels] = {}  # nodes of parameters and buffers, by name and dimension
         self.contracted: list[Labels] = []  # nodes that a product sums over
         self.taken: list[Labels] = []  # those of them in parameters: the inputs of layers
@@ -200,3 +201,49 @@ class _Leave:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.running.pop()
+
+
+class _Nodes:
+    """Track a node per index of each dimension of a tensor; unite (union-find) those that must be removed together."""
+
+    def __init__(self) -> None:
+        self._parent: Labels = np.zeros(0, dtype=np.int64)
+        self._pins: list[tuple[Labels, str]] = []
+
+    def make(self, count: int) -> Labels:
+        first = len(self._parent)
+        made = np.arange(first, first + count)
+        self._parent = np.concatenate([self._parent, made])
+        return made
+
+    def roots(self, nodes: Labels) -> Labels:
+        """Return the representative of the set of each of ``nodes``."""
+        nodes = self._parent[nodes]
+        while True:
+            above = self._parent[nodes]
+            if np.array_equal(above, nodes):
+                return nodes
+            nodes = above
+
+    def unite(self, first: Labels, second: Labels) -> None:
+        """Unite ``first[i]`` with ``second[i]``, for each i; the two broadcast."""
+        first, second = (side.ravel() for side in np.broadcast_arrays(first, second))
+        while True:
+            one, other = self.roots(first), self.roots(second)
+            differ = one != other
+            if not differ.any():
+                return
+            one, other = one[differ], other[differ]
+            self._parent[np.maximum(one, other)] = np.minimum(one, other)  # of several writes the last wins: repeat
+
+    def pin(self, nodes: Labels, reason: str) -> None:
+        """Exclude ``nodes`` from removal."""
+        self._pins.append((nodes.ravel(), reason))
+
+    def pinned(self) -> dict[int, str]:
+        """Return the first reason of each pinned set, by its representative."""
+        reasons: dict[int, str] = {}
+        for nodes, reason in self._pins:
+            for root in np.unique(self.roots(nodes)).tolist():
+                reasons.setdefault(root, reason)
+        return reasons

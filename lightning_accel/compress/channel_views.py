@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_accel.compress.channel_labels import Labels
-from lightning_accel.compress.channel_trace import ChannelTrace, Dims, Given, Rule
+from lightning_accel.compress.channel_trace import ChannelTrace, Dims, Given, Labels, Rule
 
 
 def _view(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
