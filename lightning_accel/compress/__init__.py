@@ -1,10 +1,9 @@
 """Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
 from lightning_accel.compress.batchnorm import recalibrate_batchnorm_
-from lightning_accel.compress.channel_checkpoint import load_pruned
 from lightning_accel.compress.channel_choice import choose_channels, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, ChannelLayer, find_channel_groups
-from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_
+from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, load_pruned
 from lightning_accel.compress.compressed import Compressed, load_compressed
 from lightning_accel.compress.experts import busiest_experts, measure_expert_load, plan_of_experts, remove_experts_
 from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable

@@ -1,8 +1,9 @@
-"""Plans of channels to remove, as plain numbers, and their application to modules and optimizers."""
+"""Plans of channels to remove, as plain numbers, and their application to modules, optimizers and checkpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase  # torch has no other name for 
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
+from lightning_accel.compress.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.nn.recurrent_layer import RecurrentLayer
+from lightning_accel.strategies.checkpoint_reading import read_checkpoint
 
+CHANNEL_PLAN = "channel_plan"  # key of a plan in a checkpoint, at any depth
+Module = TypeVar("Module", bound=nn.Module)
 Kept = dict[int, list[int]]  # indices that are kept, in order, by dimension
 
 
@@ -252,3 +257,41 @@ def _slice_state(name: str, value: Any, parameter: Tensor, dims: Kept) -> Any:
             "after training"
         )
     return take(value, {dim: indices for dim, indices in dims.items() if value.shape[dim] > 1})
+
+
+def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> Module:
+    """Load a checkpoint of a channel-pruned model into ``module``, which is not pruned yet, in place.
+
+    Args:
+        module: module of the same sizes as before training.
+        checkpoint: a file or its content, of a Trainer with :class:`~lightning_accel.callbacks.Pruning`, or
+            ``{"channel_plan": plan.state_dict(), "state_dict": module.state_dict()}``. Without a plan, only the weights
+            are loaded.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: if the checkpoint has no weights, or the module has not the shapes from before the pruning.
+    """
+    found = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
+    if "state_dict" not in found:
+        raise ValueError(f"the checkpoint holds {', '.join(map(str, found))}; its weights must be in 'state_dict'")
+    plan = find_plan(found)
+    if plan is not None:
+        apply_plan_(module, plan)
+    weights = found["state_dict"]
+    with uncompiled(module) as plain:  # the run may have been compiled or not
+        plain.load_state_dict({clean_name(name): value for name, value in weights.items()})
+    return module
+
+
+def find_plan(state: Any) -> ChannelPlan | None:
+    """Find the plan in ``state``, at any depth of mappings and lists; return None if there is none."""
+    if isinstance(state, Mapping):
+        if state.get(CHANNEL_PLAN):
+            return ChannelPlan.of_state(state[CHANNEL_PLAN])
+        state = [value for key, value in state.items() if key not in ("state_dict", "optimizer_states")]
+    if isinstance(state, (list, tuple)):
+        return next((plan for plan in map(find_plan, state) if plan is not None), None)
+    return None
