@@ -11,9 +11,9 @@ from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruni
 from lightning_accel.callbacks.pruning import exclusion_names
 from lightning_accel.callbacks.teacher import Teacher
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
-from lightning_accel.compress.exclusion import excluded_parameters
 from lightning_accel.compress.export_flat import FromTensors
 from lightning_accel.compress.fake_quant import rank_layers
+from lightning_accel.compress.prunable import excluded_parameters
 from lightning_accel.compress.quant_layers import find_layers
 from lightning_accel.compress.quantized import quantize
 from lightning_accel.models import DeepBeliefNetwork, MoEClassifier, SequenceModel

@@ -21,7 +21,7 @@ from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, first_order_terms, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channel_plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
-from lightning_accel.compress.exclusion import excluded_parameters
+from lightning_accel.compress.prunable import excluded_parameters
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 

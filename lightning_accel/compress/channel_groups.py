@@ -15,7 +15,7 @@ from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, make_channel_plan
 from lightning_accel.compress.channel_rules import find_rule
 from lightning_accel.compress.channel_trace import KERNEL, ChannelTrace, Labels
-from lightning_accel.compress.exclusion import excluded_parameters
+from lightning_accel.compress.prunable import excluded_parameters
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
 
 _STATES = ("state", "states")

@@ -1,6 +1,6 @@
-"""Selection of the parameters of a module that can be pruned, with reasons for the others."""
+"""Selection of the parameters of a module that can be pruned, with reasons for the others, and of excluded ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
     left_out: dict[str, str] = {}
     for raw_name, parameter in module.named_parameters():
         name = clean_name(raw_name)
-        named = [entry for entry in exclude if isinstance(entry, str) and fnmatchcase(name, entry)]
+        named = [entry for entry in exclude if _is_pattern_of(entry, name)]
         unused -= set(named)
         reasons = [f"excluded by {named[0]!r}"] if named else []
         for path, own, owner in owners[id(parameter)]:
@@ -72,13 +72,35 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
             _, _, owner = owners[id(parameter)][0]
             found.append(Prunable(name, parameter, _input_dim(owner, parameter), owner))
     if unused:
-        entry = next(iter(unused))
-        shown = entry if isinstance(entry, str) else entry.__name__
-        raise ValueError(
-            f"exclude has {shown!r}, which is no name of a parameter, submodule or class in {type(module).__name__}, "
-            f"nor a pattern of one; there are {', '.join([*modules][1:9])}"
-        )
+        raise _unmatched(next(iter(unused)), module, modules)
     return found, left_out
+
+
+def excluded_parameters(module: nn.Module, exclude: Sequence[Exclusion]) -> set[str]:
+    """Return the names of the parameters and buffers that ``exclude`` matches.
+
+    Args:
+        module: module with the parameters.
+        exclude: names or globs of parameters or submodules (``"network.6"``, ``"*.head"``), classes of modules, or
+            names of classes; a submodule stands for all its parameters and buffers.
+
+    Raises:
+        ValueError: if an entry matches nothing in ``module``.
+
+    >>> sorted(excluded_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["Linear"]))
+    ['0.bias', '0.weight']
+    """
+    modules = dict(module.named_modules())
+    tensors = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+    found: set[str] = set()
+    for entry in list_of_names(exclude):
+        inside = [name for name, part in modules.items() if _is_class_of(entry, part) or _is_pattern_of(entry, name)]
+        named = [name for name in tensors if _is_pattern_of(entry, name)]
+        if not inside and not named:
+            raise _unmatched(entry, module, modules)
+        found.update(named)
+        found.update(name for name in tensors if any(not one or name.startswith(f"{one}.") for one in inside))
+    return found
 
 
 def clean_name(name: str) -> str:
@@ -92,9 +114,7 @@ def _excluded(modules: dict[str, nn.Module], exclude: Sequence[Exclusion]) -> tu
     unused = set(exclude)
     for entry in exclude:
         for path, one in modules.items():
-            classes = {kind.__name__ for kind in type(one).__mro__}
-            is_one = isinstance(one, entry) if isinstance(entry, type) else entry in classes or fnmatchcase(path, entry)
-            if is_one and (path or not isinstance(entry, str) or entry in classes):
+            if _is_class_of(entry, one) or (path and _is_pattern_of(entry, path)):
                 shown = entry.__name__ if isinstance(entry, type) else entry
                 excluded.setdefault(path, f"excluded by {shown!r}")
                 unused.discard(entry)
@@ -148,3 +168,21 @@ def _input_dim(owner: nn.Module, weight: Tensor) -> int:
         return 0
     is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
     return 1 if is_convolution or weight.ndim == 2 else weight.ndim - 1
+
+
+def _is_class_of(entry: Exclusion, part: nn.Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(part, entry)
+    return entry in {kind.__name__ for kind in type(part).__mro__}
+
+
+def _is_pattern_of(entry: Exclusion, name: str) -> bool:
+    return isinstance(entry, str) and fnmatchcase(name, entry)
+
+
+def _unmatched(entry: Exclusion, module: nn.Module, names: Iterable[str]) -> ValueError:
+    shown = entry if isinstance(entry, str) else entry.__name__
+    return ValueError(
+        f"exclude has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a pattern "
+        f"of one; there are {', '.join([*names][1:9])}"
+    )
