@@ -20,8 +20,7 @@ from lightning_accel import __version__
 from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples
 from lightning_accel.compress.compressed import FORMAT_VERSION, load_compressed
 from lightning_accel.compress.export_flat import FromTensors, outputs_of
-from lightning_accel.compress.export_onnx import add_processing
-from lightning_accel.compress.onnx_operators import translations
+from lightning_accel.compress.export_onnx import add_processing, translations
 from lightning_accel.compress.program_archive import METADATA
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.structure import bind, describe, named_tensors, plain_values, restore, sort_keywords

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
-from lightning_accel.compress.onnx_operators import translations
+from lightning_accel.compress.export_onnx import translations
 from lightning_accel.compress.quant_form import CannotConvertError, Form
 from lightning_accel.compress.quant_inputs import Flat, argument_names, dynamic_sizes, tensors_of
 from lightning_accel.compress.quant_layers import Layers
