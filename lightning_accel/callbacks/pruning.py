@@ -17,9 +17,17 @@ from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules, callbacks_of
 from lightning_accel.callbacks.weight_part import WeightPart
-from lightning_accel.compress.masks import Scope, parse_structure, require_scope, require_target
+from lightning_accel.compress.masks import (
+    SCHEDULES,
+    ScheduleName,
+    Scope,
+    drop_fraction_at,
+    parse_structure,
+    require_scope,
+    require_target,
+    sparsity_at,
+)
 from lightning_accel.compress.prunable import clean_name
-from lightning_accel.compress.schedule import SCHEDULES, ScheduleName, drop_fraction_at, sparsity_at
 from lightning_accel.ops.names import list_of_names
 
 CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "batchnorm", "random"]

@@ -10,12 +10,11 @@ from lightning_accel.compress.export import Exported, ExportError, Probabilities
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.latency import Latency, Speedup, measure_latency, speedup
 from lightning_accel.compress.macs import Macs, count_macs
-from lightning_accel.compress.masks import prune_
+from lightning_accel.compress.masks import prune_, sparsity_at
 from lightning_accel.compress.progress import Progress
 from lightning_accel.compress.prunable import find_prunable
 from lightning_accel.compress.quantized import NothingPickedError, Quantized, quantize
 from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
-from lightning_accel.compress.schedule import sparsity_at
 
 __all__ = [
     "ChannelGroups",

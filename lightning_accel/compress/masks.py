@@ -1,4 +1,7 @@
-"""Choice of the weights to prune. Shapes: N of M consecutive weights along the input dimension are kept."""
+"""Choice of the weights to prune, and schedules of their share.
+
+Shapes: N of M consecutive weights along the input dimension are kept.
+"""
 
 import math
 import re
@@ -13,6 +16,8 @@ from lightning_accel.compress.selection import Part, Reduce, choose_lowest, hash
 
 Scope: TypeAlias = Literal["layer", "global", "erk"]
 SCOPES: tuple[str, ...] = get_args(Scope)
+ScheduleName: TypeAlias = Literal["cubic", "linear", "geometric", "one_shot", "constant"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 ScoreFunction: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
@@ -253,3 +258,34 @@ def _grouped(value: Tensor, input_dim: int, size: int) -> Tensor:
 def _ungrouped(rows: Tensor, shape: Sequence[int], input_dim: int) -> Tensor:
     moved = [length for dim, length in enumerate(shape) if dim != input_dim] + [shape[input_dim]]
     return rows.view(moved).movedim(-1, input_dim).contiguous()
+
+
+def sparsity_at(step: int, begin: int, end: int, target: float, schedule: ScheduleName = "cubic") -> float:
+    """Return the sparsity after ``step``, a share of all weights: 0 before ``begin``, ``target`` from ``end`` on.
+
+    ``cubic`` is eq. 1 of Zhu and Gupta 2017, https://arxiv.org/abs/1710.01878, from 0; ``geometric`` prunes the same
+    share of the remaining weights in each step; ``one_shot`` and ``constant`` reach the target at ``begin``.
+
+    >>> [round(sparsity_at(step, 0, 4, 0.8), 3) for step in range(6)]
+    [0.0, 0.463, 0.7, 0.788, 0.8, 0.8]
+    """
+    if step < begin:
+        return 0.0
+    if schedule in ("one_shot", "constant") or step >= end:
+        return target
+    progress = (step - begin) / (end - begin)
+    if schedule == "cubic":
+        return target * (1 - (1 - progress) ** 3)
+    return target * progress if schedule == "linear" else 1 - (1 - target) ** progress
+
+
+def drop_fraction_at(step: int, begin: int, end: int, first: float) -> float:
+    """Return the share of weights to prune and regrow at ``step``, which decays from ``first`` to 0 as half a cosine.
+
+    Source: Evci et al. 2020, Rigging the Lottery, https://arxiv.org/abs/1911.11134, section 3.
+
+    >>> [round(drop_fraction_at(step, 0, 4, 0.3), 3) for step in range(5)]
+    [0.3, 0.256, 0.15, 0.044, 0.0]
+    """
+    progress = min(max((step - begin) / max(end - begin, 1), 0.0), 1.0)
+    return first / 2 * (1 + math.cos(math.pi * progress))
