@@ -12,8 +12,15 @@ from torch_geometric.data import Data
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import IGNORED
-from lightning_accel.models.graph_layers import EdgeKind, GraphLayers, NormName, make_layers
-from lightning_accel.models.graph_readout import GraphHead, GraphReadout, ReadoutName
+from lightning_accel.models.graph_layers import (
+    EdgeKind,
+    GraphHead,
+    GraphLayers,
+    GraphReadout,
+    NormName,
+    ReadoutName,
+    make_layers,
+)
 from lightning_accel.models.hooks import (
     is_logging_step,
     keep_plain_hyperparameters,
