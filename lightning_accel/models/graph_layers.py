@@ -1,4 +1,4 @@
-"""Layers, convolutions by name, and readouts of graph networks. Shapes: N nodes, M edges, F features, D width, B graphs."""
+"""Layers, convolutions and readouts of graph networks. Shapes: N nodes, M edges, F features, D width, B graphs."""
 
 from collections.abc import Mapping
 from importlib import import_module

@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import lightning as L
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_accel.data.sequence_batch import SequenceBatch
-from lightning_accel.models.carried_state import CarriedState, States
+from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import (
     is_logging_step,
     keep_plain_hyperparameters,
@@ -23,16 +24,77 @@ from lightning_accel.models.hooks import (
 from lightning_accel.models.masked_loss import MaskedLoss, is_valid, masked_loss
 from lightning_accel.models.sequence_export import export_sequence, export_step
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
-from lightning_accel.models.sequence_targets import target_of, valid_steps
 from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN
 from lightning_accel.nn.recurrent_block import RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
+from lightning_accel.strategies.rank_states import RankStates
 
 TargetKind: TypeAlias = Literal["classification", "regression", "labelling", "forecasting"]
 _SIZES = ("num_features", "vocab_size", "num_classes", "num_targets")
+States: TypeAlias = Any  # tensors (layers, B, H) in any nesting
+_KEY = "carried_state"  # key in checkpoints
+
+
+class _CarriedState:
+    """Hold the states after the last batch, of training and of each kind of evaluation, in this process.
+
+    A checkpoint contains the training states of every process; a run on another number of processes starts from zeros,
+    with a warning.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, States] = {}
+        self._ranks = RankStates()
+
+    def take(self, stage: str, carried: Tensor) -> States | None:
+        """Return states for a batch whose sample i continues sample ``carried[i]`` of the batch before; zeros for -1.
+
+        Raises:
+            ValueError: if the batch before had no such sample.
+        """
+        states = self._states.get(stage)
+        if states is None:
+            return None
+        rows = tree_leaves(states)[0].shape[1]
+        if carried.numel() and int(carried.max()) >= rows:
+            raise ValueError(
+                f"SequenceBatch.carried names row {int(carried.max())} of the batch before, which had {rows} rows. "
+                "Number the rows of that batch from 0, and use -1 for those that begin"
+            )
+        device = tree_leaves(states)[0].device
+        carried = carried.to(device)
+        goes_on = (carried >= 0)[:, None]
+        return tree_map(lambda state: torch.where(goes_on, state[:, carried.clamp(min=0)], 0), states)
+
+    def keep(self, stage: str, states: States) -> None:
+        """Store ``states``, detached from the graph."""
+        self._states[stage] = tree_map(torch.detach, states)
+
+    def forget(self, stage: str) -> None:
+        self._states.pop(stage, None)
+
+    def save(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
+        """Add the training states of all processes to ``checkpoint``; all processes must call it."""
+        if "train" in self._states:
+            mine = tree_map(Tensor.cpu, self._states["train"])
+            checkpoint[_KEY] = self._ranks.gather(mine, trainer)
+
+    def load(self, checkpoint: dict[str, Any], trainer: L.Trainer, device: torch.device) -> None:
+        """Load the states that :meth:`save` added."""
+        saved = checkpoint.get(_KEY)
+        if saved is None:
+            return
+        if len(saved) != trainer.world_size:
+            rank_zero_warn(
+                f"the checkpoint holds states of sequences in {len(saved)} processes, this run has "
+                f"{trainer.world_size}: sequences that were cut go on from a state of zeros"
+            )
+            self.forget("train")
+            return
+        self._states["train"] = tree_map(lambda state: state.to(device), saved[trainer.global_rank])
 
 
 class SequenceOutput(NamedTuple):
@@ -154,7 +216,7 @@ class SequenceModel(L.LightningModule):
         self._cell_options |= {"zoneout": zoneout, "layer_norm": layer_norm, "execution": execution}
         self._hidden_size, self._num_layers = hidden_size, num_layers
         self.head: nn.Module | None = None
-        self._carried = CarriedState()
+        self._carried = _CarriedState()
         self._valid_per_row: Tensor | None = None
         self.val_loss, self.val_score = MeanMetric(), MeanMetric()
         self.test_loss, self.test_score = MeanMetric(), MeanMetric()
@@ -259,7 +321,7 @@ class SequenceModel(L.LightningModule):
             raise RuntimeError("the sizes of this SequenceModel are not known yet; pass num_features and num_classes")
         if x.is_floating_point() and lengths is not None and self.residual:
             # a NaN in the padding would reach the gradient of the encoder's weight
-            x = torch.where(valid_steps(lengths, x.shape[1], x.device)[..., None], x, 0)
+            x = torch.where(_valid_steps(lengths, x.shape[1], x.device)[..., None], x, 0)
         features = self.encoder(x)
         states = []
         for number, block in enumerate(self.blocks):
@@ -341,7 +403,7 @@ class SequenceModel(L.LightningModule):
         """Count the valid targets on all processes, before a strategy splits the batch further."""
         batch = SequenceBatch(*batch)
         assert self.target_kind is not None
-        valid = is_valid(target_of(batch, self.target_kind)).sum().float()
+        valid = is_valid(_target_of(batch, self.target_kind)).sum().float()
         self._valid_per_row = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / len(batch.x)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -362,7 +424,7 @@ class SequenceModel(L.LightningModule):
     def _masked_loss(self, batch: SequenceBatch, stage: str) -> MaskedLoss:
         assert self.target_kind is not None
         unit = self.value_std if self.target_kind == "regression" else None
-        return masked_loss(self._scores(batch, stage), target_of(batch, self.target_kind), unit)
+        return masked_loss(self._scores(batch, stage), _target_of(batch, self.target_kind), unit)
 
     def _scores(self, batch: SequenceBatch, stage: str) -> Tensor:
         if batch.carried is None:
@@ -438,3 +500,32 @@ class SequenceModel(L.LightningModule):
         if self.target_kind == "classification":
             return name_classes(scores, self.class_names)
         return name_labels(scores, batch.lengths, self.class_names)
+
+
+def _valid_steps(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
+    """Return which steps are before each sample's end, (B, T) bool.
+
+    >>> _valid_steps(torch.tensor([1, 0]), 2, torch.device("cpu")).tolist()
+    [[True, False], [False, False]]
+    """
+    return torch.arange(num_steps, device=device) < lengths.to(device, non_blocking=True)[:, None]
+
+
+def _next_steps(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return the step after each step of ``x`` (B, T) or (B, T, F); IGNORED, or NaN, from a sample's last step on."""
+    there = _valid_steps(lengths - 1, x.shape[1], x.device)
+    there = there if x.ndim == 2 else there[..., None]
+    return torch.where(there, x.roll(-1, dims=1), torch.nan if x.is_floating_point() else IGNORED)
+
+
+def _target_of(batch: SequenceBatch, kind: str) -> Tensor:
+    """Return the target of ``batch``, on the device of its sequences.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if batch.target is not None:
+        return batch.target.float() if kind == "regression" and not batch.target.is_floating_point() else batch.target
+    if kind != "forecasting":
+        raise ValueError(f"target_kind={kind!r} needs a target in each batch; got SequenceBatch.target=None")
+    return _next_steps(batch.x, batch.lengths)
