@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_accel.models.dbn_layers import Units, require_options
 from lightning_accel.models.dbn_metrics import BeliefMetrics, Likelihood
 from lightning_accel.models.dbn_stages import (
     Decay,
     Schedule,
     Stage,
+    Units,
     data_statistics,
     redistribute_states,
+    require_options,
     require_schedule,
     set_parameter_,
 )
