@@ -29,16 +29,16 @@ from lightning_accel.nn.rbm import RBM, Hidden
 
 _MINIBATCHES = 500  # updates per training_step: one step of Lightning's loop costs as much as several updates
 _MAX_SEED = 2**31 - 1
-_Array = NDArray[Any]
+Array = NDArray[Any]
 
 
 class _RowScaler:
     """Scale samples for visible units: unchanged for Bernoulli units, standardized for Gaussian ones."""
 
-    mean: _Array | None = None
-    scale: _Array | None = None
+    mean: Array | None = None
+    scale: Array | None = None
 
-    def __init__(self, rows: _Array, visible: str) -> None:
+    def __init__(self, rows: Array, visible: str) -> None:
         if visible not in ("auto", "bernoulli", "gaussian"):
             raise ValueError(f"visible must be 'auto', 'bernoulli' or 'gaussian'; got {visible!r}")
         if visible == "auto":
@@ -63,21 +63,21 @@ class _RowScaler:
         """Return what standardization adds to the logarithm of a density."""
         return 0.0 if self.scale is None else float(np.log(self.scale[self.varies]).sum())
 
-    def scaled(self, rows: _Array) -> Tensor:
+    def scaled(self, rows: Array) -> Tensor:
         """Scale samples (N, V) to the values of units, in the same dtype."""
         if self.mean is None or self.scale is None:
             return torch.from_numpy(np.ascontiguousarray(rows))
         kept = (rows[:, self.varies] - self.mean[self.varies]) / self.scale[self.varies]
         return torch.from_numpy(kept.astype(rows.dtype))
 
-    def unscaled(self, states: Tensor) -> _Array:
+    def unscaled(self, states: Tensor) -> Array:
         """Scale values of units back to samples (N, V)."""
         if self.mean is None or self.scale is None:
             return states.numpy()
         rows = states.numpy() * self.scale[self.varies] + self.mean[self.varies]
         return self.with_constants(rows, self.mean).astype(states.numpy().dtype)
 
-    def with_constants(self, values: _Array, constant: _Array | float) -> _Array:
+    def with_constants(self, values: Array, constant: Array | float) -> Array:
         """Insert ``constant`` for constant columns into ``values`` of the other columns; return (..., V)."""
         whole = np.empty((*values.shape[:-1], len(self.varies)), dtype=values.dtype)
         whole[...] = constant
@@ -179,14 +179,14 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return len(self.components_)
 
     @torch.no_grad()
-    def transform(self, X: ArrayLike) -> _Array:
+    def transform(self, X: ArrayLike) -> Array:
         """Compute the means of the hidden units, (N, H), of samples (N, V)."""
         check_is_fitted(self)
         rows = _validate_input(self, X, reset=False)
         return self._rbm_as(rows)(self._scaler.scaled(rows)).numpy()
 
     @torch.no_grad()
-    def inverse_transform(self, X: ArrayLike) -> _Array:
+    def inverse_transform(self, X: ArrayLike) -> Array:
         """Compute the means of the visible units, (N, V), of hidden ones (N, H)."""
         check_is_fitted(self)
         hidden = check_array(X, dtype=[np.float64, np.float32])
@@ -195,7 +195,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         rbm = self._rbm_as(hidden)
         return self._scaler.unscaled(rbm.visible_units.mean(rbm.visible_activation(torch.from_numpy(hidden))))
 
-    def score_samples(self, X: ArrayLike) -> _Array:
+    def score_samples(self, X: ArrayLike) -> Array:
         """Compute the log-probability (density) of each sample in nats, (N,).
 
         It is exact if one side of the RBM has at most 20 bits, else annealed in 1000 steps, anew in each call; see
@@ -215,7 +215,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return float(self.score_samples(X).mean())
 
     @torch.no_grad()
-    def gibbs(self, v: ArrayLike, n_steps: int = 1) -> _Array:
+    def gibbs(self, v: ArrayLike, n_steps: int = 1) -> Array:
         """Draw samples (N, V) by ``n_steps`` Gibbs steps starting from samples ``v`` (N, V)."""
         check_is_fitted(self)
         rows = _validate_input(self, v, reset=False)
@@ -224,7 +224,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             states = rbm.sample_visible(rbm.sample_hidden(states, generator), generator)
         return self._scaler.unscaled(states)
 
-    def sample(self, n_samples: int = 1, n_steps: int = 1000) -> _Array:
+    def sample(self, n_samples: int = 1, n_steps: int = 1000) -> Array:
         """Draw samples (N, V) from the model, by ``n_steps`` Gibbs steps starting from independent units."""
         check_is_fitted(self)
         return self._scaler.unscaled(self.rbm_.sample(n_samples, n_steps, generator=self._generator()))
@@ -236,7 +236,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def _generator(self) -> Generator:
         return Generator().manual_seed(int(self.random_state_.randint(_MAX_SEED)))
 
-    def _rbm_as(self, rows: _Array) -> RBM:
+    def _rbm_as(self, rows: Array) -> RBM:
         """Return the RBM in the dtype of ``rows``."""
         if rows.dtype == np.float32:
             return self.rbm_
@@ -332,18 +332,18 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         return self
 
     @torch.no_grad()
-    def predict_log_proba(self, X: ArrayLike) -> _Array:
+    def predict_log_proba(self, X: ArrayLike) -> Array:
         """Compute the log-probabilities of the classes, (N, C), of samples (N, V)."""
         check_is_fitted(self)
         rows = _validate_input(self, X, reset=False)
         network = self.network_ if rows.dtype == np.float32 else copy.deepcopy(self.network_).double()
         return network(self._scaler.scaled(rows)).log_softmax(dim=1).numpy()
 
-    def predict_proba(self, X: ArrayLike) -> _Array:
+    def predict_proba(self, X: ArrayLike) -> Array:
         """Compute the probabilities of the classes, (N, C), of samples (N, V)."""
         return np.exp(self.predict_log_proba(X))
 
-    def predict(self, X: ArrayLike) -> _Array:
+    def predict(self, X: ArrayLike) -> Array:
         """Predict the most probable class, (N,), of samples (N, V)."""
         best = self.predict_log_proba(X).argmax(axis=1)  # raises if not fitted, before classes_ is read
         return self.classes_[best]
