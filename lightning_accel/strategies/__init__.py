@@ -11,12 +11,12 @@ from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_accel.strategies.pipeline import PipelineStrategy
 from lightning_accel.strategies.process_exit import leave_group_at_exit
+from lightning_accel.strategies.sharding import find_blocks
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
     convert_sync_batchnorm_,
     revert_sync_batchnorm_,
 )
-from lightning_accel.strategies.wrap_policy import find_blocks
 
 __all__ = [
     "AccelDDPStrategy",

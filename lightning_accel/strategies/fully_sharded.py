@@ -52,10 +52,10 @@ from lightning_accel.strategies.sharding import (
     batch_norm_statistics,
     broadcast_,
     broadcast_state,
+    find_blocks,
     recompute_activations,
     shard_module,
 )
-from lightning_accel.strategies.wrap_policy import find_blocks
 
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
