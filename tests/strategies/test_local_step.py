@@ -5,7 +5,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_accel.strategies.local_step import step_on_shards
+from lightning_accel.strategies.fully_sharded import step_on_shards
 from tests.ranks import run_ranks
 
 OPTIMIZERS = [ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop]
