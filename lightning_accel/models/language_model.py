@@ -36,7 +36,7 @@ from lightning_accel.nn import (
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.evaluation import evaluating
-from lightning_accel.strategies.clipping import clip_grad_norm_
+from lightning_accel.strategies.gradients import clip_grad_norm_
 
 
 class LanguageModelOutput(NamedTuple):

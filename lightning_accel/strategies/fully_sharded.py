@@ -33,8 +33,8 @@ from lightning_accel.strategies.atomic import (
 )
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoint_reading import require_loadable
-from lightning_accel.strategies.clipping import clip_grad_norm_
 from lightning_accel.strategies.expert_parallel import find_experts
+from lightning_accel.strategies.gradients import clip_grad_norm_
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 from lightning_accel.strategies.sharded_metadata import REST
 from lightning_accel.strategies.sharded_state import (
@@ -60,6 +60,8 @@ from lightning_accel.strategies.sharding import (
 )
 
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# Each element of a parameter is updated by its own gradient alone. Subclasses may do otherwise.
+_ELEMENTWISE = ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 
 class FullyShardedStrategy(DDPStrategy):
@@ -441,10 +443,6 @@ def _chain_future(first: Future[Any], act: Callable[[], object]) -> Future[Any]:
 
     first.add_done_callback(run_action)
     return both
-
-
-# Each element of a parameter is updated by its own gradient alone. Subclasses may do otherwise.
-_ELEMENTWISE = ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 
 def step_on_shards(optimizer: Optimizer) -> None:

@@ -20,6 +20,13 @@ from torchmetrics import Metric
 
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.batch_splitting import count_samples, split_batch
+from lightning_accel.strategies.gradients import (
+    PrecomputedGradients,
+    average_,
+    broadcast_overflow_,
+    clip_by_norm_,
+    sum_shared_,
+)
 from lightning_accel.strategies.pipeline_chain import (
     Chain,
     find_layers,
@@ -31,13 +38,6 @@ from lightning_accel.strategies.pipeline_chain import (
 )
 from lightning_accel.strategies.pipeline_checkpoint import FullState
 from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, ScheduleName
-from lightning_accel.strategies.pipeline_gradients import (
-    PrecomputedGradients,
-    average_,
-    broadcast_overflow_,
-    clip_by_norm_,
-    sum_shared_,
-)
 from lightning_accel.strategies.pipeline_logging import StepLog
 from lightning_accel.strategies.rendezvous import waiting_for_processes
 from lightning_accel.strategies.sharding import broadcast_state

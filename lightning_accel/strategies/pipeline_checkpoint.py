@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from lightning_accel.strategies.pipeline_engine import Pipeline
+from lightning_accel.strategies.pipeline_stage import to_cpu
 
 
 class FullState:
@@ -32,7 +32,7 @@ class FullState:
         owner = self._owner_ranks()
         last_rank = self.pipeline.last % self.pipeline.ranks.size
         own = {
-            name: _to_cpu(value)
+            name: to_cpu(value)
             for name, value in state.items()
             if owner.get(name, last_rank) == self.pipeline.ranks.rank
         }
@@ -46,7 +46,7 @@ class FullState:
         """Return the optimizer's state dict; empty on ranks other than the first of the pipeline."""
         state = optimizer.state_dict()
         own = {
-            number: _to_cpu(state["state"][number]) for number in _held_numbers(optimizer) if number in state["state"]
+            number: to_cpu(state["state"][number]) for number in _held_numbers(optimizer) if number in state["state"]
         }
         parts = self._gather(own)
         if not parts:
@@ -89,7 +89,3 @@ def _held_numbers(optimizer: Optimizer) -> list[int]:
     """Return the numbers of the parameters that are not on the meta device, as in the optimizer's state dict."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [number for number, parameter in enumerate(parameters) if not parameter.is_meta]
-
-
-def _to_cpu(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)

@@ -10,11 +10,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_accel.strategies.pipeline_engine import Pipeline
-from lightning_accel.strategies.pipeline_stage import materialize
+from lightning_accel.strategies.pipeline_stage import materialize, to_cpu
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _OVER_MICRO_BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -130,9 +129,9 @@ def _progress(metric: Metric) -> tuple[int, dict[str, int]]:
 def _state_changes(metric: Metric, before: tuple[int, dict[str, int]]) -> tuple[int, dict[str, Any]]:
     """Return the update count and the changed states that :func:`_apply_state` applies elsewhere."""
     state = {
-        key: (min(before[1][key], len(value)), tree_map(_to_cpu, value[before[1][key] :]))
+        key: (min(before[1][key], len(value)), to_cpu(value[before[1][key] :]))
         if isinstance(value, list)
-        else _to_cpu(value)
+        else to_cpu(value)
         for key, value in metric.metric_state.items()
     }
     return metric.update_count, state
@@ -147,7 +146,3 @@ def _apply_state(metric: Metric, update_count: int, state: dict[str, Any]) -> No
             setattr(metric, key, value.to(metric.device))
     metric._update_count = update_count  # has no public name, and without it compute() warns
     metric._computed = None
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -137,6 +137,11 @@ def materialize(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.materialize() if isinstance(leaf, StandInTensor) else leaf, tree)
 
 
+def to_cpu(tree: Any) -> Any:
+    """Copy the tensors in ``tree`` to the CPU, detached from the graph."""
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def _changes_other_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a tensor other than a :class:`StandInTensor` is changed in place, such as a metric state."""
     name = getattr(func, "__name__", "")

@@ -15,8 +15,8 @@ from torchmetrics import CatMetric
 from lightning_accel.models import MoELanguageModel
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.strategies import PipelineStrategy
+from lightning_accel.strategies.gradients import broadcast_overflow_
 from lightning_accel.strategies.pipeline_chain import Chain, find_layers, stage_sizes
-from lightning_accel.strategies.pipeline_gradients import broadcast_overflow_
 from lightning_accel.strategies.pipeline_message import flat_specs, pack, unpack
 from lightning_accel.strategies.pipeline_stage import StageRun
 from tests.ranks import run_ranks
