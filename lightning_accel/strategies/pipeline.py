@@ -48,7 +48,7 @@ from lightning_accel.strategies.sync_batchnorm import (
 )
 
 
-class FullState:
+class _FullState:
     """Gather on rank 0 what the stages hold, in the names and the order of the full module.
 
     Args:
@@ -532,9 +532,9 @@ class PipelineStrategy(DDPStrategy):
 
     # ---- checkpoints
 
-    def _full_state(self) -> FullState:
+    def _full_state(self) -> _FullState:
         assert self.lightning_module is not None
-        return FullState(self.lightning_module, self.pipeline)
+        return _FullState(self.lightning_module, self.pipeline)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict on the first process of each pipeline, and an empty one on the others."""

@@ -138,7 +138,7 @@ def materialize(tree: Any) -> Any:
 
 
 def to_cpu(tree: Any) -> Any:
-    """Copy the tensors in ``tree`` to the CPU, detached from the graph."""
+    """Return ``tree`` with its tensors on the CPU, detached from the graph."""
     return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
