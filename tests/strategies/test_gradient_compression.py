@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_accel.strategies import AccelDDPStrategy
-from lightning_accel.strategies.gradient_compression import PowerSGD
+from lightning_accel.strategies.ddp import PowerSGD
 from tests.ranks import run_ranks
 
 QUIET = {
