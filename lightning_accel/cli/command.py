@@ -44,6 +44,7 @@ from lightning_accel.cli.run_folder import (
 )
 from lightning_accel.compress import ExportError
 from lightning_accel.strategies.atomic import NotWrittenError
+from lightning_accel.strategies.rendezvous import leave_group_at_exit
 
 
 class AccelCLI(LightningCLI):
@@ -145,6 +146,7 @@ class AccelCLI(LightningCLI):
             raise UsageError("--lr_interval step has no effect without --lr_scheduler; add the scheduler")
 
     def after_instantiate_classes(self) -> None:
+        leave_group_at_exit()  # Lightning's own strategies do not
         require_names(self.trainer)
         require_writable(self.trainer)
         config = self.config_init[self.subcommand]

@@ -10,7 +10,6 @@ from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_accel.strategies.pipeline import PipelineStrategy
-from lightning_accel.strategies.process_exit import leave_group_at_exit
 from lightning_accel.strategies.sharding import find_blocks
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
@@ -43,5 +42,3 @@ for strategy in (
     PipelineStrategy,
 ):
     strategy.register_strategies(StrategyRegistry)
-
-leave_group_at_exit()

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_accel.strategies.atomic import find_written, remove_atomically, write_atomically
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.checkpoint_reading import find_damage, require_loadable, verified_file
-from lightning_accel.strategies.rendezvous import waiting_for_processes
+from lightning_accel.strategies.rendezvous import joining_process_group
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -62,7 +62,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def setup_environment(self) -> None:
-        with waiting_for_processes(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, self._timeout):
             super().setup_environment()
 
     def process_dataloader(self, dataloader: object) -> object:

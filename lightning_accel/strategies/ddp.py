@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
-from lightning_accel.strategies.rendezvous import waiting_for_processes
+from lightning_accel.strategies.rendezvous import joining_process_group
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY = "accel_ddp_powersgd"  # key in checkpoints
@@ -228,7 +228,7 @@ class AccelDDPStrategy(DDPStrategy):
         self._accumulating = False
 
     def setup_environment(self) -> None:
-        with waiting_for_processes(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, self._timeout):
             super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:

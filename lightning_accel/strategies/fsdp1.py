@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoint_reading import require_loadable
-from lightning_accel.strategies.rendezvous import waiting_for_processes
+from lightning_accel.strategies.rendezvous import joining_process_group
 
 
 class FSDP1Strategy(FSDPStrategy):
@@ -33,7 +33,7 @@ class FSDP1Strategy(FSDPStrategy):
             strategy_registry.register("accel_fsdp1", cls, description, state_dict_type="sharded")
 
     def setup_environment(self) -> None:
-        with waiting_for_processes(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, self._timeout):
             super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:

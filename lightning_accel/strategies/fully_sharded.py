@@ -35,7 +35,7 @@ from lightning_accel.strategies.batch_samplers import require_distributable_batc
 from lightning_accel.strategies.checkpoint_reading import require_loadable
 from lightning_accel.strategies.expert_parallel import find_experts
 from lightning_accel.strategies.gradients import clip_grad_norm_
-from lightning_accel.strategies.rendezvous import waiting_for_processes
+from lightning_accel.strategies.rendezvous import joining_process_group
 from lightning_accel.strategies.sharded_metadata import REST
 from lightning_accel.strategies.sharded_state import (
     gather_full_state,
@@ -157,7 +157,7 @@ class FullyShardedStrategy(DDPStrategy):
             strategy_registry.register("accel_expert_parallel", cls, description, expert_parallel_size="all")
 
     def setup_environment(self) -> None:
-        with waiting_for_processes(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, self._timeout):
             super().setup_environment()
         for name, size in (("shard_size", self.shard_size), ("expert_parallel_size", self.expert_parallel_size)):
             if isinstance(size, int) and (size < 1 or self.world_size % size):

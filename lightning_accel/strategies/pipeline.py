@@ -39,7 +39,7 @@ from lightning_accel.strategies.pipeline_chain import (
 from lightning_accel.strategies.pipeline_engine import Job, Pipeline, Ranks, ScheduleName
 from lightning_accel.strategies.pipeline_logging import StepLog
 from lightning_accel.strategies.pipeline_stage import to_cpu
-from lightning_accel.strategies.rendezvous import waiting_for_processes
+from lightning_accel.strategies.rendezvous import joining_process_group
 from lightning_accel.strategies.sharding import broadcast_state
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
@@ -235,7 +235,7 @@ class PipelineStrategy(DDPStrategy):
         return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
-        with waiting_for_processes(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, self._timeout):
             super().setup_environment()
         replicas, stages = self.data_parallel_size, self.world_size // self.data_parallel_size
         if stages < 2 or replicas * stages != self.world_size:

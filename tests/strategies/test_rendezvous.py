@@ -1,3 +1,5 @@
+import atexit
+import importlib
 import os
 import re
 import socket
@@ -8,9 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_accel.strategies.rendezvous import waiting_for_processes
+from lightning_accel import strategies
+from lightning_accel.strategies.rendezvous import joining_process_group
 
 
 class Second(LightningEnvironment):
@@ -44,7 +48,7 @@ def test_says_who_is_missing(caplog, address, listens, said):
         if listens:
             listener.listen()
         port = listener.getsockname()[1]
-        with waiting_for_processes(Second(address, port), timedelta(seconds=1)):
+        with joining_process_group(Second(address, port), timedelta(seconds=1)):
             time.sleep(0.4)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"rank 1 of 2 has waited 0 s for the other processes at {address}:{port}. ")
@@ -52,9 +56,23 @@ def test_says_who_is_missing(caplog, address, listens, said):
 
 
 def test_says_nothing_where_all_come_soon(caplog):
-    with waiting_for_processes(Second("127.0.0.1", 1), timedelta(minutes=30)):
+    with joining_process_group(Second("127.0.0.1", 1), timedelta(minutes=30)):
         pass
     assert not caplog.records
+
+
+@pytest.mark.parametrize("environment", [None, Second("127.0.0.1", 1)])
+def test_a_process_leaves_its_group_at_exit_once_a_run_began(monkeypatch, environment):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    importlib.reload(strategies)
+    assert not at_exit
+    with joining_process_group(environment, None):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (leave,) = at_exit
+    assert dist.is_initialized()
+    leave()
+    assert not dist.is_initialized()
 
 
 @pytest.mark.slow
