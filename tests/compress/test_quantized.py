@@ -471,6 +471,7 @@ def test_all_forms_of_a_network():
     torch.testing.assert_close(again.run(x), static.run(x), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_form_without_a_file_says_why(monkeypatch):
     def fails(program, inputs):
         raise RuntimeError("its sizes are odd")
