@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md asks of docstrings, as far as a program can tell."""
+"""What CONTRIBUTING.md says, as far as a program can tell: words of docstrings, and where things are."""
 
 import ast
 import re
@@ -30,3 +30,11 @@ def test_docstrings_begin_with_a_verb():
 
 def test_sentences_stand_alone():
     assert not [(place, found) for place, _, text in docstrings() for found in NO_SENTENCE.findall(text)]
+
+
+def test_the_map_of_the_house_is_true():
+    text = (FOLDER.parent / "CONTRIBUTING.md").read_text()
+    places = re.findall(r"\| `([\w/]+\.py)` \| `(\w+)` \|", text)
+    assert len(places) > 20
+    for file, name in places:
+        assert re.search(rf"^(def|class) {name}\b", (FOLDER / file).read_text(), re.MULTILINE), (file, name)
