@@ -235,8 +235,7 @@ class Distillation(L.Callback):
 
     def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._teacher is not None
-        dtypes = {one.dtype for one in pl_module.parameters() if one.is_floating_point()}
-        self._teacher.place(trainer.strategy.root_device, dtypes.pop() if len(dtypes) == 1 else None)
+        self._teacher.place(trainer.strategy.root_device, _common_dtype(pl_module))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -463,8 +462,7 @@ def _dry_run_step(trainer: L.Trainer, pl_module: L.LightningModule, copied: Whol
         loader = first_batches(trainer, of_training=True)
         if loader is None:
             return
-        dtypes = {value.dtype for value in pl_module.parameters() if value.is_floating_point()}
-        module.to(trainer.strategy.root_device, dtypes.pop() if len(dtypes) == 1 else None)
+        module.to(trainer.strategy.root_device, _common_dtype(pl_module))
         original, failures = module.training_step, []
 
         def step_once(batch: Any, *args: Any) -> None:
@@ -494,3 +492,9 @@ def _dry_run_step(trainer: L.Trainer, pl_module: L.LightningModule, copied: Whol
             raise failures[0]
 
     run_in_first_process(trainer, make, run, purpose)
+
+
+def _common_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the floating-point parameters, None if they have several."""
+    dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None

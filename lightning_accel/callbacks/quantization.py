@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import torch
@@ -43,6 +43,7 @@ from lightning_accel.compress.quantized import (
     Quantized,
     quantize,
     require_form,
+    require_one_of,
 )
 from lightning_accel.compress.report import Report, describe_speedup
 from lightning_accel.ops.names import list_of_names
@@ -109,9 +110,9 @@ class Quantization(L.Callback):
         seconds: float = 0.5,
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        _require_one_of("mode", mode, Mode)
-        _require_one_of("backend", backend, Backend)
-        _require_one_of("device", device, Literal["cpu", "cuda"])
+        require_one_of("mode", mode, Mode)
+        require_one_of("backend", backend, Backend)
+        require_one_of("device", device, Literal["cpu", "cuda"])
         if mode == "qat" and backend not in ("auto", "pt2e", "onnxruntime"):
             raise ValueError(f"mode='qat' is converted by backend 'pt2e' or 'onnxruntime'; got {backend!r}")
         if monitor_mode not in ("max", "min"):
@@ -458,8 +459,3 @@ def _speed_summary(result: Quantized) -> str:
         if found:
             parts.append(f"{' and '.join(found)} as fast as {other}")
     return f": {'; '.join(parts)}" if parts else ""
-
-
-def _require_one_of(name: str, value: str, kind: Any) -> None:
-    if value not in get_args(kind):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")

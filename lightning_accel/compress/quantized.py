@@ -227,8 +227,8 @@ def require_form(mode: str, backend: str, device_type: str, file_format: str | N
             be written in this format.
         ModuleNotFoundError: if a package of ``backend`` is missing; the message says what to install.
     """
-    _require(mode, Mode, "mode")
-    _require(backend, Backend, "backend")
+    require_one_of("mode", mode, Mode)
+    require_one_of("backend", backend, Backend)
     here = [maker for maker in _MAKERS.values() if device_type in maker.devices]
     if not any(_is_wanted(maker, mode, backend, file_format) for maker in here):
         fitting = [maker for maker in here if maker.kind != "float" and _is_wanted(maker, "auto", "auto", file_format)]
@@ -431,6 +431,7 @@ def _note(form: Form | None) -> str:
     return "; ".join([*parts, *([f"no file: {form.no_file}"] if form.no_file else [])])
 
 
-def _require(value: str, kind: Any, name: str) -> None:
+def require_one_of(name: str, value: str, kind: Any) -> None:
+    """Reject a value that is not among those of the Literal ``kind``."""
     if value not in get_args(kind):
         raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
