@@ -2,8 +2,7 @@
 
 from lightning_accel.data.bars import BarsAndStripesDataModule
 from lightning_accel.data.digits import DigitsDataModule
-from lightning_accel.data.idx import IdxDataModule
-from lightning_accel.data.idx_files import read_idx
+from lightning_accel.data.idx import IdxDataModule, read_idx
 from lightning_accel.data.length_sampler import LengthBatchSampler, length_batch_loader
 from lightning_accel.data.sequence_batch import SequenceBatch
 from lightning_accel.data.sequences import SequenceDataModule

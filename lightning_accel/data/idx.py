@@ -1,7 +1,13 @@
 """Images in IDX files, the format of MNIST. Shapes: N images of a file, B of a batch, H and W pixels."""
 
+import gzip
+import math
+import re
+import zlib
+from dataclasses import dataclass, replace
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -9,13 +15,116 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_accel.data.bounds import MAX_BYTES
+from lightning_accel.data.bounds import MAX_BYTES, require_allowed
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.idx_files import IdxPart, find_idx, read_idx, require_idx
 from lightning_accel.data.in_memory import in_memory_loader, require_loading_options
-from lightning_accel.data.tables import existing_file, split_rows
+from lightning_accel.data.quoting import shown
+from lightning_accel.data.tables import existing_file, regular_file, split_rows
 
+IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
 Limits: TypeAlias = tuple[float, float]
+
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> np.ndarray:
+    """Read the array of an IDX file, gzipped or not, whatever its name.
+
+    Args:
+        path: the file.
+        max_bytes: largest size of an unpacked gzipped file in bytes; 32 times its packed size if that is more.
+
+    Returns:
+        A writable array of the file's type (uint8, int8, int16, int32, float32 or float64) in the machine's byte order.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no IDX file, is truncated, is longer than its header says, holds no values, is too large
+            unpacked, or is a folder or a device.
+
+    Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, section on the file format
+    """
+    path = regular_file(path)
+    with path.open("rb") as start:
+        is_packed = start.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            dtype, shape = _read_header(file, path)
+            promised = math.prod(shape) * dtype.itemsize
+            if promised == 0:
+                raise ValueError(f"{path} holds no values: its shape is {shape}")
+            if is_packed:
+                require_allowed(promised, path, max_bytes, f"{path}, whose header says {shown(shape, 100)},")
+            found = promised if is_packed else path.stat().st_size - file.tell()
+            if found == promised:
+                values = np.empty(math.prod(shape), dtype)
+                found = file.readinto(values.view(np.uint8).data) + len(file.read(1))
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is gzipped and cannot be unpacked: {error}. Fetch or write it again") from error
+    sizes = f"{shown(shape, 100)} of {dtype.itemsize} bytes each"
+    if found < promised:
+        raise ValueError(
+            f"{path} is cut short: its header says {sizes}, {shown(promised)} bytes, and {found} are there. Fetch or "
+            "write it again"
+        )
+    if found > promised:
+        raise ValueError(
+            f"{path} is longer than its header says: {sizes} are {shown(promised)} bytes, and "
+            f"{found}{' or more' if is_packed else ''} are there. Write it again, with the right shape"
+        )
+    return values.reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _read_header(file: BufferedIOBase, path: Path) -> tuple[np.dtype, tuple[int, ...]]:
+    """Read the type and the shape from the start of an open file."""
+    magic = file.read(4)
+    if not magic:
+        raise ValueError(f"{path} is empty; an IDX file was needed")
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _DTYPES or magic[3] == 0:
+        raise ValueError(
+            f"{path} is no IDX file: those begin with two bytes of 0, one of "
+            f"{', '.join(f'{code:02x}' for code in _DTYPES)} for the type, and the number of dimensions; it begins "
+            f"with {magic.hex(' ')}"
+        )
+    rank, sizes = magic[3], file.read(4 * magic[3])
+    if len(sizes) < 4 * rank:
+        raise ValueError(
+            f"{path} is cut short: a header of {rank} dimensions takes {4 + 4 * rank} bytes, and {4 + len(sizes)} are "
+            "there"
+        )
+    return np.dtype(_DTYPES[magic[2]]), tuple(np.frombuffer(sizes, ">u4").tolist())
+
+
+def _matching_files(folder: Path, part: IdxPart) -> list[Path]:
+    """Return the files of ``part`` in ``folder`` by their usual names; a file goes before its gzipped copy."""
+    pattern = rf"(.+-)?{part.replace('test-', '(t10k|test)-')}[-.]idx\d+-\w+(\.gz)?"
+    found = sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
+    return [path for path in found if path.suffix != ".gz" or path.with_suffix("") not in found]
+
+
+def _find_idx(folder: Path, part: IdxPart, remedy: str = "") -> Path:
+    """Return the only file of ``part`` in ``folder``.
+
+    Raises:
+        FileNotFoundError: if there is none, naming the expected names; ``remedy`` ends the message.
+        ValueError: if several files match.
+    """
+    option = part.replace("-", "_")
+    found = _matching_files(folder, part)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ValueError(f"{folder} has several files of {part}: {names}. Say which with {option}")
+    if found:
+        return found[0]
+    prefix, kind = part.split("-")
+    expected = [
+        f"{start}-{kind}{mark}idx{3 if kind == 'images' else 1}-ubyte"
+        for start in (("train",) if prefix == "train" else ("t10k", "test"))
+        for mark in "-."
+    ]
+    below = [sub for depth in ("*/", "*/*/") for sub in sorted(folder.glob(depth)) if _matching_files(sub, part)]
+    hint = f"There is one in {below[0]}; give that folder" if below else f"Or name it with {option}"
+    raise FileNotFoundError(f"no {' or '.join(expected)}, gzipped or not, in the folder {folder}. {hint}{remedy}")
 
 
 class IdxDataModule(L.LightningDataModule):
@@ -107,7 +216,7 @@ class IdxDataModule(L.LightningDataModule):
             self._set_up_held_out()
         needed = {"test": self.test_rows, "predict": self.predict_rows}
         if stage in needed and needed[stage] is None:
-            require_idx(self.path, "test-images")  # raises
+            _find_idx(self.path, "test-images")  # raises
 
     def _set_up_training(self) -> None:
         path = self._file("train-images", self.train_images)
@@ -116,7 +225,9 @@ class IdxDataModule(L.LightningDataModule):
         if labels is not None:
             classes, labels = np.unique(labels, return_inverse=True)
             self.class_names, self.num_classes = [str(label) for label in classes], len(classes)
-        self._limits = _value_range(images, path)
+        self._limits = float(images.min()), float(images.max())
+        if self._limits[0] == self._limits[1]:
+            raise ValueError(f"images must vary to be scaled to [0, 1]; every value of {path} is {self._limits[0]:g}")
         self._mean = float(images.mean(dtype=np.float64))
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
@@ -124,11 +235,11 @@ class IdxDataModule(L.LightningDataModule):
         train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, split_by)
         self._digest = digest_of(images, *([] if labels is None else [labels]))
         every = self._rows(images, labels)
-        self.train_rows, self.val_rows = every.subset(train), every.subset(val)
+        self.train_rows, self.val_rows = (replace(every, chosen=torch.from_numpy(part)) for part in (train, val))
 
     def _set_up_held_out(self) -> None:
         self.test_rows: ImageDataset | None = None
-        if self.test_images is not None or find_idx(self.path, "test-images") is not None:
+        if self.test_images is not None or _matching_files(self.path, "test-images"):
             path = self._file("test-images", self.test_images)
             images = self._read_like_training(path)
             labels = self._read_labels("test-labels", self.test_labels, images, path)
@@ -136,13 +247,13 @@ class IdxDataModule(L.LightningDataModule):
         if self.predict_path is not None:
             self.predict_rows: ImageDataset | None = self._rows(self._read_like_training(self.predict_path), None)
         else:
-            self.predict_rows = None if self.test_rows is None else self.test_rows.unlabelled()
+            self.predict_rows = None if self.test_rows is None else replace(self.test_rows, labels=None)
 
     def _file(self, part: IdxPart, name: str | None) -> Path:
         if name is not None:
             return existing_file(self.path / name)
         without = "; for images alone, set labelled to False" if part.endswith("labels") else ""
-        return require_idx(self.path, part, without)
+        return _find_idx(self.path, part, without)
 
     def _read_labels(self, part: IdxPart, name: str | None, images: np.ndarray, of: Path) -> np.ndarray | None:
         if not self.labelled:
@@ -189,7 +300,8 @@ class IdxDataModule(L.LightningDataModule):
 
     def _rows(self, images: np.ndarray, labels: np.ndarray | None) -> "ImageDataset":
         targets = None if labels is None else torch.from_numpy(labels.astype(np.int64))
-        return ImageDataset(torch.from_numpy(images), targets, self.image_shape, self._limits, self.binarize)
+        values = torch.from_numpy(images)
+        return ImageDataset(values, targets, self.image_shape, self._limits, self.binarize, torch.arange(len(values)))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -221,6 +333,7 @@ class IdxDataModule(L.LightningDataModule):
         return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
+@dataclass
 class ImageDataset(Dataset[tuple[Tensor, ...]]):
     """Hold images of any type, optionally with labels, and scale one batch at a time to float32 in [0, 1].
 
@@ -230,31 +343,15 @@ class ImageDataset(Dataset[tuple[Tensor, ...]]):
         shape: shape of one image in a batch.
         limits: the values that become 0 and 1.
         binarize: make every value 0 or 1.
-        chosen: indices of the images to use, by default all.
+        chosen: indices of the images to use.
     """
 
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor | None,
-        shape: tuple[int, ...],
-        limits: Limits,
-        binarize: bool,
-        chosen: Tensor | None = None,
-    ) -> None:
-        self.images = images
-        self.labels = labels
-        self.shape = shape
-        self.limits = limits
-        self.binarize = binarize
-        self.chosen = torch.arange(len(images)) if chosen is None else chosen
-
-    def subset(self, rows: np.ndarray) -> "ImageDataset":
-        """Return a subset of the images, without copying them."""
-        return ImageDataset(self.images, self.labels, self.shape, self.limits, self.binarize, torch.from_numpy(rows))
-
-    def unlabelled(self) -> "ImageDataset":
-        return ImageDataset(self.images, None, self.shape, self.limits, self.binarize, self.chosen)
+    images: Tensor
+    labels: Tensor | None
+    shape: tuple[int, ...]
+    limits: Limits
+    binarize: bool
+    chosen: Tensor
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -274,10 +371,3 @@ class ImageDataset(Dataset[tuple[Tensor, ...]]):
         images = images.float() if images.dtype in (torch.uint8, torch.int8, torch.int16) else images.double()
         images = images.sub_(least).div_(greatest - least).clamp_(0, 1).float()
         return images.gt(0.5).float() if self.binarize else images
-
-
-def _value_range(images: np.ndarray, path: Path) -> Limits:
-    least, greatest = float(images.min()), float(images.max())
-    if least == greatest:
-        raise ValueError(f"images must vary to be scaled to [0, 1]; every value of {path} is {least:g}")
-    return least, greatest
