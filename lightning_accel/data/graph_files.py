@@ -13,11 +13,14 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_accel.data.bounds import MAX_BYTES, require_allowed
-from lightning_accel.data.graph_lines import number_list, read_graph6
 from lightning_accel.data.graph_tables import read_edge_list, read_graph_targets
 from lightning_accel.data.graph_tasks import Level
 from lightning_accel.data.quoting import listed, shown
-from lightning_accel.data.text_lines import lines_of, parse_object
+from lightning_accel.data.tables import LARGEST
+from lightning_accel.data.text_lines import holds_booleans, lines_of, parse_object
+
+_NODE_BYTES = 64  # memory of a node without attributes: features, indices in batches, and their copies
+_FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,6 @@ def _read_graph6_lines(path: Path, layout: GraphLayout, with_target: bool) -> Fi
     return found
 
 
-_NODE_BYTES = 64  # memory of a node without attributes: features, indices in batches, and their copies
-_FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
-
-
 def _read_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> FileGraphs:
     """Read lines such as ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "y": "ring"}``."""
     found = FileGraphs([], [], layout.level or "graph")
@@ -216,13 +215,13 @@ def _parse_graph(entry: dict[str, Any], where: str, read: tuple[int, Path, int])
     """Make the graph of a line; ``read`` holds the number of nodes before it, the file and its ``max_bytes``."""
     if "edges" not in entry:
         raise ValueError(f"{where} has no field 'edges', a list of pairs of nodes. Its fields: {listed(list(entry))}")
-    edges = number_list(entry["edges"], "edges", where, whole=True)
+    edges = _number_list(entry["edges"], "edges", where, whole=True)
     if edges.size and (edges.ndim != 2 or edges.shape[1] != 2):
         raise ValueError(
             f"'edges' in {where} must hold pairs of nodes, as [[0, 1], [1, 2]]; got {shown(entry['edges'])}"
         )
     edges = edges.reshape(-1, 2)
-    x = None if entry.get("x") is None else number_list(entry["x"], "x", where)
+    x = None if entry.get("x") is None else _number_list(entry["x"], "x", where)
     n = entry.get("num_nodes", len(x) if x is not None else int(edges.max(initial=-1)) + 1)
     if not isinstance(n, int) or isinstance(n, bool) or n < 0:
         raise ValueError(f"'num_nodes' in {where} must be a whole number; got {shown(n)}")
@@ -234,7 +233,7 @@ def _parse_graph(entry: dict[str, Any], where: str, read: tuple[int, Path, int])
     graph = Data(edge_index=torch.from_numpy(edges.astype(np.int64)).t().contiguous(), num_nodes=n)
     for name, values, rows in (("x", x, n), ("edge_attr", entry.get("edge_attr"), len(edges))):
         if values is not None:
-            values = values if isinstance(values, np.ndarray) else number_list(values, name, where)
+            values = values if isinstance(values, np.ndarray) else _number_list(values, name, where)
             if len(values) != rows:
                 what = "nodes" if name == "x" else "edges"
                 raise ValueError(
@@ -272,3 +271,71 @@ def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: 
 def _flatten(values: Sequence[Any]) -> list[Any]:
     """Flatten the lists among the values of several fields into one list of targets."""
     return [part for value in values for part in (value if isinstance(value, list) else [value])]
+
+
+def _number_list(found: Any, name: str, where: str, whole: bool = False) -> np.ndarray:
+    """Convert a list of numbers, or of equally long lists of numbers, to an array.
+
+    Raises:
+        ValueError: if it is something else, or holds booleans, fractions where ``whole``, or numbers beyond 1e30.
+    """
+    if isinstance(found, list) and holds_booleans(found):
+        raise ValueError(f"{name!r} in {where} must be a list of numbers; got booleans among them")
+    kinds = "iu" if whole else "biuf"
+    what = "whole numbers" if whole else "numbers"
+    try:
+        values = np.array(found) if isinstance(found, list) else np.array(None)
+    except (ValueError, OverflowError):
+        values = np.array(None)
+    if values.size == 0:
+        return np.zeros((len(values), *values.shape[1:]), np.int64)
+    if values.dtype.kind not in kinds or values.ndim > 2 or not (np.abs(values.astype(np.float64)) <= LARGEST).all():
+        raise ValueError(
+            f"{name!r} in {where} must be a list of {what}, or of equally long lists of them; "
+            f"{_describe_mismatch(found)}"
+        )
+    return values
+
+
+def _describe_mismatch(found: Any) -> str:
+    """Describe, for a message, the first entry that is no number or is not as long as the first one."""
+    if not isinstance(found, list):
+        return f"got {shown(found)}"
+    widths = [len(entry) if isinstance(entry, list) else None for entry in found]
+    for number, entry in enumerate(found):
+        if widths[number] != widths[0]:
+            return f"entry {number}, counted from 0, is {shown(entry)} and the first one {shown(found[0])}"
+        inner = entry if isinstance(entry, list) else [entry]
+        if wrong := [part for part in inner if not isinstance(part, int | float) or not abs(part) <= LARGEST]:
+            return f"got {shown(wrong[0])} in entry {number}, counted from 0"
+    return f"got {shown(found)}"
+
+
+def read_graph6(text: str, where: str = "the text") -> Data:
+    """Parse a graph in the graph6 format, as nauty and networkx write it.
+
+    Source: McKay, https://users.cecs.anu.edu.au/~bdm/data/formats.txt
+
+    Raises:
+        ValueError: if the text is not graph6, or too short or too long for its number of nodes.
+
+    >>> read_graph6("Bw").edge_index.tolist()
+    [[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]]
+    """
+    codes = np.frombuffer(text.encode(), np.uint8) - np.uint8(63)  # codes below 63 wrap around to above 63
+    if not len(codes) or codes.max() > 63:
+        raise ValueError(f"{where} is no graph6, whose characters go from ? to ~; got {shown(text)}")
+    lead = 1 if codes[0] < 63 else 4 if codes[1:2].tolist() != [63] else 8
+    digits = codes[:lead].astype(np.int64) if lead == 1 else codes[lead // 4 : lead].astype(np.int64)
+    n = int(digits @ 64 ** np.arange(len(digits))[::-1]) if len(codes) >= lead else 0
+    needed = -(-(n * (n - 1) // 2) // 6) if len(codes) >= lead else 0
+    if len(codes) < lead or len(codes) - lead != needed:
+        raise ValueError(
+            f"{where} must have {needed} characters after the number of nodes, {n}; got {max(0, len(codes) - lead)}"
+        )
+    bits = np.unpackbits(codes[lead:, None], axis=1)[:, 2:].ravel()[: n * (n - 1) // 2]
+    place = np.flatnonzero(bits)  # index of a pair in the order of the format: 0 1, 0 2, 1 2, 0 3, ...
+    column = ((1 + np.sqrt(1 + 8 * place)) / 2).astype(np.int64)  # exact: n is below 2**18 if all pairs are in memory
+    edges = np.stack([place - column * (column - 1) // 2, column])
+    both = np.concatenate([edges, edges[::-1]], axis=1)
+    return Data(edge_index=torch.from_numpy(both[:, np.lexsort((both[1], both[0]))]), num_nodes=n)

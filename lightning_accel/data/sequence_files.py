@@ -11,7 +11,7 @@ import pandas as pd
 
 from lightning_accel.data.bounds import MAX_BYTES, allowed_bytes, require_allowed
 from lightning_accel.data.quoting import cut, listed, shown
-from lightning_accel.data.tables import as_numbers, as_text, read_table, require_columns
+from lightning_accel.data.tables import LARGEST, as_numbers, as_text, read_table, require_columns
 from lightning_accel.data.text_lines import holds_booleans, lines_of, parse_object
 
 TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
@@ -19,7 +19,6 @@ TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 _TOKEN_FIELDS = ("tokens", "input_ids")
 _SEQUENCE_FIELDS = ("values", *_TOKEN_FIELDS, "text")
 _TOKEN_BYTES = 256  # per token of the vocabulary, as in a narrow embedding
-_LARGEST = 1e30  # as in tables: the standardization squares it
 
 
 @dataclass(frozen=True)
@@ -160,10 +159,10 @@ def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
         raise ValueError(
             f"{field!r} in {where} must hold numbers, or a list of numbers for each step; {_describe_mismatch(found)}"
         )
-    if steps.size and not (np.abs(steps) <= _LARGEST).all():  # NaN too
-        step = int(np.argwhere(~(np.abs(steps) <= _LARGEST))[0][0])
+    if steps.size and not (np.abs(steps) <= LARGEST).all():  # NaN too
+        step = int(np.argwhere(~(np.abs(steps) <= LARGEST))[0][0])
         raise ValueError(
-            f"{field!r} in {where} must hold numbers of at most {_LARGEST:g}; got {shown(found[step])} in step {step}, "
+            f"{field!r} in {where} must hold numbers of at most {LARGEST:g}; got {shown(found[step])} in step {step}, "
             "counted from 0. Fill what is missing, or leave the step out"
         )
     steps = steps.astype(np.float64)
@@ -211,7 +210,7 @@ def _validated_target(found: Any, length: int, layout: Layout, where: str) -> An
         return found
     if layout.kind == "regression":
         numbers = np.array(found) if isinstance(found, int | float | list) else np.array(None)
-        if numbers.dtype.kind not in "biuf" or numbers.ndim > 1 or not (np.abs(numbers) <= _LARGEST).all():
+        if numbers.dtype.kind not in "biuf" or numbers.ndim > 1 or not (np.abs(numbers) <= LARGEST).all():
             raise ValueError(f"{field} must be a number, or a list of numbers; got {shown(found)}")
         return numbers.reshape(-1)
     if not isinstance(found, str | int | float) or found != found:

@@ -14,7 +14,7 @@ from sklearn.model_selection import train_test_split
 from lightning_accel.data.bounds import MAX_BYTES, allowed_bytes, require_allowed, require_unpackable
 from lightning_accel.data.quoting import cut, listed, shown
 
-_LARGEST = 1e30  # the standardization squares it
+LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
 
 
@@ -208,11 +208,11 @@ def as_numbers(column: pd.Series, path: Path, remedy: str = "Mend the value, or 
     is_plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
     numbers = column if is_plain else pd.to_numeric(column.astype(object), errors="coerce")
     numbers = numbers.astype(np.float64)
-    wrong = (numbers.isna() & column.notna()) | (numbers.abs() > _LARGEST)
+    wrong = (numbers.isna() & column.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
         first = shown(str(column[wrong].iloc[0]))
         raise ValueError(
-            f"column {shown(column.name)} of {path} must hold numbers of at most {_LARGEST:g}; got {first} in row "
+            f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {first} in row "
             f"{_first_row(wrong)}. {remedy}"
         )
     return numbers

@@ -17,7 +17,7 @@ from lightning_accel.data.graph_families import (
     strongly_regular_graphs,
     symmetric_square,
 )
-from lightning_accel.data.graph_lines import read_graph6
+from lightning_accel.data.graph_files import read_graph6
 from lightning_accel.data.graph_tasks import (
     CSL_SKIPS,
     adjacency_of,
