@@ -27,7 +27,7 @@ from lightning_accel.data.graph_tasks import (
     substructure_set,
 )
 from lightning_accel.data.sequence_batch import IGNORED
-from lightning_accel.data.tables import as_numbers, read_classes, split_rows
+from lightning_accel.data.tables import as_numbers, read_classes, split_in_three, split_rows
 
 TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "strongly_regular", "regular", "cfi", "substructures", "karate"]
@@ -322,9 +322,7 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
 def _split(
     classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    val_share, test_share = shares
-    rest, test = split_rows(np.arange(num_rows), classes, test_share, seed, path)
-    train, val = split_rows(rest, classes, val_share / (1 - test_share), seed, path)
+    train, val, test = split_in_three(classes, num_rows, shares, seed, path)
     return np.sort(train), np.sort(val), np.sort(test)
 
 

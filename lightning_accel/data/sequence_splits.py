@@ -22,7 +22,7 @@ from lightning_accel.data.sequence_tasks import (
     random_counts,
     selective_copying,
 )
-from lightning_accel.data.tables import read_classes, split_rows
+from lightning_accel.data.tables import read_classes, split_in_three
 
 TaskName = Literal[
     "digits_rows",
@@ -141,7 +141,7 @@ def digit_splits(task: TaskName, shares: tuple[float, float], seed: int) -> Sequ
     """Split the digits as :class:`lightning_accel.data.DigitsDataModule` does with the same shares and seed."""
     rows = digit_pixels(rows_at_once=task == "digits_rows", permuted=task == "digits_permuted")
     assert rows.target is not None
-    train, val, test = _split(rows.target.numpy(), len(rows), shares, seed, Path("the digits of scikit-learn"))
+    train, val, test = split_in_three(rows.target.numpy(), len(rows), shares, seed, Path("the digits of scikit-learn"))
     names = [f"pixel_{i}" for i in range(rows.steps.shape[1])]
     ids = [str(row) for row in test]
     digits = list("0123456789")
@@ -155,7 +155,7 @@ def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: i
     read = read_sequences(path, layout)
     target, labels, classes = _encode_target(read, layout, path)
     stratify = target.numpy() if layout.kind == "classification" and target is not None else None
-    train, val, test = _split(stratify, len(read.lengths), shares, seed, path)
+    train, val, test = split_in_three(stratify, len(read.lengths), shares, seed, path)
     val, test = (part[np.argsort(read.lengths[part], kind="stable")] for part in (val, test))
     mean, std = _fit_scale(read, train, path)
     digest = _digest(read, np.concatenate([train, val]), target, labels)
@@ -245,15 +245,6 @@ def _encode_labels(column: pd.Series, path: Path) -> tuple[Tensor, list[str]]:
     labels = np.full(len(column), IGNORED, dtype=np.int32)
     labels[labelled] = numbers
     return torch.from_numpy(labels), classes
-
-
-def _split(
-    classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    val_share, test_share = shares
-    rest, test = split_rows(np.arange(num_rows), classes, test_share, seed, path)
-    train, val = split_rows(rest, classes, val_share / (1 - test_share), seed, path)
-    return train, val, test
 
 
 def _sort_by_length(rows: SequenceDataset) -> SequenceDataset:

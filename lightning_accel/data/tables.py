@@ -246,6 +246,16 @@ def split_rows(
     return kept, held_out
 
 
+def split_in_three(
+    classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split rows into training, validation and test; ``shares`` are those of the latter two among all rows."""
+    val_share, test_share = shares
+    rest, test = split_rows(np.arange(num_rows), classes, test_share, seed, path)
+    train, val = split_rows(rest, classes, val_share / (1 - test_share), seed, path)
+    return train, val, test
+
+
 def _first_row(mask: pd.Series) -> int:
     """Return the number, from 1, of the first row where ``mask`` is True, not counting the header."""
     return int(mask.to_numpy().argmax()) + 1

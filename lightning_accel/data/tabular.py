@@ -29,7 +29,7 @@ from lightning_accel.data.tables import (
     read_classes,
     read_table,
     require_columns,
-    split_rows,
+    split_in_three,
 )
 from lightning_accel.ops.names import list_of_names
 
@@ -128,8 +128,8 @@ class TabularDataModule(L.LightningDataModule):
         require_columns(table, [self.target, *self.categorical, *self.ignore], self.path)
         labels, self.class_names = read_classes(table[self.target], self.path)
         self.num_classes = len(self.class_names)
-        rest, test = split_rows(np.arange(len(labels)), labels, self.test_share, self.split_seed, self.path)
-        train, val = split_rows(rest, labels, self.val_share / (1 - self.test_share), self.split_seed, self.path)
+        shares = self.val_share, self.test_share
+        train, val, test = split_in_three(labels, len(labels), shares, self.split_seed, self.path)
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.ignore]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(
