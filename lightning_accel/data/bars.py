@@ -1,17 +1,14 @@
 """Bars and stripes, a distribution small enough to be known exactly. Shapes: B images of a batch, N images in all."""
 
 import math
-from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader, require_loading_options
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
 
 
-class BarsAndStripesDataModule(L.LightningDataModule):
+class BarsAndStripesDataModule(InMemoryDataModule):
     """Generate all bars and stripes as batches of binary images (B, 1, size, size) float32 and labels (B,) int64.
 
     There are N = 2 * 2**size images. The first half, the bars of class 0, have constant rows; the other half, the
@@ -71,10 +68,9 @@ class BarsAndStripesDataModule(L.LightningDataModule):
         return 4 * math.log(2) - num_pictures * math.log(num_pictures)
 
     def setup(self, stage: str | None = None) -> None:
-        self.rows = BatchTensorDataset(*bars_and_stripes(self.size))
-        self.train_rows = BatchTensorDataset(
-            *(tensor.repeat_interleave(self.copies, dim=0) for tensor in self.rows.tensors)
-        )
+        rows = BatchTensorDataset(*bars_and_stripes(self.size))
+        self.train_rows = BatchTensorDataset(*(tensor.repeat_interleave(self.copies, dim=0) for tensor in rows.tensors))
+        self.val_rows = self.test_rows = self.predict_rows = rows
 
     def state_dict(self) -> dict[str, int]:
         return {"size": self.size}
@@ -85,18 +81,6 @@ class BarsAndStripesDataModule(L.LightningDataModule):
                 f"the checkpoint was trained with size={state_dict['size']}, and size is {self.size} here; give the "
                 "size of its run"
             )
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.rows, self, self.batch_size, self.num_workers)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return self.val_dataloader()
 
 
 def bars_and_stripes(size: int) -> tuple[Tensor, Tensor]:

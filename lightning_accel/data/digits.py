@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -10,11 +9,11 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader, require_loading_options
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
 from lightning_accel.data.preprocessing import ScaledPixels
 
 
-class DigitsDataModule(L.LightningDataModule):
+class DigitsDataModule(InMemoryDataModule):
     """Load 1,797 grayscale digits as batches of images (B, 1, 8, 8) float32 in [0, 1] and labels (B,) int64.
 
     Seventy percent train, ten validate and twenty test, stratified by class; the same ``split_seed`` gives the same
@@ -88,15 +87,6 @@ class DigitsDataModule(L.LightningDataModule):
                 f"the checkpoint was trained with binarize={trained_on}; with {self.binarize}, the model would read "
                 "images of a kind that it never saw"
             )
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return self.test_dataloader()

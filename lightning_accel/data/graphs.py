@@ -37,14 +37,8 @@ from lightning_accel.data.graph_splits import (
     require_task,
 )
 from lightning_accel.data.graph_tasks import Family, Level
-from lightning_accel.data.in_memory import (
-    identity_collate,
-    in_memory_loader,
-    pins_memory,
-    require_loading_options,
-    silence_advice_on_workers,
-)
-from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.data.in_memory import in_memory_loader, require_loading_options, resumable_loader
+from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.substructures import SUBSTRUCTURES
 from lightning_accel.data.tables import existing_file
 
@@ -475,7 +469,7 @@ class GraphDataModule(L.LightningDataModule):
         require_same_data(state_dict, now, f"graphs than those of {self._source_name()}", remedy)
 
     def _sampler(self, rows: Items, shuffle: bool) -> GraphBudgetBatchSampler:
-        replicas, rank = self._replicas_and_rank()
+        replicas, rank = replicas_and_rank(self)
         size: int | None
         if isinstance(rows, GraphDataset):
             nodes, edges, limits = rows.nodes, rows.edges, (self.max_nodes, self.max_edges)
@@ -495,18 +489,8 @@ class GraphDataModule(L.LightningDataModule):
             rank=rank,
         )
 
-    def _replicas_and_rank(self) -> tuple[int, int]:
-        """Return the number of processes that batches are distributed to, and the rank of this one among them."""
-        trainer: Any = self.trainer
-        # not the world size: several processes may share the same samples
-        sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
-        return (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
-
     def train_dataloader(self) -> DataLoader[Any]:
-        loader = self._loader(self.train_rows, shuffle=True)
-        if self.trainer is not None:
-            loader.progress = progress_of(self.trainer)
-        return loader
+        return self._loader(self.train_rows, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.val_rows, shuffle=False)
@@ -519,7 +503,7 @@ class GraphDataModule(L.LightningDataModule):
         return in_memory_loader(self.predict_rows, self, self._predict_batch_size(), self.num_workers)
 
     def _predict_batch_size(self) -> int:
-        rows, replicas = self.predict_rows, self._replicas_and_rank()[0]
+        rows, replicas = self.predict_rows, replicas_and_rank(self)[0]
         if isinstance(rows, NodeDataset):  # all nodes of a single graph, else about the nodes of batch_size graphs
             usual = self.batch_size or 64
             return len(rows) if len(rows.graphs) == 1 else max(1, usual * len(rows) // len(rows.graphs) // replicas)
@@ -530,13 +514,4 @@ class GraphDataModule(L.LightningDataModule):
         return max(1, min(room) // replicas)
 
     def _loader(self, rows: Items, shuffle: bool) -> ResumableLoader:
-        silence_advice_on_workers(self.num_workers)
-        return ResumableLoader(
-            rows,
-            batch_size=None,
-            sampler=self._sampler(rows, shuffle),
-            num_workers=self.num_workers,
-            collate_fn=identity_collate,
-            pin_memory=pins_memory(self),
-            persistent_workers=self.num_workers > 0,
-        )
+        return resumable_loader(rows, self._sampler(rows, shuffle), self, self.num_workers)

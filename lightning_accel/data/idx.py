@@ -9,15 +9,14 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_accel.data.bounds import MAX_BYTES, require_allowed
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.in_memory import in_memory_loader, require_loading_options
+from lightning_accel.data.in_memory import InMemoryDataModule, require_loading_options
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables import existing_file, regular_file, split_rows
 
@@ -127,7 +126,7 @@ def _find_idx(folder: Path, part: IdxPart, remedy: str = "") -> Path:
     raise FileNotFoundError(f"no {' or '.join(expected)}, gzipped or not, in the folder {folder}. {hint}{remedy}")
 
 
-class IdxDataModule(L.LightningDataModule):
+class IdxDataModule(InMemoryDataModule):
     """Load MNIST, or other images in its format, as batches of images float32 in [0, 1] and labels (B,) int64.
 
     The folder holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
@@ -168,6 +167,8 @@ class IdxDataModule(L.LightningDataModule):
             ``load_state_dict``, if the model was trained on other images.
     """
 
+    train_rows: "ImageDataset"
+    test_rows: "ImageDataset | None"
     num_features: int
     image_shape: tuple[int, ...]
     num_classes: int
@@ -238,14 +239,14 @@ class IdxDataModule(L.LightningDataModule):
         self.train_rows, self.val_rows = (replace(every, chosen=torch.from_numpy(part)) for part in (train, val))
 
     def _set_up_held_out(self) -> None:
-        self.test_rows: ImageDataset | None = None
+        self.test_rows = None
         if self.test_images is not None or _matching_files(self.path, "test-images"):
             path = self._file("test-images", self.test_images)
             images = self._read_like_training(path)
             labels = self._read_labels("test-labels", self.test_labels, images, path)
             self.test_rows = self._rows(images, None if labels is None else self._encode_labels(labels, path))
         if self.predict_path is not None:
-            self.predict_rows: ImageDataset | None = self._rows(self._read_like_training(self.predict_path), None)
+            self.predict_rows = self._rows(self._read_like_training(self.predict_path), None)
         else:
             self.predict_rows = None if self.test_rows is None else replace(self.test_rows, labels=None)
 
@@ -317,20 +318,6 @@ class IdxDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         remedy = "Give the files and options of its run; new images go in predict_path"
         require_same_data(state_dict, self.state_dict(), f"images than those of {self.path}", remedy)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        assert self.test_rows is not None  # setup raises otherwise
-        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        assert self.predict_rows is not None  # setup raises otherwise
-        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
 @dataclass

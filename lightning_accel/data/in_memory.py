@@ -1,6 +1,7 @@
-"""Data sets of tensors that fit in memory, fetched one batch at a time."""
+"""Data sets that fit in memory, fetched one batch at a time, and the datamodules and loaders of them."""
 
 import warnings
+from abc import ABC, abstractmethod
 from typing import Any
 
 import lightning as L
@@ -8,6 +9,9 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_accel.data.planned_sampler import PlannedSampler
+from lightning_accel.data.samplers import ResumableLoader, progress_of
 
 
 class BatchTensorDataset(Dataset[tuple[Tensor, ...]]):
@@ -37,6 +41,37 @@ class BatchTensorDataset(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[chosen] for tensor in self.tensors)
 
 
+class InMemoryDataModule(L.LightningDataModule, ABC):
+    """Load batches of the data sets that ``setup`` makes, in order but for those that train.
+
+    Subclasses set ``batch_size`` and ``num_workers``, and in ``setup`` the data sets that the run needs.
+    """
+
+    batch_size: int
+    num_workers: int
+    train_rows: Dataset[Any]
+    val_rows: Dataset[Any]
+    test_rows: Dataset[Any] | None
+    predict_rows: Dataset[Any] | None
+
+    @abstractmethod
+    def setup(self, stage: str | None = None) -> None: ...
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        assert self.test_rows is not None  # setup raises otherwise
+        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        assert self.predict_rows is not None  # setup raises otherwise
+        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+
+
 def require_loading_options(batch_size: int, split_seed: int, num_workers: int, max_bytes: int = 1) -> None:
     """Raise a ValueError if a number is out of range, before any data are read."""
     for name, value, least in (
@@ -51,24 +86,46 @@ def in_memory_loader(
     rows: Dataset[Any], datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of the batches of ``rows.__getitems__``; memory is pinned if the Trainer runs on CUDA."""
-    silence_advice_on_workers(num_workers)
+    _silence_advice_on_workers(num_workers)
     return DataLoader(
         rows,
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,
         collate_fn=identity_collate,
-        pin_memory=pins_memory(datamodule),
+        pin_memory=_pins_memory(datamodule),
         persistent_workers=num_workers > 0,
     )
 
 
-def silence_advice_on_workers(num_workers: int) -> None:
+def resumable_loader(
+    rows: Dataset[Any], sampler: PlannedSampler, datamodule: L.LightningDataModule, num_workers: int
+) -> ResumableLoader:
+    """Return a loader of the batches of ``rows`` that ``sampler`` lists; memory is pinned if the Trainer runs on CUDA.
+
+    Where ``sampler`` shuffles, the Trainer's progress is the loader's.
+    """
+    _silence_advice_on_workers(num_workers)
+    loader = ResumableLoader(
+        rows,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=identity_collate,
+        pin_memory=_pins_memory(datamodule),
+        persistent_workers=num_workers > 0,
+    )
+    if sampler.shuffle and datamodule.trainer is not None:
+        loader.progress = progress_of(datamodule.trainer)
+    return loader
+
+
+def _silence_advice_on_workers(num_workers: int) -> None:
     if num_workers == 0:  # indexing takes microseconds: following Lightning's advice to add workers would slow the run
         warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
 
 
-def pins_memory(datamodule: L.LightningDataModule) -> bool:
+def _pins_memory(datamodule: L.LightningDataModule) -> bool:
     return datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
 
 

@@ -124,6 +124,14 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
 
+def replicas_and_rank(datamodule: L.LightningDataModule) -> tuple[int, int]:
+    """Return the number of processes that batches are distributed to, and the rank of this one among them."""
+    trainer: Any = datamodule.trainer
+    # not the world size: several processes may share the same samples
+    sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
+    return (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
+
+
 def progress_of(trainer: L.Trainer) -> Callable[[], tuple[int, int]]:
     """Return a function for :attr:`ResumableLoader.progress` that reads the progress of ``trainer``."""
 

@@ -11,15 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
-from lightning_accel.data.in_memory import (
-    identity_collate,
-    in_memory_loader,
-    pins_memory,
-    require_loading_options,
-    silence_advice_on_workers,
-)
+from lightning_accel.data.in_memory import in_memory_loader, require_loading_options, resumable_loader
 from lightning_accel.data.length_sampler import LengthBatchSampler
-from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.sequence_dataset import SequenceDataset
 from lightning_accel.data.sequence_files import Layout, TargetKind
 from lightning_accel.data.sequence_splits import (
@@ -251,7 +245,7 @@ class SequenceDataModule(L.LightningDataModule):
         require_same_data(state_dict, now, f"sequences than those of {self.path or self.task}", remedy)
 
     def _sampler(self, rows: SequenceDataset) -> LengthBatchSampler:
-        replicas, rank = self._replicas_and_rank()
+        replicas, rank = replicas_and_rank(self)
         return LengthBatchSampler(
             rows.lengths,
             self.batch_size,
@@ -264,10 +258,7 @@ class SequenceDataModule(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        loader = self._loader(self.train_rows, self._sampler(self.train_rows))
-        if self.trainer is not None:
-            loader.progress = progress_of(self.trainer)
-        return loader
+        return self._loader(self.train_rows, self._sampler(self.train_rows))
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.val_rows, self._longest_first(self.val_rows))
@@ -281,26 +272,10 @@ class SequenceDataModule(L.LightningDataModule):
 
     def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
         max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence
-        replicas, rank = self._replicas_and_rank()
+        replicas, rank = replicas_and_rank(self)
         return LengthBatchSampler(
             rows.lengths, self.batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
         )
 
-    def _replicas_and_rank(self) -> tuple[int, int]:
-        """Return the number of processes that batches are distributed to, and the rank of this one among them."""
-        trainer: Any = self.trainer
-        # not the world size: several processes may share the same samples
-        sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
-        return (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
-
     def _loader(self, rows: SequenceDataset, sampler: LengthBatchSampler) -> ResumableLoader:
-        silence_advice_on_workers(self.num_workers)
-        return ResumableLoader(
-            rows,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            collate_fn=identity_collate,
-            pin_memory=pins_memory(self),
-            persistent_workers=self.num_workers > 0,
-        )
+        return resumable_loader(rows, sampler, self, self.num_workers)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pandas as pd
 import torch
@@ -14,11 +13,10 @@ from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.in_memory import BatchTensorDataset, in_memory_loader, require_loading_options
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
 from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables import (
@@ -34,7 +32,7 @@ from lightning_accel.data.tables import (
 from lightning_accel.ops.names import list_of_names
 
 
-class TabularDataModule(L.LightningDataModule):
+class TabularDataModule(InMemoryDataModule):
     """Load rows of a CSV or Parquet file as batches of features (B, D) float32 and classes (B,) int64.
 
     In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
@@ -76,6 +74,7 @@ class TabularDataModule(L.LightningDataModule):
             ``load_state_dict``, if the checkpoint was trained on other rows.
     """
 
+    test_rows: BatchTensorDataset
     num_features: int
     num_classes: int
     class_names: list[str]
@@ -193,18 +192,6 @@ class TabularDataModule(L.LightningDataModule):
             for name, number in is_number.items()
         }
         return pd.DataFrame(columns, index=table.index), is_number
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.train_rows, self, self.batch_size, self.num_workers, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.val_rows, self, self.batch_size, self.num_workers)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.test_rows, self, self.batch_size, self.num_workers)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
 def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:

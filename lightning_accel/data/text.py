@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import identity_collate, require_loading_options
-from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of, replicas_and_rank
 from lightning_accel.data.tables import existing_file
 from lightning_accel.data.tokens import (
     ByteTokenizer,
@@ -168,10 +168,7 @@ class TextDataModule(L.LightningDataModule):
         require_same_data(state_dict, now, f"text than that of {self._where()}", remedy)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        trainer: Any = self.trainer
-        # not the world size: several processes may share the same samples
-        sampler_kwargs = None if trainer is None else trainer.distributed_sampler_kwargs
-        replicas, rank = (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
+        replicas, rank = replicas_and_rank(self)
         if len(self.train_windows) < self.batch_size * replicas:
             raise ValueError(
                 f"{len(self.train_windows)} windows train, fewer than batch_size={self.batch_size} on each of "
@@ -179,8 +176,8 @@ class TextDataModule(L.LightningDataModule):
             )
         sampler = ResumableSampler(self.train_windows, self.batch_size, replicas, rank, self.seed)
         loader = self._loader(self.train_windows, sampler)
-        if trainer is not None:
-            loader.progress = progress_of(trainer)
+        if self.trainer is not None:
+            loader.progress = progress_of(self.trainer)
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:

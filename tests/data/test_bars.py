@@ -31,7 +31,7 @@ def test_pictures_are_all_bars_and_all_stripes(size):
 def test_the_bound_is_the_likelihood_under_the_pictures_own_frequencies(size, published):
     data = BarsAndStripesDataModule(size)
     data.setup()
-    rows = data.rows.tensors[0].flatten(1)
+    rows = data.val_rows.tensors[0].flatten(1)
     _, which, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
     bound = float((counts[which].double() / len(rows)).log().sum())
     assert data.max_log_likelihood == pytest.approx(bound, abs=1e-12)
