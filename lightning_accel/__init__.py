@@ -76,156 +76,51 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The value is a module instead of a package where the package would import scikit-learn or torch_geometric, which takes
-# seconds.
-_PACKAGE_OF = {
-    "AccelDDPStrategy": "strategies",
-    "AddRelationalTriples": "data.relational_transform",
-    "AmpPrecision": "precision",
-    "AtomicCheckpointIO": "strategies",
-    "AtomicModelParallelStrategy": "strategies",
-    "BarsAndStripesDataModule": "data",
-    "Bfloat16Precision": "precision",
-    "Classifier": "models",
-    "CompressionReport": "callbacks",
-    "ContrastiveDivergence": "nn",
-    "DBNClassifier": "models.estimators",
-    "DataParallelStrategy": "strategies",
-    "DeepBeliefNetwork": "models",
-    "DigitsDataModule": "data",
-    "Distillation": "callbacks",
-    "DynamicRNN": "nn",
-    "EarlyStopping": "callbacks",
-    "ExactResume": "callbacks",
-    "ExpertChoiceGate": "nn",
-    "ExpertLoad": "nn",
-    "ExpertLoadMonitor": "callbacks",
-    "Export": "callbacks",
-    "FSDP1Strategy": "strategies",
-    "FeedForward": "nn",
-    "Float8Precision": "precision",
-    "FullyShardedStrategy": "strategies",
-    "GraphDataModule": "data.graphs",
-    "IdxDataModule": "data",
-    "LengthBatchSampler": "data",
-    "MixtureOfExperts": "nn",
-    "MoEClassifier": "models",
-    "MoELanguageModel": "models",
-    "PipelineStrategy": "strategies",
-    "PredictionWriter": "callbacks",
-    "Pruning": "callbacks",
-    "Quantization": "callbacks",
-    "RBM": "nn",
-    "RBMMonitor": "callbacks",
-    "RBMStack": "nn",
-    "RBMTransformer": "models.estimators",
-    "RO3Conv": "nn.relational",
-    "RO3Pooling": "nn.relational",
-    "RelationalGNN": "models.relational",
-    "RelationalOrder3Pooling": "nn.relational",
-    "RelationalPooling": "nn.relational_pooling",
-    "SamplerCheck": "callbacks",
-    "SaveOnSignal": "callbacks",
-    "SequenceBatch": "data",
-    "SequenceDataModule": "data",
-    "SequenceModel": "models",
-    "Stage": "models",
-    "StallMonitor": "callbacks",
-    "SyncBatchNormPlugin": "strategies",
-    "TabularDataModule": "data",
-    "TextDataModule": "data",
-    "TopKGate": "nn",
-    "TreeRNN": "nn",
-    "UpDown": "nn",
-    "WeightedAccumulation": "callbacks",
-    "assert_permutation_invariant": "nn.invariance",
-    "attribute_triples": "nn.relational_attribution",
-    "draw_triples": "models.triple_figure",
-    "length_batch_loader": "data",
-    "load_compressed": "compress",
-    "load_pruned": "compress",
-    "read_idx": "data",
+# By module; a package where importing all of it does not import scikit-learn or torch_geometric, which takes seconds.
+_NAMES = {
+    "callbacks": (
+        "CompressionReport Distillation EarlyStopping ExactResume ExpertLoadMonitor Export PredictionWriter "
+        "Pruning Quantization RBMMonitor SamplerCheck SaveOnSignal StallMonitor WeightedAccumulation"
+    ),
+    "compress": "load_compressed load_pruned",
+    "data": (
+        "BarsAndStripesDataModule DigitsDataModule IdxDataModule LengthBatchSampler SequenceBatch "
+        "SequenceDataModule TabularDataModule TextDataModule length_batch_loader read_idx"
+    ),
+    "data.graphs": "GraphDataModule",
+    "data.relational_transform": "AddRelationalTriples",
+    "models": "Classifier DeepBeliefNetwork MoEClassifier MoELanguageModel SequenceModel Stage",
+    "models.estimators": "DBNClassifier RBMTransformer",
+    "models.relational": "RelationalGNN",
+    "models.triple_figure": "draw_triples",
+    "nn": (
+        "ContrastiveDivergence DynamicRNN ExpertChoiceGate ExpertLoad FeedForward MixtureOfExperts RBM RBMStack "
+        "TopKGate TreeRNN UpDown"
+    ),
+    "nn.invariance": "assert_permutation_invariant",
+    "nn.relational": "RO3Conv RO3Pooling RelationalOrder3Pooling",
+    "nn.relational_attribution": "attribute_triples",
+    "nn.relational_pooling": "RelationalPooling",
+    "precision": "AmpPrecision Bfloat16Precision Float8Precision",
+    "strategies": (
+        "AccelDDPStrategy AtomicCheckpointIO AtomicModelParallelStrategy DataParallelStrategy FSDP1Strategy "
+        "FullyShardedStrategy PipelineStrategy SyncBatchNormPlugin"
+    ),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "RBM",
-    "AccelDDPStrategy",
-    "AddRelationalTriples",
-    "AmpPrecision",
-    "AtomicCheckpointIO",
-    "AtomicModelParallelStrategy",
-    "BarsAndStripesDataModule",
-    "Bfloat16Precision",
-    "Classifier",
-    "CompressionReport",
-    "ContrastiveDivergence",
-    "DBNClassifier",
-    "DataParallelStrategy",
-    "DeepBeliefNetwork",
-    "DigitsDataModule",
-    "Distillation",
-    "DynamicRNN",
-    "EarlyStopping",
-    "ExactResume",
-    "ExpertChoiceGate",
-    "ExpertLoad",
-    "ExpertLoadMonitor",
-    "Export",
-    "FSDP1Strategy",
-    "FeedForward",
-    "Float8Precision",
-    "FullyShardedStrategy",
-    "GraphDataModule",
-    "IdxDataModule",
-    "LengthBatchSampler",
-    "MixtureOfExperts",
-    "MoEClassifier",
-    "MoELanguageModel",
-    "PipelineStrategy",
-    "PredictionWriter",
-    "Pruning",
-    "Quantization",
-    "RBMMonitor",
-    "RBMStack",
-    "RBMTransformer",
-    "RO3Conv",
-    "RO3Pooling",
-    "RelationalGNN",
-    "RelationalOrder3Pooling",
-    "RelationalPooling",
-    "SamplerCheck",
-    "SaveOnSignal",
-    "SequenceBatch",
-    "SequenceDataModule",
-    "SequenceModel",
-    "Stage",
-    "StallMonitor",
-    "SyncBatchNormPlugin",
-    "TabularDataModule",
-    "TextDataModule",
-    "TopKGate",
-    "TreeRNN",
-    "UpDown",
-    "WeightedAccumulation",
-    "__version__",
-    "assert_permutation_invariant",
-    "attribute_triples",
-    "draw_triples",
-    "length_batch_loader",
-    "load_compressed",
-    "load_pruned",
-    "read_idx",
-]
+if not TYPE_CHECKING:  # type checkers read the imports above
+    __all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> object:
-    if name not in _PACKAGE_OF:
+    if name not in _MODULE_OF:
         from difflib import get_close_matches
 
-        nearest = "".join(f". Did you mean {one}?" for one in get_close_matches(name, _PACKAGE_OF, n=1))
+        nearest = "".join(f". Did you mean {one}?" for one in get_close_matches(name, _MODULE_OF, n=1))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest}")
-    return getattr(import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGE_OF})
+    return sorted({*globals(), *_MODULE_OF})
