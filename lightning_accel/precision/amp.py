@@ -1,8 +1,10 @@
 """Mixed precision in the format of the device, with skipped steps that schedules and checkpoints account for."""
 
+import math
 import sys
-from collections.abc import Callable
-from typing import Any, get_args
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -11,11 +13,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_accel.precision.dtype_choice import MixedDtype, MixedPrecisionName, bf16_instructions, choose_precision
-from lightning_accel.precision.grad_scaler import WorldGradScaler
-from lightning_accel.precision.gradient_check import all_finite, describe_non_finite
+MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
+MixedPrecisionName: TypeAlias = Literal["bf16-mixed", "16-mixed", "32-true"]
+
+_BF16_CAPABILITY = (8, 0)  # Ampere; older devices emulate bf16, which is slower than float32
+_MAX_NAMES = 8
 
 
 class AmpPrecision(MixedPrecision):
@@ -193,7 +198,7 @@ class AmpPrecision(MixedPrecision):
             assert self.scaler is not None
             raise FloatingPointError(
                 f"{self.consecutive_skips} optimizer steps in a row were skipped, and the scale of the loss went down "
-                f"to {self.scaler.get_scale():g}. {describe_non_finite(model, self._loss, self._across_ranks)}"
+                f"to {self.scaler.get_scale():g}. {_describe_non_finite(model, self._loss, self._across_ranks)}"
             )
 
     def _with_gradient_check(
@@ -202,10 +207,10 @@ class AmpPrecision(MixedPrecision):
         def checked() -> Any:
             result = closure()
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if not all_finite(parameters, self._across_ranks):
+            if not _all_finite(parameters, self._across_ranks):
                 raise FloatingPointError(
                     f"The gradients of step {model.trainer.global_step} are not finite. "
-                    f"{describe_non_finite(model, self._loss, self._across_ranks)}"
+                    f"{_describe_non_finite(model, self._loss, self._across_ranks)}"
                 )
             return result
 
@@ -264,3 +269,164 @@ def _require_scalable(optimizer: Optimizer) -> None:
             "mixed precision needs float32 parameters; got float16 ones, whose gradients cannot be unscaled. "
             "Leave the module in float32: autocast casts what gains from it"
         )
+
+
+class WorldGradScaler(torch.amp.GradScaler):
+    """Scale the loss and skip steps like ``GradScaler``, with the same decision on all processes.
+
+    Under expert or pipeline parallelism an overflow may occur on a single rank; with torch's scaler the other ranks
+    would step, and the scales would diverge. Here one flag is reduced over all processes in :meth:`unscale_`. Gradients
+    of one optimizer may be sharded over different meshes or not sharded: each rank checks its own shards.
+
+    Args:
+        device: device type of the scale, ``cpu`` or ``cuda``.
+        init_scale: initial scale.
+        growth_interval: number of steps without a skip after which the scale doubles.
+    """
+
+    def __init__(self, device: str, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        super().__init__(device, init_scale=init_scale, growth_interval=growth_interval)
+        self.across_ranks = False
+
+    def start(self, device: torch.device, across_ranks: bool) -> None:
+        """Create the scale on ``device``, also on pipeline ranks, which may never scale a loss."""
+        self.across_ranks = across_ranks
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        assert self._scale is not None
+        found: dict[torch.device, Tensor] = self._found_inf_per_device(optimizer)  # type: ignore[assignment]
+        flags = [flag.to(self._scale.device, non_blocking=True) for flag in found.values()]
+        # a rank without gradients takes part, too
+        flag = torch.stack(flags).amax() if flags else torch.zeros((), device=self._scale.device)
+        if self.across_ranks:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        found.clear()
+        found[self._scale.device] = flag
+
+    def found_non_finite(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether :meth:`unscale_` found inf or NaN on any rank; waits for the device."""
+        return any(bool(flag) for flag in self._found_inf_per_device(optimizer).values())
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # torch's version passes all gradients to one operator, which rejects DTensors of different meshes or with
+        # tensors
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        grad = _own_gradient(parameter)
+                        grads[grad.device, grad.dtype].append(grad)
+            flags: dict[torch.device, Tensor] = {}
+            for (device, dtype), values in grads.items():
+                if dtype == torch.float16 and not allow_fp16:
+                    raise ValueError("a GradScaler needs float32 parameters; got gradients in float16")
+                flag = flags.setdefault(device, torch.zeros_like(found_inf, device=device))
+                torch._amp_foreach_non_finite_check_and_unscale_(values, flag, inv_scale.to(device, non_blocking=True))
+        return flags
+
+
+def _own_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of the gradient, to be changed in place."""
+    grad = parameter.grad
+    assert grad is not None
+    if isinstance(grad, DTensor):
+        return grad.to_local()
+    if grad.is_sparse:
+        parameter.grad = grad = grad.coalesce()
+        return grad._values()
+    return grad
+
+
+def _all_finite(parameters: Iterable[Tensor], across_ranks: bool) -> bool:
+    """Return whether all gradients are finite on all ranks; waits for the device."""
+    grads = [_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    # the largest magnitude is finite if and only if all are; without gradients it is 0
+    finite = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite().int()
+    if grads:  # move it, as an NCCL group cannot reduce tensors on CPU
+        finite = finite.to(grads[0].device)
+    if across_ranks:
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite)
+
+
+def _describe_non_finite(module: nn.Module, loss: Tensor | None, across_ranks: bool) -> str:
+    """Return a message with the parameters of ``module`` whose gradients are not finite on any rank, and the loss.
+
+    All ranks must call this if ``across_ranks``.
+    """
+    own = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.grad)]
+    value = None if loss is None else float(_local_values(loss).float().mean())
+    found: list[tuple[list[str], float | None]] = [(own, value)]
+    if across_ranks:
+        found = [([], None)] * dist.get_world_size()
+        dist.all_gather_object(found, (own, value))
+    names = list(dict.fromkeys(name for part, _ in found for name in part))
+    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+    return f"Not finite are the gradients of {shown or 'no named parameter'}. {_describe_loss([v for _, v in found])}"
+
+
+def _describe_loss(values: list[float | None]) -> str:
+    losses = [value for value in values if value is not None]
+    if broken := [value for value in losses if not math.isfinite(value)]:
+        return f"The loss itself is {broken[0]}: look in the forward pass, or at the data."
+    return f"The loss is finite ({', '.join(f'{value:.4g}' for value in losses)}): look in the backward pass."
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    return grad is None or bool(_local_values(grad).isfinite().all())
+
+
+def _local_values(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.coalesce()._values() if tensor.is_sparse else tensor
+
+
+class PrecisionChoice(NamedTuple):
+    """Hold a precision, as Lightning names it, and the reason for it."""
+
+    precision: MixedPrecisionName
+    reason: str
+
+
+def choose_precision(dtype: MixedDtype, device: torch.device) -> PrecisionChoice:
+    """Return the precision for ``dtype``, or for ``auto`` the fastest on ``device`` that trains as well as float32.
+
+    >>> choose_precision("fp16", torch.device("cpu"))
+    PrecisionChoice(precision='16-mixed', reason='it was asked for')
+    """
+    if dtype != "auto":
+        precision: MixedPrecisionName = "bf16-mixed" if dtype == "bf16" else "16-mixed"
+        return PrecisionChoice(precision, "it was asked for")
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        if capability >= _BF16_CAPABILITY:
+            return PrecisionChoice("bf16-mixed", f"{found}, and computes in bf16 from 8.0 on")
+        return PrecisionChoice("16-mixed", f"{found}, and computes in bf16 from 8.0 on only, but in fp16")
+    if device.type == "cpu":
+        if instructions := bf16_instructions():
+            return PrecisionChoice("bf16-mixed", f"the CPU computes in bf16, by {instructions}")
+        return PrecisionChoice("32-true", "the CPU emulates bf16, which is slower than float32")
+    return PrecisionChoice("32-true", f"nothing else is known to be faster on {device.type}; name a dtype to try it")
+
+
+def bf16_instructions() -> str | None:
+    """Return the name of this CPU's instructions for bf16 products, or None if it emulates them."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else _capabilities()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if capabilities.get(name)), None)
+
+
+def _capabilities() -> dict[str, bool]:
+    # torch 2.11 has only private functions for this
+    return {
+        "amx_bf16": torch.cpu._is_amx_tile_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+    }

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_accel.data import DigitsDataModule
 from lightning_accel.models import MoEClassifier
 from lightning_accel.precision import AmpPrecision
-from lightning_accel.precision.grad_scaler import WorldGradScaler
+from lightning_accel.precision.amp import WorldGradScaler
 from tests.precision.plain_module import PlainClassifier, batches, fit, make_trainer
 from tests.ranks import run_ranks
 

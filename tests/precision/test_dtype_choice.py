@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_accel.precision.dtype_choice import bf16_instructions, choose_precision
+from lightning_accel.precision.amp import bf16_instructions, choose_precision
 
 
 @pytest.mark.parametrize(
