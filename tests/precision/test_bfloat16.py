@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_accel.data import DigitsDataModule
 from lightning_accel.models import MoEClassifier
 from lightning_accel.precision import Bfloat16Precision
-from lightning_accel.precision.float32_step import Float32Step
+from lightning_accel.precision.bfloat16 import Float32Step
 from tests.precision.plain_module import PlainClassifier, batches, fit, make_trainer
 from tests.ranks import run_ranks
 

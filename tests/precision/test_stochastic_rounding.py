@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_accel.precision.stochastic_rounding import RoundingNoise, round_stochastically
+from lightning_accel.precision.bfloat16 import RoundingNoise, round_stochastically
 
 STEP = 2.0**-7  # between bfloat16 numbers in [1, 2)
 
