@@ -25,8 +25,7 @@ from lightning_accel.models.masked_loss import MaskedLoss, is_valid, masked_loss
 from lightning_accel.models.sequence_export import export_sequence, export_step
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
 from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
-from lightning_accel.nn.recurrent import DynamicRNN
-from lightning_accel.nn.recurrent_block import RecurrentBlock
+from lightning_accel.nn.recurrent import DynamicRNN, RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy

@@ -4,7 +4,7 @@ Shapes: B samples, T steps, I inputs, H hidden, L layers, D directions.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.recurrent_layer import CELLS, CellName, RecurrentLayer, States
 from lightning_accel.nn.sequence_layout import LanesLayout, PaddedLayout, SingleOpLayout, SortedLayout
-from lightning_accel.nn.sequence_pooling import POOLINGS, AttentionPooling, pool
+from lightning_accel.ops.float32 import at_least_float32
 
 Execution: TypeAlias = Literal["auto", "padded", "staircase", "packed", "lanes"]
 Pooling: TypeAlias = Literal["last", "mean", "max", "attention", "none"]
@@ -93,7 +93,11 @@ class DynamicRNN(nn.Module):
         _require_options(
             {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers},
             {"dropout": dropout, "weight_drop": weight_drop, "zoneout": zoneout},
-            {"cell": (cell, tuple(CELLS)), "pooling": (pooling, POOLINGS), "execution": (execution, _EXECUTIONS)},
+            {
+                "cell": (cell, tuple(CELLS)),
+                "pooling": (pooling, get_args(Pooling)),
+                "execution": (execution, get_args(Execution)),
+            },
         )
         self.input_size = input_size
         self.hidden_size = hidden_size
@@ -302,7 +306,6 @@ class DynamicRNN(nn.Module):
 
 _LSTM_CALL_OVERHEAD = 8_000_000  # multiplications that take as long as the overhead of a call, forward and backward
 _CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
-_EXECUTIONS = ("auto", "padded", "staircase", "packed", "lanes")
 
 
 def _require_options(
@@ -373,3 +376,92 @@ def _describe(x: object) -> str:
     if isinstance(x, (list, tuple)):
         return f"a {type(x).__name__} of {[tuple(i.shape) if isinstance(i, Tensor) else type(i).__name__ for i in x]}"
     return f"a {type(x).__name__}"
+
+
+def pool(x: Tensor, lengths: Tensor | None, how: str) -> Tensor | None:
+    """Pool ``x`` (B, T, H), zero after ``lengths`` (B,), by ``mean`` or ``max``; 0 for a sample of length 0."""
+    if how == "none":
+        return None
+    if how == "mean":
+        count = x.shape[1] if lengths is None else lengths.to(x.device)[:, None]
+        return (x.sum(1) / torch.as_tensor(count, device=x.device).clamp(min=1)).to(x.dtype)
+    if x.shape[1] == 0:
+        return x.sum(1)
+    if lengths is None:
+        return x.amax(1)
+    lengths = lengths.to(x.device)
+    top = x.masked_fill(_past_end(x, lengths)[..., None], -torch.inf).amax(1)
+    return top.masked_fill((lengths == 0)[:, None], 0)
+
+
+class AttentionPooling(nn.Module):
+    """Pool steps by attention with a learned query (Yang et al. 2016, eq. 5 to 7).
+
+    >>> AttentionPooling(4)(torch.ones(2, 3, 4), torch.tensor([3, 0])).sum(1).detach()
+    tensor([4., 0.])
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.key = nn.Linear(dim, dim)
+        self.query = nn.Parameter(torch.randn(dim) / dim**0.5)
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Pool ``x`` (B, T, H), finite also after ``lengths`` (B,), to (B, H); 0 for a sample of length 0."""
+        scores = at_least_float32(self.key(x).tanh() @ self.query)  # (B, T)
+        if lengths is None:
+            weights = scores.softmax(1)
+        else:
+            over = _past_end(x, lengths.to(x.device))
+            # finite, then set to 0: with -inf a sample of length 0 would become NaN
+            weights = scores.masked_fill(over, -1e30).softmax(1).masked_fill(over, 0)
+        return torch.einsum("bt,bth->bh", weights.to(x.dtype), x)
+
+
+def _past_end(x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+
+
+class RecurrentBlockOutput(NamedTuple):
+    """Hold the features for the next block, and the new state."""
+
+    features: Tensor  # (B, T, D * H), or (B, D * H) if the block pools
+    state: Any  # as of DynamicRNN
+
+
+class RecurrentBlock(nn.Module):
+    """Apply dropout and a recurrent layer, optionally with layer normalisation before and a residual connection.
+
+    Args:
+        rnn: one layer; if its pooling is not "none", the block returns the pooled vector.
+        input_size: I.
+        dropout: dropout probability of the input.
+        residual: normalise the input of ``rnn``, and add the input to its output unless that is pooled; needs I equal
+            to D * H.
+    """
+
+    def __init__(self, rnn: DynamicRNN, input_size: int, dropout: float = 0.0, residual: bool = False) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(input_size) if residual else None
+        self.rnn = rnn
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, state: Any = None) -> RecurrentBlockOutput:
+        """Run over ``x`` (B, T, I) with ``lengths`` (B,), starting from ``state``."""
+        output = self.rnn(self._enter(x), lengths, state)
+        if output.pooled is not None:
+            return RecurrentBlockOutput(output.pooled, output.state)
+        return RecurrentBlockOutput(self._leave(x, output.output), output.state)
+
+    def step(self, x: Tensor, state: Any = None) -> RecurrentBlockOutput:
+        """Run one step ``x`` (B, I); features are (B, H)."""
+        output, state = self.rnn.step(self._enter(x), state)
+        pooled = self.rnn.pooling != "none"
+        return RecurrentBlockOutput(output if pooled else self._leave(x, output), state)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        return x if self.norm is None else self.norm(x)
+
+    def _leave(self, x: Tensor, output: Tensor) -> Tensor:
+        return output if self.norm is None else x + output

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 
 from lightning_accel import DynamicRNN
+from lightning_accel.nn.recurrent import pool
 from lightning_accel.nn.recurrent_layer import CELLS
-from lightning_accel.nn.sequence_pooling import pool
 from tests.tolerance import rounding
 
 SCANS = ("mingru", "minlstm")
