@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
 from lightning_accel.ops.gated_scan import scan_terms
-from lightning_accel.ops.recurrent import run_kernel, run_padded
+from lightning_accel.ops.recurrent import past_end, run_kernel, run_padded
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
 States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and for an LSTM c
@@ -202,7 +202,7 @@ class RecurrentLayer(nn.Module):
         if self.zoneout:
             gate, value = self._scan_terms(x)
             if lengths is not None:
-                over = _past_end(x, lengths)
+                over = past_end(x, lengths)
                 gate, value = gate.masked_fill(over, 1), value.masked_fill(over, 0)  # so that the state stays
             out = linear_scan(gate.transpose(0, 1), value.transpose(0, 1), states[0].to(value.dtype))
         else:
@@ -271,8 +271,3 @@ class RecurrentLayer(nn.Module):
     def _cast_outputs(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
         dtype = self.weight_ih.dtype  # under autocast, kernels return another
         return found[0].to(dtype), tuple(state.to(dtype) for state in found[1])
-
-
-def _past_end(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return where steps of ``x`` are past the end of their sample: (S, B, 1) bool."""
-    return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]

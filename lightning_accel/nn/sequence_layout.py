@@ -3,15 +3,11 @@
 Shapes: B samples, T steps of the padded batch, N valid steps of all samples, I inputs, H hidden.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from lightning_accel.nn.recurrent_layer import RecurrentLayer, States
 from lightning_accel.ops.recurrent import reverse_valid_steps
-
-if TYPE_CHECKING:
-    from lightning_accel.nn.recurrent_layer import RecurrentLayer, States
 
 
 class _Layout:
@@ -22,8 +18,8 @@ class _Layout:
         raise NotImplementedError
 
     def direct(
-        self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, data: Tensor, states: States | None, backwards: bool
+    ) -> tuple[Tensor, States]:
         """Run ``layer`` forwards or backwards."""
         out, end = layer(self.reverse(data) if backwards else data, states, self)
         return self.reverse(out) if backwards else out, end
@@ -48,8 +44,8 @@ class PaddedLayout(_Layout):
         return reverse_valid_steps(data, self.lengths)
 
     def run(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
+    ) -> tuple[Tensor, States]:
         return layer.steps(data, states, weight_hh, self.lengths)
 
 
@@ -64,14 +60,14 @@ class SingleOpLayout(PaddedLayout):
         return data.transpose(0, 1)  # already zero after the end of a sample
 
     def direct(
-        self, layer: "RecurrentLayer", data: Tensor, states: "States | None", backwards: bool
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, data: Tensor, states: States | None, backwards: bool
+    ) -> tuple[Tensor, States]:
         out: tuple[Tensor, States] = layer(data, states, SingleOpLayout(self.lengths, backwards))
         return out
 
     def run(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
+    ) -> tuple[Tensor, States]:
         return layer.as_one_op(data, states, self.lengths, self.backwards)
 
 
@@ -123,8 +119,8 @@ class SortedLayout(_ValidSteps):
         self.back = order.argsort().to(device, non_blocking=True)
 
     def run(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
+    ) -> tuple[Tensor, States]:
         if states is None:
             states = layer.zero_states(data, self.rows)
         else:
@@ -138,15 +134,15 @@ class SortedLayout(_ValidSteps):
         return out, tuple(state.index_select(0, self.back) for state in new)
 
     def _run_packed(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States
+    ) -> tuple[Tensor, States]:
         full = self.spans[0][0]  # samples with at least one step
         out, new = layer.packed(data, self.batch_sizes, tuple(state[:full] for state in states), weight_hh)
         return out, tuple(torch.cat([after, before[full:]]) for after, before in zip(new, states, strict=True))
 
     def _run_spans(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States"
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States
+    ) -> tuple[Tensor, States]:
         parts, ended, at = [], [], 0
         for rows, steps in self.spans:
             if rows < len(states[0]):
@@ -183,8 +179,8 @@ class LanesLayout(_ValidSteps):
         self.ends = (begins + lengths - 1)[filled].to(device, non_blocking=True)
 
     def run(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: "States | None"
-    ) -> "tuple[Tensor, States]":
+        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
+    ) -> tuple[Tensor, States]:
         given = None if states is None else tuple(state.index_select(0, self.filled) for state in states)
         out, new = layer.lanes(data, given, self.begins, self.ends, self.starts)
         before = layer.zero_states(data, self.rows) if states is None else states

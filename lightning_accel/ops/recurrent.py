@@ -52,7 +52,7 @@ def run_padded(
     if lengths is None:
         return run_kernel(cell, x, states, weights, training=training)
     if cell == "lstm":  # its kernel does not return the c of each step
-        x = torch.cat([x, _past_end(x, lengths).to(x.dtype)], dim=-1)
+        x = torch.cat([x, past_end(x, lengths).to(x.dtype)], dim=-1)
         hidden_size = states[0].shape[-1]
         stay = x.new_tensor([-_SATURATED, _SATURATED, 0, 0]).repeat_interleave(hidden_size)
         weights = [torch.cat([weights[0], stay[:, None]], dim=1), *weights[1:]]
@@ -136,7 +136,7 @@ def _layer(
     turned = reverse_valid_steps(x, lengths) if backwards else x
     out, new = run_padded(cell, turned, states, [weight_ih, weight_hh, bias_ih, bias_hh], lengths)
     out = reverse_valid_steps(out, lengths) if backwards else out
-    out = out if lengths is None else out.masked_fill(_past_end(out, lengths), 0)
+    out = out if lengths is None else out.masked_fill(past_end(out, lengths), 0)
     return out, new[0], new[1] if cell == "lstm" else none
 
 
@@ -197,6 +197,6 @@ def _kernel_precision(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
 
 
-def _past_end(x: Tensor, lengths: Tensor) -> Tensor:
+def past_end(x: Tensor, lengths: Tensor) -> Tensor:
     """Return where steps of ``x`` are past the end of their sample: (S, B, 1) bool."""
     return torch.arange(x.shape[0], device=x.device)[:, None, None] >= lengths[:, None]
