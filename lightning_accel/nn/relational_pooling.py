@@ -1,7 +1,7 @@
 """Relational pooling: a GNN on graphs with marked nodes, averaged over the marked tuples.
 
 Shapes: N nodes, F features, M arcs, B graphs, k marks, T copies, R nodes of all copies, H features of the base GNN,
-D output features.
+D output features; O groups of tuples, one per graph or node.
 """
 
 import inspect
@@ -16,14 +16,45 @@ from torch_geometric.nn.inits import reset
 from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.features import require_floating
-from lightning_accel.nn.graph_copies import Copies, GraphLayout, copy_graphs, lay_out, mark_nodes
 from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
-from lightning_accel.nn.running_moments import RunningMoments
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
 _MAX_COPIES = 2**23
+
+
+class _GraphLayout(NamedTuple):
+    """Hold the nodes and arcs of a batch sorted by graph, in their given order within each graph."""
+
+    node: Tensor
+    """(N,): nodes sorted by graph; a place is a position in this tensor."""
+    graph: Tensor
+    """(N,): the graph of each place."""
+    place: Tensor
+    """(N,): the place of each node."""
+    ptr: Tensor
+    """(B + 1,): the first place of each graph."""
+    arc: Tensor
+    """(M,): columns of ``edge_index``, sorted by graph."""
+    arc_ptr: Tensor
+    """(B + 1,): the first arc of each graph."""
+    ends: Tensor
+    """(2, M): places of the ends of each arc."""
+
+
+class _Copies(NamedTuple):
+    """Hold a batch of T copies of graphs."""
+
+    node: Tensor
+    """(R,): the original of each node."""
+    edge_index: Tensor
+    arc: Tensor
+    """The original arc of each column of ``edge_index``."""
+    copy: Tensor
+    """(R,): the copy of each node, from 0 to T - 1."""
+    marked: Tensor
+    """(T, k): the node of the copies under each mark, -1 for none."""
 
 
 class RelationalPooling(nn.Module):
@@ -160,7 +191,7 @@ class RelationalPooling(nn.Module):
         )
         recompute = len(chunks) > 1 and torch.is_grad_enabled()
         owners = len(layout.ptr) - 1 if self.level == "graph" else len(x)
-        moments = RunningMoments(owners, x.device)
+        moments = _RunningMoments(owners, x.device)
         for begin, end in chunks:
             inputs = (x, edge_attr, layout, *plan.part(space, begin, end))
             if recompute:
@@ -172,16 +203,16 @@ class RelationalPooling(nn.Module):
         return moments.estimate(count)
 
     def _run(
-        self, x: Tensor, edge_attr: Tensor | None, layout: GraphLayout, graph: Tensor, tuples: Tensor
+        self, x: Tensor, edge_attr: Tensor | None, layout: _GraphLayout, graph: Tensor, tuples: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the values to average for ``tuples`` (T, k), and the graph or node of each."""
-        copies = copy_graphs(layout, graph, tuples)
+        copies = _copy_graphs(layout, graph, tuples)
         optional = {}
         if "edge_attr" in self._takes and edge_attr is not None:
             optional["edge_attr"] = edge_attr[copies.arc]
         if "batch" in self._takes:
             optional["batch"] = copies.copy
-        h = self._embed(mark_nodes(x, copies), copies.edge_index, optional)
+        h = self._embed(_mark_nodes(x, copies), copies.edge_index, optional)
         if not isinstance(h, Tensor) or h.dim() != 2 or len(h) != len(copies.node):
             found = tuple(h.shape) if isinstance(h, Tensor) else type(h).__name__
             raise ValueError(f"base_gnn must give one row for each of {len(copies.node)} nodes, got {found}")
@@ -209,7 +240,7 @@ class RelationalPooling(nn.Module):
 
     def _lay_out(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None
-    ) -> GraphLayout:
+    ) -> _GraphLayout:
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor (nodes, features), got a {type(x).__name__}")
         if x.dim() != 2 or not x.is_floating_point():
@@ -224,7 +255,7 @@ class RelationalPooling(nn.Module):
             raise ValueError(f"batch must have one number for each of {len(x)} nodes, got {len(batch)}")
         if size is None:
             size = int(batch.max()) + 1 if len(batch) else 0
-        layout = lay_out(edge_index, batch, size)
+        layout = _sort_by_graph(edge_index, batch, size)
         if self.full and len(batch) and (largest := int(layout.ptr.diff().max())) > self.marks:
             raise ValueError(f"max_nodes is {self.marks}, and a graph has {largest} nodes")
         return layout
@@ -261,7 +292,7 @@ def _plan(space: Tuples, samples: int | None, generator: Generator | None) -> _P
     return _Plan(graph, torch.arange(len(graph), device=graph.device) - (count.cumsum(0) - count)[graph], None)
 
 
-def _chunk_bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
+def _chunk_bounds(layout: _GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
     """Yield first and last copy of each chunk; there is at least one chunk, for the output width of the base GNN."""
     copies = len(plan.graph)
     if chunk_size is None or copies == 0:
@@ -276,7 +307,7 @@ def _chunk_bounds(layout: GraphLayout, plan: _Plan, chunk_size: int | None) -> I
         begin = end
 
 
-def _read_out(h: Tensor, copies: Copies) -> Tensor:
+def _read_out(h: Tensor, copies: _Copies) -> Tensor:
     """Concatenate the sum over nodes and the embedding of each marked node, to (T, (1 + k) H)."""
     num_copies, marks = copies.marked.shape
     total = h.new_zeros(num_copies, h.shape[1]).index_add(0, copies.copy, h)
@@ -334,3 +365,105 @@ def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
             f"{type(inner).__name__}.forward has {', '.join(names) or 'no named parameters'}"
         )
     return frozenset(names[2:]) & {"edge_attr", "batch"}
+
+
+def _sort_by_graph(edge_index: Tensor, batch: Tensor, num_graphs: int) -> _GraphLayout:
+    """Sort nodes and arcs by graph.
+
+    Raises:
+        ValueError: if an arc joins two graphs or refers to a missing node, or ``batch`` has numbers outside of 0 to
+            ``num_graphs - 1``.
+    """
+    _check_ranges(edge_index, batch, num_graphs)
+    if not torch.equal(batch[edge_index[0]], batch[edge_index[1]]):
+        raise ValueError("every edge must join nodes of one graph: edge_index and batch do not belong together")
+    graph, node = batch.sort(stable=True)
+    arc_graph, arc = batch[edge_index[0]].sort(stable=True)
+    place = torch.empty_like(node)
+    place[node] = torch.arange(len(node), device=node.device)
+    bounds = torch.arange(num_graphs + 1, device=node.device)
+    return _GraphLayout(
+        node, graph, place, torch.searchsorted(graph, bounds), arc, torch.searchsorted(arc_graph, bounds),
+        place[edge_index[:, arc]],
+    )  # fmt: skip
+
+
+def _check_ranges(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
+    ranges = [torch.stack(values.aminmax()) for values in (edge_index, batch) if values.numel()]
+    found = torch.stack(ranges).tolist() if ranges else []  # on CUDA, waits for the device once
+    if edge_index.numel():
+        low, high = found[0]
+        if low < 0 or high >= len(batch):
+            raise ValueError(f"edge_index must hold nodes from 0 to {len(batch) - 1}; found {low} to {high}")
+    if batch.numel():
+        low, high = found[-1]
+        if low < 0 or high >= num_graphs:
+            raise ValueError(f"batch must number {num_graphs} graphs from 0, got {low} to {high}")
+
+
+def _copy_graphs(layout: _GraphLayout, graph: Tensor, tuples: Tensor) -> _Copies:
+    """Copy the graphs ``graph`` (T,), sorted, with marks on the places ``tuples`` (T, k)."""
+    copy, place, first = _expand(layout.ptr, graph)
+    shift = first - layout.ptr[graph]
+    if len(graph) and graph[0] == graph[-1]:  # chunks of large graphs: many times as fast as indexing each arc
+        begin, end = layout.arc_ptr[graph[0]], layout.arc_ptr[graph[0] + 1]
+        edge_index = (layout.ends[:, None, begin:end] + shift[:, None]).flatten(1)
+        arc = layout.arc[begin:end].expand(len(graph), -1).flatten()
+    else:
+        arc_copy, arc, _ = _expand(layout.arc_ptr, graph)
+        edge_index, arc = layout.ends[:, arc] + shift[arc_copy], layout.arc[arc]
+    marked = torch.where(tuples < 0, -1, tuples + shift[:, None])
+    return _Copies(layout.node[place], edge_index, arc, copy, marked)
+
+
+def _mark_nodes(x: Tensor, copies: _Copies) -> Tensor:
+    """Concatenate the features ``x`` (N, F) of all copied nodes and one-hot marks, to (R, F + k)."""
+    rows, marks = len(copies.node), copies.marked.shape[1]
+    which = torch.where(copies.marked < 0, rows, copies.marked)  # missing marks are written to an extra row
+    one_hot = x.new_zeros(rows + 1, marks).scatter(0, which, 1.0)
+    return torch.cat([x[copies.node], one_hot[:rows]], dim=1)
+
+
+def _expand(ptr: Tensor, graph: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for the elements of all copies, the copy and the original; and the first element of each copy (T,)."""
+    count = ptr.diff()[graph]
+    first = count.cumsum(0) - count
+    copy = torch.repeat_interleave(count)
+    return copy, torch.arange(len(copy), device=graph.device) + (ptr[graph] - first)[copy], first
+
+
+class _RunningMoments:
+    """Accumulate mean and variance of values per group of tuples, chunk by chunk (Chan et al. 1983), in float64."""
+
+    def __init__(self, owners: int, device: torch.device) -> None:
+        self.count = torch.zeros(owners, 1, dtype=torch.float64, device=device)
+        self.sum: Tensor | None = None
+        self.squares: Tensor | None = None
+        self.dtype = torch.float32
+
+    def add(self, owner: Tensor, value: Tensor, errors: bool) -> None:
+        self.dtype = value.dtype
+        value = value.double()
+        none = value.new_zeros(len(self.count), value.shape[1])
+        count = torch.bincount(owner, minlength=len(self.count)).double()[:, None]
+        total = none.index_add(0, owner, value)
+        before = none if self.sum is None else self.sum
+        if errors:
+            with torch.no_grad():
+                mean = total / count.clamp(min=1)
+                squares = none.index_add(0, owner, (value - mean[owner]).square())
+                shift = mean - before / self.count.clamp(min=1)
+                squares += shift.square() * count * self.count / (count + self.count).clamp(min=1)
+                self.squares = squares if self.squares is None else self.squares + squares
+        self.sum = before + total
+        self.count = self.count + count
+
+    def estimate(self, tuples: Tensor) -> Estimate:
+        """Return mean and standard error per group, given the size ``tuples`` of the population of each group."""
+        assert self.sum is not None
+        mean = self.sum / self.count.clamp(min=1)
+        if self.squares is None:
+            return Estimate(mean.to(self.dtype), torch.zeros_like(mean, dtype=self.dtype))
+        left = (1 - self.count / tuples[:, None]).clamp(min=0)
+        variance = self.squares / (self.count - 1).clamp(min=1) / self.count.clamp(min=1)
+        return Estimate(mean.to(self.dtype), (variance * left).sqrt().to(self.dtype))
