@@ -1,23 +1,83 @@
 """Contrastive divergence training of RBMs. Shapes: B batch size, C chains, V visible units, H hidden units."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
+from torch.autograd.function import Function
 from torch.optim import SGD, Optimizer
 
-from lightning_accel.nn.contrastive_gradient import Contrast, Phase, log_variance_of
 from lightning_accel.nn.contrastive_sgd import BernoulliSGD, needs_autograd, supported_sgd
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
+from lightning_accel.ops.float32 import without_autocast
 from lightning_accel.ops.gibbs import draw_bernoulli
 
 Sampler: TypeAlias = Literal["cd", "pcd", "tempering"]
 
-
 _ACTIVITY_RATE = 0.1  # update rate of the running mean of hidden units, for sparsity (Hinton 2012, section 11)
+
+
+class Phase(NamedTuple):
+    """Hold visible states, of data or drawn from the model, with activations and means of the hidden units."""
+
+    visible: Tensor  # (B, V)
+    activation: Tensor  # (B, H) activations of the hidden units
+    hidden: Tensor  # (B, H) means of the hidden units
+
+
+class _Contrast(NamedTuple):
+    """Hold the inputs of the gradient and compute it: data, samples drawn from the model, offsets, sparsity term."""
+
+    rbm: RBM
+    positive: Phase
+    negative: Phase  # (C, ...)
+    offsets: tuple[Tensor, Tensor] | None  # (V,) and (H,), subtracted from the units
+    sparsity_gradient: Tensor | None  # (H,) with respect to the hidden units' activations on data
+    dtype: torch.dtype  # dtype of the product that gives the gradient of the weights
+
+    def gap(self) -> Tensor:
+        """Compute the mean energy of the data minus that of the samples, (), with hidden units at their means."""
+        return _mean_energy(self.rbm, self.positive) - _mean_energy(self.rbm, self.negative)
+
+    def gap_with_gradient(self) -> Tensor:
+        """Compute :meth:`gap` as an autograd function with the gradient :meth:`gradients`."""
+        rbm = self.rbm
+        return _EnergyGap.apply(rbm.weight, rbm.visible_bias, rbm.hidden_bias, _log_variance(rbm), self)
+
+    @torch.no_grad()
+    def gradients(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Compute gradients of weight (H, V), visible bias, hidden bias and log-variance (or None), times ``scale``.
+
+        Data and samples are in one matrix product, as in bfloat16 the difference of two rounded products loses
+        precision.
+        """
+        with without_autocast(self.positive.hidden):
+            return self._gradients(scale)
+
+    def _gradients(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        positive, negative = self.positive, self.negative
+        visible = torch.cat([positive.visible, negative.visible])
+        sparsity = self.sparsity_gradient
+        hidden = torch.cat([positive.hidden if sparsity is None else positive.hidden - sparsity, negative.hidden])
+        share = hidden.new_full((len(hidden),), 1 / len(negative.hidden))
+        share[: len(positive.hidden)] = -1 / len(positive.hidden)
+        if scale is not None:
+            share *= scale
+        inputs = self.rbm.visible_units.input(visible)
+        by_variance = _by_log_variance(self.rbm, visible, inputs, hidden, share)
+        by_visible = share @ inputs
+        if self.offsets is not None:
+            inputs, hidden = inputs - self.offsets[0], hidden.sub_(self.offsets[1])
+        hidden *= share[:, None]
+        by_hidden = hidden.sum(dim=0)
+        by_weight = (hidden.T.to(self.dtype) @ inputs.to(self.dtype)).to(hidden.dtype)
+        if self.offsets is not None:
+            by_visible -= self.offsets[1] @ by_weight
+            by_hidden -= by_weight @ self.offsets[0]
+        return by_weight, by_visible, by_hidden, by_variance
 
 
 class ContrastiveDivergence:
@@ -140,7 +200,7 @@ class ContrastiveDivergence:
             return self._update_by_autograd_(rbm, rows, optimizer)
         contrast = self._contrast(rbm, rows)
         gap = contrast.gap()
-        parameters = rbm.weight, rbm.visible_bias, rbm.hidden_bias, log_variance_of(rbm)
+        parameters = rbm.weight, rbm.visible_bias, rbm.hidden_bias, _log_variance(rbm)
         pairs = [
             (parameter, gradient)
             for parameter, gradient in zip(parameters, contrast.gradients(), strict=True)
@@ -204,7 +264,7 @@ class ContrastiveDivergence:
             work.center(*offsets)
         return gap
 
-    def _contrast(self, rbm: RBM, visible: Tensor) -> Contrast:
+    def _contrast(self, rbm: RBM, visible: Tensor) -> _Contrast:
         """Draw samples and update the running means with the data."""
         visible = visible.to(torch.promote_types(rbm.weight.dtype, torch.float32))
         self._require_target(rbm)
@@ -213,7 +273,7 @@ class ContrastiveDivergence:
             negative = self.draw(rbm, positive)
             self._update_means(rbm.visible_units.input(visible), positive.hidden)
         dtype = _autocast_dtype(visible.device) or rbm.weight.dtype
-        return Contrast(rbm, positive, negative, self._offsets(), self._sparsity_gradient(), dtype)
+        return _Contrast(rbm, positive, negative, self._offsets(), self._sparsity_gradient(), dtype)
 
     @torch.no_grad()
     def draw(self, rbm: RBM, positive: Phase) -> Phase:
@@ -381,3 +441,41 @@ def _average(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+class _EnergyGap(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        visible_bias: Tensor,
+        hidden_bias: Tensor,
+        log_variance: Tensor | None,
+        contrast: _Contrast,
+    ) -> Tensor:
+        ctx.contrast = contrast
+        return contrast.gap()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        return *ctx.contrast.gradients(scale), None
+
+
+def _log_variance(rbm: RBM) -> Tensor | None:
+    """Return the log-variance of the Gaussian visible units, which come first, or None."""
+    return next(rbm.visible_units.parameters(), None)
+
+
+def _by_log_variance(rbm: RBM, visible: Tensor, inputs: Tensor, hidden: Tensor, share: Tensor) -> Tensor | None:
+    log_variance = _log_variance(rbm)
+    if log_variance is None or not log_variance.requires_grad:
+        return None
+    size = len(log_variance)
+    own = -0.5 * (visible[:, :size] - rbm.visible_bias[:size]).square() * (-log_variance).exp()
+    return -(share @ (own + inputs[:, :size] * (hidden @ rbm.weight[:, :size].to(hidden.dtype))))
+
+
+def _mean_energy(rbm: RBM, phase: Phase) -> Tensor:
+    interaction = torch.dot(phase.hidden.flatten(), phase.activation.flatten()) / len(phase.hidden)
+    own = rbm.visible_units.energy(phase.visible, rbm.visible_bias) + rbm.hidden_units.base(phase.hidden)
+    return own.mean() - interaction

@@ -6,8 +6,7 @@ Shapes: B batch size, C chains, V visible units, H_l units in layer l.
 import torch
 from torch import Tensor
 
-from lightning_accel.nn.contrastive import ContrastiveDivergence
-from lightning_accel.nn.contrastive_gradient import Phase
+from lightning_accel.nn.contrastive import ContrastiveDivergence, Phase
 from lightning_accel.nn.dbn import RBMStack
 from lightning_accel.nn.rbm_units import RectifiedHidden
 from lightning_accel.nn.stack_likelihood import log_prob_of_hidden, log_prob_of_visible
