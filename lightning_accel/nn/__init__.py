@@ -7,8 +7,7 @@ from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.expert_load import ExpertLoad, LoadStatistics, summarise_load
 from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
-from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput
-from lightning_accel.nn.moe_weights import read_transformers, write_transformers
+from lightning_accel.nn.moe import Experts, MixtureOfExperts, MixtureOutput, read_transformers, write_transformers
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentOutput
 from lightning_accel.nn.stack_likelihood import LogProbBound
