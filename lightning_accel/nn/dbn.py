@@ -16,10 +16,25 @@ from torch import Generator, Tensor, nn
 
 from lightning_accel.nn.features import require_width
 from lightning_accel.nn.rbm import RBM
-from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible, RectifiedHidden
-from lightning_accel.nn.stack_checks import option_of, require_compatible, units_without_labels
-from lightning_accel.nn.stack_likelihood import LogProbBound, LogZLike, log_prob, log_prob_bound
-from lightning_accel.nn.stack_sampling import sample_stack
+from lightning_accel.nn.rbm_units import (
+    BernoulliHidden,
+    BernoulliVisible,
+    CategoricalVisible,
+    GaussianVisible,
+    HiddenUnits,
+    JoinedVisible,
+    RectifiedHidden,
+    VisibleUnits,
+)
+from lightning_accel.nn.stack_likelihood import (
+    LogProbBound,
+    LogZLike,
+    all_states,
+    log_prob_of_hidden,
+    log_prob_of_visible,
+    mixture,
+    require_few_states,
+)
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_categorical
 
@@ -61,7 +76,7 @@ class RBMStack(nn.Module):
         if not rbms:
             raise ValueError("a stack needs at least one RBM; got none")
         for layer, (below, above) in enumerate(pairwise(rbms)):
-            require_compatible(layer, below, above)
+            _require_compatible(layer, below, above)
         self.rbms = nn.ModuleList(rbms)
         self.num_labels = rbms[-1].num_labels
         self.num_visible = rbms[0].num_visible - rbms[0].num_labels
@@ -105,9 +120,9 @@ class RBMStack(nn.Module):
         if not 1 <= layer < len(self.rbms):
             raise ValueError(f"layer must be an RBM above another, from 1 to {len(self.rbms) - 1}; got {layer}")
         below, above = self.layers[layer - 1], self.layers[layer]
-        units = (units_without_labels(below), below.hidden_units, above.hidden_units)
+        units = (_units_without_labels(below), below.hidden_units, above.hidden_units)
         if not all(isinstance(one, BernoulliVisible | BernoulliHidden) for one in units):
-            found = ", ".join(option_of(one) for one in units)
+            found = ", ".join(_option_of(one) for one in units)
             raise ValueError(f"an RBM is tied to the one below if all units are 'bernoulli'; got {found}")
         if above.num_hidden != below.num_visible:
             raise ValueError(
@@ -234,6 +249,7 @@ class RBMStack(nn.Module):
             raise ValueError("class_log_prob needs labels: give the top RBM num_labels, the number of classes")
         return self.label_scores(self.transform(visible, len(self.rbms) - 1)).log_softmax(dim=1)
 
+    @torch.no_grad()
     def log_prob_bound(
         self,
         visible: Tensor,
@@ -265,7 +281,14 @@ class RBMStack(nn.Module):
         self._require_shape(visible)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1; got {num_samples}")
-        return log_prob_bound(self, visible, log_z, labels, num_samples, generator)
+        if len(self.layers) == 1:
+            num_samples = 1
+        drawn = torch.stack([_log_weight(self, visible, labels, generator) for _ in range(num_samples)])  # (S, B)
+        mean = drawn.mean(dim=0)
+        error = drawn.std(dim=0) / num_samples**0.5 if num_samples > 1 else torch.full_like(mean, torch.nan)
+        if len(self.layers) == 1:
+            error = torch.zeros_like(mean)
+        return LogProbBound(mean - log_z.estimate, mean - log_z.upper, mean - log_z.lower, error)
 
     def log_prob(self, visible: Tensor) -> Tensor:
         """Compute exact log-probabilities (B,) of ``visible`` (B, V) in nats, by summing over all hidden states.
@@ -277,7 +300,17 @@ class RBMStack(nn.Module):
                 is not (B, V).
         """
         self._require_shape(visible)
-        return log_prob(self, visible)
+        layers, top = self.layers, self.top
+        require_few_states(layers)
+        if len(layers) == 1:
+            states = all_states(top.num_hidden, top.weight)
+            return _top_score(self, visible, None) - (-top.hidden_free_energy(states)).logsumexp(dim=0)
+        upper = all_states(top.num_visible - top.num_labels, top.weight)
+        weight = _top_score(self, upper, None).log_softmax(dim=0)  # for each state of the top's visible units
+        for rbm in reversed(layers[1:-1]):
+            lower = all_states(rbm.num_visible, rbm.weight)
+            upper, weight = lower, mixture(rbm, lower, upper, weight)
+        return mixture(layers[0], visible, upper, weight)
 
     def down(self, states: Tensor, generator: Generator | None = None) -> Tensor:
         """Draw visible states (B, V) given ``states`` (B, H_{L-1}) of the top RBM's visible units, without labels."""
@@ -316,7 +349,27 @@ class RBMStack(nn.Module):
             raise ValueError(f"num_samples and steps must be at least 1; got {num_samples=}, {steps=}")
         if labels is not None and labels.shape != (num_samples,):
             raise ValueError(f"labels must be ({num_samples},), one for each sample; got {tuple(labels.shape)}")
-        return sample_stack(self, num_samples, steps, clamp, labels, generator)
+        top, size = self.top, self.top.num_visible - self.num_labels
+        states = _sample_independent(top, num_samples, generator)  # (B, H_{L-1} + C)
+        known = None if labels is None else self.one_hot(labels, states)
+        if clamp is not None:
+            clamp = self._expand_clamp(clamp, num_samples)
+            start = self.without_labels(0, _sample_independent(self.layers[0], num_samples, generator))
+            visible = _apply_clamp(start, clamp)
+        for _ in range(steps):
+            below = states[:, :size]
+            if clamp is not None:
+                below = self.sample_hidden(visible, len(self.layers) - 1, generator)
+            states = torch.cat([below, states[:, size:] if known is None else known], dim=1)
+            states = top.sample_visible(top.sample_hidden(states, generator), generator)
+            if clamp is not None:
+                visible = _apply_clamp(self.down(states[:, :size], generator), clamp)
+        return self.down(states[:, :size], generator) if clamp is None else visible
+
+    def _expand_clamp(self, clamp: Tensor, num_samples: int) -> Tensor:
+        bottom = self.layers[0]
+        free_labels = clamp.new_full((*clamp.shape[:-1], bottom.num_labels), torch.nan)
+        return self.without_labels(0, bottom.held(torch.cat([clamp, free_labels], dim=-1), num_samples))
 
     @torch.no_grad()
     def to_mlp(self, num_classes: int | None = None) -> nn.Sequential:
@@ -396,3 +449,71 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 def _copy_into_(linear: nn.Linear, weight: Tensor, bias: Tensor) -> None:
     linear.weight.copy_(weight)
     linear.bias.copy_(bias)
+
+
+def _units_without_labels(rbm: RBM) -> VisibleUnits:
+    """Return the visible units without those of the label."""
+    units = rbm.visible_units
+    return units.parts[0] if isinstance(units, JoinedVisible) else units  # type: ignore[return-value]
+
+
+def _option_of(units: VisibleUnits | HiddenUnits) -> str:
+    """Return the constructor argument that creates ``units``."""
+    kinds: dict[type, str] = {
+        BernoulliVisible: "visible='bernoulli'",
+        GaussianVisible: "visible='gaussian'",
+        CategoricalVisible: "visible='categorical'",
+        BernoulliHidden: "hidden='bernoulli'",
+        RectifiedHidden: "hidden='relu'",
+    }
+    return kinds.get(type(units), type(units).__name__)
+
+
+def _require_compatible(layer: int, below: RBM, above: RBM) -> None:
+    """Require that RBM ``layer`` and the one above it fit together."""
+    here = f"RBM {layer + 1} of the stack"
+    if below.num_labels:
+        raise ValueError(f"only the top RBM may have labels; RBM {layer} has num_labels={below.num_labels}")
+    size = above.num_visible - above.num_labels
+    if size != below.num_hidden:
+        raise ValueError(
+            f"{here} has {size} visible units and stands on {below.num_hidden} hidden ones: make its "
+            f"num_visible={below.num_hidden}"
+        )
+    units = _units_without_labels(above)
+    fitting = GaussianVisible if isinstance(below.hidden_units, RectifiedHidden) else BernoulliVisible
+    if not isinstance(units, fitting):
+        needed = "gaussian" if fitting is GaussianVisible else "bernoulli"
+        raise ValueError(
+            f"{here} has {_option_of(units)} and stands on {_option_of(below.hidden_units)}, whose states it cannot "
+            f"hold: take visible='{needed}'"
+        )
+
+
+def _sample_independent(rbm: RBM, num_samples: int, generator: Generator | None) -> Tensor:
+    """Draw visible states of ``rbm`` as if it had no weights."""
+    return rbm.visible_units.sample(rbm.visible_bias.expand(num_samples, -1), generator)
+
+
+def _apply_clamp(visible: Tensor, clamp: Tensor) -> Tensor:
+    return torch.where(clamp.isnan(), visible, clamp)
+
+
+def _log_weight(stack: RBMStack, visible: Tensor, labels: Tensor | None, generator: Generator | None) -> Tensor:
+    """Draw states upward; return log p*(visible, states) - log q(states), (B,) float64."""
+    states, total = visible, visible.new_zeros(len(visible), dtype=torch.float64)
+    for layer in range(len(stack.layers) - 1):
+        rbm = stack.layers[layer]
+        activation = stack.activation(layer, states)
+        above = rbm.hidden_units.sample(activation, generator)
+        total += log_prob_of_visible(rbm, states, above)
+        total -= log_prob_of_hidden(rbm.hidden_units, above, activation)
+        states = above
+    return total + _top_score(stack, states, labels)
+
+
+def _top_score(stack: RBMStack, states: Tensor, labels: Tensor | None) -> Tensor:
+    """Compute the top RBM's log unnormalised probability (B,) of ``states`` and ``labels``."""
+    if labels is not None:
+        return -stack.top.free_energy(stack.join_labels(states, labels))
+    return stack.label_scores(states).logsumexp(dim=1) if stack.num_labels else -stack.top.free_energy(states)
