@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 
 from lightning_accel.nn.graph_call import call_with_graph
 from lightning_accel.nn.relational import RelationalOrder3Pooling
-from lightning_accel.nn.triple_product import ProductKernel
+from lightning_accel.nn.triple_kernels import ProductKernel
 from lightning_accel.nn.triple_sums import Graphs, count_subsets, edge_keys
 from lightning_accel.ops.triple_cache import triples_of
 from lightning_accel.ops.triples import Triples

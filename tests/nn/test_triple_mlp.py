@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_accel.nn.invariance import assert_permutation_invariant
 from lightning_accel.nn.relational import RO3Pooling
-from lightning_accel.nn.triple_mlp import TripleMLP
+from lightning_accel.nn.triple_kernels import TripleMLP
 from lightning_accel.ops import find_triples
 
 EDGES = [{}, {"edge_dim": 3}, {"num_relations": 4}]
