@@ -1,4 +1,7 @@
-"""Checks of the features passed to layers: width and dtype, which take microseconds, but not values."""
+"""Checks of the inputs of layers: type, shape and dtype, which take microseconds, but not values.
+
+Shapes: N nodes, M entries of edge_index.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -63,3 +66,13 @@ def require_floating(layer: nn.Module, x: Tensor, name: str, weights: Iterator[T
 
 def _takes(layer: nn.Module, size: str, width: int, shape: str) -> str:
     return f"{type(layer).__name__}({size}={width}) takes {shape.format(width)}"
+
+
+def check_edge_index(name: str, edge_index: Any) -> None:
+    """Raise a ValueError unless ``edge_index`` is a dense (2, M) int64 tensor; its values are not checked."""
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(f"{name} needs edge_index (2, M) int64; got {type(edge_index).__name__}")
+    if edge_index.is_sparse or edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        raise ValueError(f"{name} needs edge_index (2, M) int64; got {tuple(edge_index.shape)}")
+    if edge_index.dtype != torch.int64:
+        raise ValueError(f"{name} needs edge_index (2, M) int64; got {edge_index.dtype}: convert it with .long()")

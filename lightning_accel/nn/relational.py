@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
-from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.estimate import Estimate
-from lightning_accel.nn.features import require_width
+from lightning_accel.nn.features import check_edge_index, require_width
 from lightning_accel.nn.triple_kernels import MAPS, ProductKernel, TripleMLP, make_edge_weights
 from lightning_accel.nn.triple_sums import (
     Graphs,

@@ -13,9 +13,8 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
-from lightning_accel.nn.edge_index import check_edge_index
 from lightning_accel.nn.estimate import Estimate
-from lightning_accel.nn.features import require_floating
+from lightning_accel.nn.features import check_edge_index, require_floating
 from lightning_accel.nn.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
