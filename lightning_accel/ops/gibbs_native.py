@@ -11,8 +11,7 @@ import functools
 import torch
 from torch import Generator, Tensor
 
-from lightning_accel.ops.devices import check_one_device
-from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.native import KERNELS, check_one_device
 from lightning_accel.ops.native_build import cpu_target
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lightning_accel.ops.native_build import BuildError, cpu_target, cuda_target, library_path
 
@@ -166,3 +167,17 @@ _REGISTERED: set[str] = set()
 _OWNERS: dict[str, str] = {}  # libraries by namespace
 _LOADED: dict[tuple[str, str], Path] = {}  # by name and target
 KERNELS = NativeLibrary("lightning_accel_native", Path(__file__).with_name("csrc"))
+
+
+def check_one_device(**tensors: Tensor | None) -> None:
+    """Require that all tensors are on one device.
+
+    Fake kernels call it: torch passes them tensors of mixed devices if one of them is on ``meta``.
+
+    Raises:
+        ValueError: if the tensors are on different devices.
+    """
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"tensors must be on one device; got {found}. Call .to(device)")

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.devices import check_one_device
-from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.native import KERNELS, check_one_device
 
 
 def simple_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
