@@ -30,9 +30,9 @@ from torch_geometric.data import Data, Dataset
 from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
 from lightning_accel.nn import RBM, ContrastiveDivergence, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
-from lightning_accel.ops.gated_scan import NUM_GATES
 from lightning_accel.ops.gibbs import sample_bernoulli
 from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.scan import NUM_GATES
 
 SUBJECTS = {"formula": KERNELS.switched_off, "kernel": contextlib.nullcontext}
 

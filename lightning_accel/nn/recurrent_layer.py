@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
-from lightning_accel.ops.gated_scan import scan_terms
 from lightning_accel.ops.recurrent import past_end, run_kernel, run_padded
+from lightning_accel.ops.scan import scan_terms
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
 States: TypeAlias = tuple[Tensor, ...]  # (B, H) each: h, and for an LSTM c

@@ -1,14 +1,12 @@
 """The recurrences of minGRU and minLSTM. Shapes: B samples, T steps, H channels, G gates."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_accel.ops.gated_scan_native import scan_by_kernel
 from lightning_accel.ops.native import KERNELS
-from lightning_accel.ops.scan import check_state_and_starts, linear_scan
+from lightning_accel.ops.scan import NUM_GATES, check_state_and_starts, gated_scan_reference
 from lightning_accel.ops.transforms import in_transform
-
-NUM_GATES = {"mingru": 2, "minlstm": 3}
 
 
 def gated_scan(
@@ -49,36 +47,8 @@ def gated_scan(
     _check_lengths(num_rows, lengths)
     state = None if state is None else state.to(gates.dtype)
     if _use_kernel(gates):
-        from lightning_accel.ops.gated_scan_native import scan_by_kernel
-
         return scan_by_kernel(cell, gates, state, starts, lengths)
     return gated_scan_reference(cell, gates, state, starts, lengths)
-
-
-def gated_scan_reference(
-    cell: str,
-    gates: Tensor,
-    state: Tensor | None = None,
-    starts: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """Compute :func:`gated_scan` by :func:`linear_scan` and autograd, as the reference for its tests."""
-    gate, value = scan_terms(cell, gates)
-    if lengths is not None:
-        over = torch.arange(gates.shape[1], device=gates.device) >= lengths[:, None]  # (B, T)
-        gate, value = gate.masked_fill(over[..., None], 1), value.masked_fill(over[..., None], 0)
-        starts = None if starts is None else starts & ~over
-    return linear_scan(gate, value, state, starts)
-
-
-def scan_terms(cell: str, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``gate`` and ``value`` of the recurrence h = gate * h + value, (..., H) each, from (..., G * H)."""
-    if cell == "mingru":
-        update, new = gates.chunk(2, -1)
-        return (-update).sigmoid(), update.sigmoid() * new
-    keep, entry, new = gates.chunk(3, -1)
-    odds = F.softplus(-entry) - F.softplus(-keep)  # the logarithm of sigmoid(keep) / sigmoid(entry)
-    return odds.sigmoid(), (-odds).sigmoid() * new
 
 
 def _check_gates(cell: str, gates: Tensor) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.gated_scan import NUM_GATES, gated_scan_reference
 from lightning_accel.ops.native import KERNELS, check_one_device
-from lightning_accel.ops.scan import empty_as
+from lightning_accel.ops.scan import NUM_GATES, empty_as, gated_scan_reference
 
 
 def scan_by_kernel(

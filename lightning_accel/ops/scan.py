@@ -1,4 +1,7 @@
-"""A first-order linear recurrence over time. Shapes: B samples, T steps, H channels; C chunks of L steps."""
+"""A first-order linear recurrence over time, and the formulas of minGRU and minLSTM by it.
+
+Shapes: B samples, T steps, H channels, G gates; C chunks of L steps.
+"""
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -7,9 +10,12 @@ from math import isqrt
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel.ops.transforms import in_transform
+
+NUM_GATES = {"mingru": 2, "minlstm": 3}
 
 # Overhead of a small operation, as the number of elements whose arithmetic takes as long; measured on CPU.
 _OVERHEAD = {"cpu": 4_000, "other": 500_000}
@@ -74,6 +80,32 @@ def linear_scan_reference(
         h = g * h + v
         steps.append(h)
     return torch.stack(steps, 1) if steps else torch.zeros_like(value)
+
+
+def gated_scan_reference(
+    cell: str,
+    gates: Tensor,
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Compute :func:`~lightning_accel.ops.gated_scan` by :func:`linear_scan` and autograd, the reference of tests."""
+    gate, value = scan_terms(cell, gates)
+    if lengths is not None:
+        over = torch.arange(gates.shape[1], device=gates.device) >= lengths[:, None]  # (B, T)
+        gate, value = gate.masked_fill(over[..., None], 1), value.masked_fill(over[..., None], 0)
+        starts = None if starts is None else starts & ~over
+    return linear_scan(gate, value, state, starts)
+
+
+def scan_terms(cell: str, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``gate`` and ``value`` of the recurrence h = gate * h + value, (..., H) each, from (..., G * H)."""
+    if cell == "mingru":
+        update, new = gates.chunk(2, -1)
+        return (-update).sigmoid(), update.sigmoid() * new
+    keep, entry, new = gates.chunk(3, -1)
+    odds = F.softplus(-entry) - F.softplus(-keep)  # the logarithm of sigmoid(keep) / sigmoid(entry)
+    return odds.sigmoid(), (-odds).sigmoid() * new
 
 
 def _linear_scan_wide(gate: Tensor, value: Tensor, state: Tensor | None, starts: Tensor | None) -> Tensor:

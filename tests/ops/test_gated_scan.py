@@ -6,13 +6,9 @@ import torch
 from torch import func
 from torch.autograd import gradcheck, gradgradcheck
 
-from lightning_accel.ops import (
-    gated_scan,
-    gated_scan_native,  # noqa: F401  # registers fakes, which a test of the op alone needs, too
-    linear_scan,
-)
-from lightning_accel.ops.gated_scan import NUM_GATES, gated_scan_reference
+from lightning_accel.ops import gated_scan, linear_scan
 from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.scan import NUM_GATES, gated_scan_reference
 from tests.tolerance import rounding
 
 SHAPES = [(5, 7, 3), (1, 1, 2), (1, 211, 37), (2, 300, 18), (3, 64, 1), (33, 20, 65)]
