@@ -320,7 +320,7 @@ class IdxDataModule(InMemoryDataModule):
         require_same_data(state_dict, self.state_dict(), f"images than those of {self.path}", remedy)
 
 
-@dataclass
+@dataclass(eq=False)
 class ImageDataset(Dataset[tuple[Tensor, ...]]):
     """Hold images of any type, optionally with labels, and scale one batch at a time to float32 in [0, 1].
 
