@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.errors import UsageError, nearest
 
 _LARGEST_RATE = 1e6  # for learning rates, decays and loss weights; values in use reach about 10
@@ -120,8 +121,7 @@ def _stage(name: str) -> str:
 
 def _monitors(trainer: L.Trainer) -> Iterator[tuple[str, str]]:
     """Yield the name of each object that requires a logged metric, and the metric."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
+    for callback in callbacks_of(trainer, L.Callback):
         monitor = callback.monitor if isinstance(callback, EarlyStopping | ModelCheckpoint) else None
         if monitor is not None and getattr(callback, "strict", True):
             yield type(callback).__name__, monitor

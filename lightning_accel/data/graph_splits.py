@@ -33,8 +33,8 @@ TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "strongly_regular", "regular", "cfi", "substructures", "karate"]
 
 USUAL_NUMBER = {"strongly_regular": 400, "regular": 500, "cfi": 600, "substructures": 5000}  # default num_graphs
-_MASKS = ("train_mask", "val_mask", "test_mask")
 USUAL_SHARES = {"substructures": (0.2, 0.5)}  # for validation and test, those of Chen et al. 2020
+_MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 @dataclass
