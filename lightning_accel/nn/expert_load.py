@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.nn.gating import GateReport
+from lightning_accel.ops.float32 import dtype_of_sums
 
 _IDLE_SHARE = 0.01  # experts with less than this part of an equal share count as idle
 # threads with one device each may share an ExpertLoad; global, as objects with locks cannot be copied
@@ -74,7 +75,8 @@ class ExpertLoad:
     def add_one(self, number: int, report: GateReport) -> None:
         """Add the report of one forward pass of mixture ``number``."""
         others = torch.stack([report.dropped, report.confidence.detach(), torch.ones_like(report.dropped)])
-        sums = torch.cat([report.expert_counts.to(_count_dtype(others)), others.to(_count_dtype(others))])
+        dtype = dtype_of_sums(others.device)  # counts beyond 2**24 stay whole
+        sums = torch.cat([report.expert_counts.to(dtype), others.to(dtype)])
         with nullcontext() if torch.compiler.is_compiling() else _ADD_LOCK:  # a lock would break the graph
             before = self._sums[number]
             self._sums[number] = sums if before is None else before + sums.to(before.device)
@@ -156,8 +158,4 @@ def _zero_like_gates(gates: Sequence[Any]) -> Tensor:
         tensor for gate in gates if isinstance(gate, nn.Module) for tensor in (*gate.buffers(), *gate.parameters())
     ]
     real = next((tensor for tensor in of_gates if not tensor.is_meta), torch.zeros(()))
-    return torch.zeros((), dtype=_count_dtype(real), device=real.device)
-
-
-def _count_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64  # counts beyond 2**24 stay whole
+    return torch.zeros((), dtype=dtype_of_sums(real.device), device=real.device)

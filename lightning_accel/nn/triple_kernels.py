@@ -21,7 +21,7 @@ from lightning_accel.nn.triple_sums import (
     sum_triangles,
     sum_wedges,
 )
-from lightning_accel.ops.float32 import at_least_float32, without_autocast
+from lightning_accel.ops.float32 import at_least_float32, dtype_of_sums, without_autocast
 from lightning_accel.ops.triples import Triples
 from lightning_accel.ops.two_paths import TwoPathIndex, TwoPaths, index_two_paths, sample_two_paths
 
@@ -192,7 +192,7 @@ class TripleMLP(nn.Module):
     ) -> dict[str, Tensor]:
         """Sum over the paths in triangles, three in each, and over open wedges: (B, R) each, float32 or wider."""
         tables = self._tables(x, edge_attr, edge_index, triples)
-        own, wide = at_least_float32(tables.nodes).dtype, _wide_dtype(tables.nodes)
+        own, wide = at_least_float32(tables.nodes).dtype, dtype_of_sums(tables.nodes.device)
         total = tables.nodes.new_zeros(2 * graphs.size, self.channels, dtype=wide)
         paths = index_two_paths(triples)
         if paths.num_paths > _MAX_PATHS:
@@ -234,7 +234,7 @@ class TripleMLP(nn.Module):
     def _chunk_sum(self, tables: _Tables, index: TwoPathIndex, start: int, stop: int, graphs: Graphs) -> Tensor:
         paths = index.between(start, stop)
         value = self._values(tables, paths, index.triples)
-        value = value.to(_wide_dtype(value))
+        value = value.to(dtype_of_sums(value.device))
         owner = 2 * graphs.of(paths.centre) + ~paths.closed
         return value.new_zeros(2 * graphs.size, self.channels).index_add(0, owner, value)
 
@@ -255,11 +255,6 @@ class TripleMLP(nn.Module):
             one = one + near[first] + far[second] + closing
             swapped = swapped + near[second] + far[first] + closing
         return (self.mlp(one) + self.mlp(swapped)) / 2
-
-
-def _wide_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype for sums over millions of paths, which would lose precision in float32."""
-    return torch.float32 if value.device.type == "mps" else torch.float64
 
 
 def _edge(u: Tensor, v: Tensor, keys: Tensor, triples: Triples) -> Tensor:
