@@ -2,6 +2,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def pytest_runtest_call(item):
     result = yield
     seconds = _cpu_seconds() - before
     has_imported = len(sys.modules) - modules > 100  # such as transformers, which whoever comes first pays for all
-    if seconds > 3 and not has_imported and not item.get_closest_marker("slow"):
+    if seconds > 3 and not has_imported and not item.get_closest_marker("slow") and seconds > 3 * _slowness():
         pytest.fail(f"took {seconds:.1f} s of CPU time: at most 3, or mark it slow", pytrace=False)
     return result
 
@@ -52,6 +53,13 @@ def _cpu_seconds() -> float:
     """Return the CPU time of this process, of those that it has waited for, and of the checks of ranks."""
     times = os.times()
     return sum(times[:4]) + cpu_seconds()
+
+
+def _slowness() -> float:
+    """Return how many times as long a core takes now as one that is idle, of a server of the year 2023; at least 1."""
+    before = time.process_time()
+    sum(number * number for number in range(3_000_000))
+    return max(1.0, (time.process_time() - before) / 0.16)
 
 
 def pytest_runtest_setup(item):

@@ -131,6 +131,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
         "MASTER_PORT": "0",  # nobody connects: the group meets in a file
         "TORCHELASTIC_RUN_ID": "tests",
     }
+    import lightning.pytorch  # noqa: F401  # here, so that no check pays for it
     import torch
     import torch.distributed as dist
 
