@@ -554,7 +554,7 @@ def check_split(rank, folder, name, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "fsdp2" else [pytest.mark.slow]) for kind in STRATEGIES]
+    "kind", [pytest.param(kind, marks=[] if kind == "ddp" else [pytest.mark.slow]) for kind in STRATEGIES]
 )
 def test_parts_of_each_process_are_put_back(tmp_path, kind):
     """And after a resumption that began before and after the best."""

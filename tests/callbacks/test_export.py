@@ -317,6 +317,7 @@ class Shuffled(L.LightningDataModule):
         return DataLoader(tagged(6), 4)
 
 
+@pytest.mark.slow
 def test_outputs_with_attributes_and_batches_by_name(tmp_path):
     """And training is what it is without the callback."""
     weights = []
@@ -374,7 +375,8 @@ def check_export(rank, folder, strategy):
     return callback.exported is not None
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "accel_fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
 def test_the_first_process_writes_what_all_hold(strategy, tmp_path):
     assert run_ranks(check_export, str(tmp_path), strategy) == [True, False]
 

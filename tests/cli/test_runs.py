@@ -163,6 +163,7 @@ def test_later_config_and_command_line_win(command, run_folder):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_saved_config_repeats_the_run(command, run_folder):
     assert command("fit", *QUIET, *DIGITS, "--trainer.max_epochs=1", "--seed_everything=5").status == 0
     first = only(run_folder, "lightning_logs/version_0/checkpoints/*.ckpt")
