@@ -109,6 +109,7 @@ class Around(L.Callback):
         return copy.deepcopy(pl_module.net).eval()(IMAGES.tensors[0])
 
 
+@pytest.mark.slow
 def test_compiled_submodules_lose_channels_too(tmp_path):
     """With the weights that they have without, and through a checkpoint that brings them to a module of either kind."""
     torch.manual_seed(2)
@@ -190,7 +191,7 @@ def test_batch_norms_learn_after_the_removal():
 MOMENTS = ["step 1", "step 3", "step 5", "step 6", "validation 6", "step 7", "step 9"]
 
 
-@pytest.mark.parametrize("criterion", ["magnitude", "taylor"])
+@pytest.mark.parametrize("criterion", ["magnitude", pytest.param("taylor", marks=pytest.mark.slow)])
 def test_killed_and_resumed_runs_end_with_equal_bits(tmp_path, criterion):
     def run(resume=None):
         torch.manual_seed(0 if resume is None else 9)

@@ -40,7 +40,9 @@ class Plain(L.LightningModule):
 @pytest.mark.parametrize(
     "callbacks",
     [
-        lambda: [Pruning(0.5, structure="channel", end=0.5), Distillation("dense")],
+        pytest.param(
+            lambda: [Pruning(0.5, structure="channel", end=0.5), Distillation("dense")], marks=pytest.mark.slow
+        ),
         pytest.param(
             lambda: [Pruning(0.5, end=0.5), Quantization("qat", "onnxruntime", seconds=0.01)], marks=pytest.mark.slow
         ),

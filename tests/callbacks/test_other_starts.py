@@ -64,7 +64,13 @@ ARGUMENTS = {
     "Quantization": {"mode": "dynamic", "backend": "torchao", "seconds": 0.01},
 }
 NAMES = [name for name in callbacks.__all__ if name != "PredictionWriter"]  # which is for predict alone
-SLOW = {"Export", "Quantization", "RBMMonitor", "ExpertLoadMonitor"}  # they compile what was trained, or draw
+SLOW = {
+    "CompressionReport",
+    "Export",
+    "Quantization",
+    "RBMMonitor",
+    "ExpertLoadMonitor",
+}  # they measure, compile what was trained, or draw
 
 
 def made(name, **options):

@@ -40,6 +40,7 @@ def test_begins_goes_on_and_stays_in_one_folder(command, run_folder):
     assert [path.name for path in (run_folder / "lightning_logs").iterdir()] == ["version_0"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_goes_on_with_the_newest_fit_whatever_ran_since(command, run_folder):
     """Each logger goes back to its folder of that run, though they number theirs apart."""
@@ -138,7 +139,7 @@ def finished(command, own, run_folder):
     return folder
 
 
-@pytest.mark.parametrize("how", [zeroed, without_a_bit])
+@pytest.mark.parametrize("how", [pytest.param(zeroed, marks=pytest.mark.slow), without_a_bit])
 def test_goes_on_from_the_newest_that_is_not_damaged(command, finished, how):
     last = finished / "last.ckpt"
     damage(last, how)

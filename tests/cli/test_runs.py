@@ -49,6 +49,7 @@ def test_somebody_elses_module_and_data_through_every_subcommand(command, run_fo
     assert len(predictions) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_own_subclass_of_ours_trains(command, run_folder):
     model = ["--model=own_module.SmoothedMoE", *SMALL[1:], "--data=DigitsDataModule"]
@@ -130,6 +131,7 @@ def test_schedule_of_the_checkpoint_shorter_than_the_resumed_run_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_with_the_schedule_of_its_checkpoint(command, run_folder):
     cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", "--lr_interval=step"]
     fit = ["fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle, "--lr_scheduler.total_steps=4"]
@@ -182,6 +184,7 @@ LOGGERS = [
 ]
 
 
+@pytest.mark.slow
 def test_loggers_of_one_name_share_the_run_folder(command, run_folder):
     for _ in range(2):
         assert command("fit", *QUIET, *DIGITS, *LOGGERS, "--trainer.max_epochs=1").status == 0
@@ -191,6 +194,7 @@ def test_loggers_of_one_name_share_the_run_folder(command, run_folder):
         assert names == {"checkpoints", "config_fit.yaml", "events.out", "hparams.yaml", "metrics.csv"}
 
 
+@pytest.mark.slow
 def test_best_checkpoint_is_that_of_the_newest_run(command, run_folder):
     fit = ["fit", *QUIET, *DIGITS, *LOGGERS, KEEPER % "monitor: val/loss, save_last: true"]
     assert command(*fit, "--trainer.max_epochs=3").status == 0

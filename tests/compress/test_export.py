@@ -205,6 +205,7 @@ def test_a_file_for_the_traced_rows_alone_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_unrolled_loops_and_values_are_refused_with_a_way_out(tmp_path):
     model = SequenceModel(3, 4, target_kind="classification", cell="gru", hidden_size=4, layer_norm=True)
     calls = [((torch.randn(4, steps, 3), torch.tensor([2, 1, 2, 2])), {}) for steps in (5, 4)]
@@ -248,7 +249,8 @@ MODELS = {
 
 @pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "which", [pytest.param(which, marks=[pytest.mark.slow] if which == "language" else []) for which in MODELS]
+    "which",
+    [pytest.param(which, marks=[pytest.mark.slow] if which in ("language", "scan") else []) for which in MODELS],
 )
 def test_our_models_with_rows_that_were_not_traced(which, format, tmp_path):
     make, batch = MODELS[which]

@@ -129,7 +129,10 @@ def test_compiled_forms_hold_one_call_for_each_layer(monkeypatch):
     assert len(graphs[0].graph.nodes) < 100
 
 
-@pytest.mark.parametrize(("options", "error"), [({"zoneout": 0.1}, "size 6"), ({"layer_norm": True}, "size 6")])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [pytest.param({"zoneout": 0.1}, "size 6", marks=pytest.mark.slow), ({"layer_norm": True}, "size 6")],
+)
 def test_what_has_no_kernel_is_for_the_steps_it_was_traced_with(options, error, tmp_path):
     module = Steps("gru", **options).eval()
     with pytest.raises(ExportError, match=error):

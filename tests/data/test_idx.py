@@ -357,6 +357,7 @@ def test_workers_give_the_same_batches(mnist):
     torch.testing.assert_close(*[whole(set_up(mnist, num_workers=n).test_dataloader()) for n in (0, 2)])
 
 
+@pytest.mark.slow
 def test_sixty_thousand_images_stay_bytes(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (60000, 28, 28), dtype=np.uint8)
     put(tmp_path / "train-images-idx3-ubyte", images)

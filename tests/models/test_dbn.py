@@ -150,6 +150,7 @@ def test_another_fit_begins_anew_and_a_finished_one_trains_no_more(run_folder):
     assert not changed(before, snapshot(one))
 
 
+@pytest.mark.slow
 def test_annealing_leaves_the_training_as_it_is():
     ends = [model(likelihood=likelihood) for likelihood in ("exact", "ais")]
     for one in ends:
@@ -300,7 +301,7 @@ class Keep(L.Callback):
 @pytest.mark.parametrize(
     "options",
     [
-        {"finetune": "classifier"},
+        pytest.param({"finetune": "classifier"}, marks=pytest.mark.slow),
         pytest.param({"finetune": "updown", "finetune_lr": 0.01}, marks=pytest.mark.slow),
         {"finetune": "updown", "labels": True, "finetune_lr": 0.01},
         {"stages": (Stage(epochs=2, sampler="tempering", num_temperatures=3, num_chains=4, sparsity_target=0.1),)},

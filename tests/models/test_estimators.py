@@ -146,6 +146,7 @@ def test_digits():
     assert pipeline.fit(x[:1400] / 16, y[:1400]).score(x[1400:] / 16, y[1400:]) > 0.86  # BernoulliRBM: 0.90
 
 
+@pytest.mark.slow
 def test_classes_and_layers():
     x = np.random.RandomState(0).rand(60, 5)
     y = np.where(x[:, 0] > 0.5, "up", "down")

@@ -51,6 +51,7 @@ def test_loss_is_cross_entropy_and_the_means_of_the_gates_losses():
     torch.testing.assert_close(model.training_step(batch, 0), nll + auxiliary)
 
 
+@pytest.mark.slow
 def test_overfits_one_batch():
     torch.manual_seed(1)
     model = small(optimizer=partial(torch.optim.AdamW, lr=0.01))

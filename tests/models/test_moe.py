@@ -257,7 +257,7 @@ def test_subclass_with_its_own_training_step_trains():
     assert trainer.callback_metrics["val/accuracy"] == 1
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)])
 def test_precisions(small, precision):
     data = DataLoader(rows(), batch_size=12)
     trainer = quiet_trainer(precision=precision, max_epochs=30)

@@ -452,7 +452,7 @@ class TestExport:
     @pytest.mark.parametrize(
         ("kind", "options"),
         [
-            pytest.param(kind, options, id=f"{kind}-{options}", marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+            pytest.param(kind, options, id=f"{kind}-{options}", marks=[] if (i + j) % 4 == 0 else [pytest.mark.slow])
             for j, options in enumerate(OPTIONS)
             for i, kind in enumerate(("classification", "labelling"))
         ],

@@ -185,7 +185,7 @@ def test_bound_of_three_layers():
     assert (exact < stack.log_prob(visible)).all()
 
 
-@pytest.mark.parametrize("visible", ["bernoulli", "gaussian"])
+@pytest.mark.parametrize("visible", ["bernoulli", pytest.param("gaussian", marks=pytest.mark.slow)])
 def test_bound_of_rectified_units_under_gaussian_ones(visible):
     """The log-probability by integrating over the one unit in between."""
     stack = randomised(

@@ -567,7 +567,11 @@ def test_compiles_with_dynamic_shapes(typed):
     torch.testing.assert_close(whole(x, edge_index, attr), conv(x, edge_index, attr))
 
 
-@pytest.mark.parametrize("make", [lambda: RO3Conv(2, 3), lambda: RO3Pooling(2, 3)], ids=["conv", "pooling"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: RO3Conv(2, 3), pytest.param(lambda: RO3Pooling(2, 3), marks=pytest.mark.slow)],
+    ids=["conv", "pooling"],
+)
 def test_compiled_it_looks_for_triples_with_one_break(make):
     layer, graphs = make(), []
 

@@ -189,6 +189,7 @@ def test_the_environment_forces_one_or_the_other(cache, tmp_path, monkeypatch):
         NativeLibrary("native_forced", folder).serves(CPU)
 
 
+@pytest.mark.slow
 def test_the_compilers_first_error_is_told(cache, tmp_path, compiler):
     folder = sources(tmp_path / "src", "native_wrong")
     (folder / "scale.cpp").write_text("int f() { return 1 }\nint g() { return x; }\n")

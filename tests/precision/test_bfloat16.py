@@ -96,6 +96,7 @@ def test_learns_as_float32_does(mode, options):
     torch.testing.assert_close(actual.losses, expected.losses, rtol=0, atol=0.05)
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_learns():
     accuracy = []
     for plugins in ([], *([Bfloat16Precision(mode)] for mode in MODES)):

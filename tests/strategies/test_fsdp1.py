@@ -21,7 +21,7 @@ def check_fit_and_resume(rank, name, path):
     return gathered(fit(name, **options, strategy="accel_fsdp1", ckpt_path=path))
 
 
-@pytest.mark.parametrize("name", ["plain", "classifier"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "classifier"])
 def test_training_and_resuming_on_cpus_equal_one_process(name, tmp_path):
     expected = dict(fit(name, 8, num_rows=8).lightning_module.named_parameters())
     for actual in run_ranks(check_fit_and_resume, name, tmp_path / "parts.ckpt"):

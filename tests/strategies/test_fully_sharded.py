@@ -88,7 +88,11 @@ def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("plain", {}), ("language_model", {"expert_parallel_size": 2}), ("plain", {"cpu_offload": True})],
+    [
+        pytest.param("plain", {}, marks=pytest.mark.slow),
+        ("language_model", {"expert_parallel_size": 2}),
+        ("plain", {"cpu_offload": True}),
+    ],
     ids=str,
 )
 def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
@@ -109,7 +113,9 @@ def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
             close(actual, expected)
 
 
-@pytest.mark.parametrize(("in_background", "expert_parallel_size"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("in_background", "expert_parallel_size"), [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)]
+)
 def test_sharded_checkpoints_resume(in_background, expert_parallel_size, tmp_path):
     options = {"checkpoints": "sharded", "expert_parallel_size": expert_parallel_size}
     expected = whole_weights(one_batch("language_model", 8))
