@@ -94,7 +94,8 @@ def test_a_row_in_a_batch_equals_the_row_alone(request, cell, execution, pooling
             total = sum(parts) if parts else None
             if total is not None:
                 torch.testing.assert_close(gradients[number], total)
-        of_inputs = gradients[-1]
+        assert gradients[-1] is not None or not any(lengths)  # nothing depends on rows that are all empty
+        of_inputs = torch.zeros_like(x).double() if gradients[-1] is None else gradients[-1]
         assert of_inputs.isfinite().all()
         for i, n in enumerate(lengths):
             if n:
