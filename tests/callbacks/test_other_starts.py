@@ -143,12 +143,17 @@ QUICK = [(name, start) for start in STARTS for name in NAMES if name not in SLOW
 QUICK.append(("ExpertLoadMonitor", restart_when_finished))
 
 
+def marks(name, start):
+    if (name, start) in QUICK:
+        return []
+    is_long = name == "Quantization" and start is not restart_when_finished
+    return [pytest.mark.slow, pytest.mark.weekly] if is_long else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
     [
-        pytest.param(
-            name, start, id=f"{name}-{start.__name__}", marks=[] if (name, start) in QUICK else [pytest.mark.slow]
-        )
+        pytest.param(name, start, id=f"{name}-{start.__name__}", marks=marks(name, start))
         for name in NAMES
         for start in STARTS
     ],
