@@ -44,7 +44,9 @@ def pytest_runtest_call(item):
     result = yield
     seconds = _cpu_seconds() - before
     has_imported = len(sys.modules) - modules > 100  # such as transformers, which whoever comes first pays for all
-    if seconds > 3 and not has_imported and not item.get_closest_marker("slow") and seconds > 3 * _slowness():
+    is_measured = torch.get_num_threads() == 1  # several spin while they wait for each other
+    is_measured = is_measured and not has_imported and not item.get_closest_marker("slow")
+    if is_measured and seconds > 3 and seconds > 3 * _slowness():
         pytest.fail(f"took {seconds:.1f} s of CPU time: at most 3, or mark it slow", pytrace=False)
     return result
 
