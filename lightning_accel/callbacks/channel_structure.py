@@ -315,11 +315,6 @@ def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             "channels cannot be removed in processes that are spawned or forked: the module of this one would not "
             "fit their weights in the end. Use strategy='ddp' or 'accel_ddp', started as a script"
         )
-    if getattr(strategy, "compression", "none") == "powersgd":
-        raise ValueError(
-            "compression=powersgd remembers gradients in the shapes that they have before channels are removed; take "
-            "compression=bf16"
-        )
 
 
 def _rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -97,15 +97,13 @@ def fit(model, strategy, devices, data, **options):
     return model
 
 
-def check_equals_one_process(rank, module, options, arguments):
+def check_equals_one_process(rank, module, options):
     expected = fit(module(), "auto", 1, batches(), **options).state_dict()
-    strategy = AccelDDPStrategy(**arguments) if arguments else "accel_ddp"
-    actual = fit(module(), strategy, 2, [[pair[rank]] for pair in batches()], **options)
+    actual = fit(module(), "accel_ddp", 2, [[pair[rank]] for pair in batches()], **options)
     torch.testing.assert_close(actual.state_dict(), expected, **CLOSE)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in actual.parameters())
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}])
 @pytest.mark.parametrize(
     ("module", "options"),
     [
@@ -119,8 +117,8 @@ def check_equals_one_process(rank, module, options, arguments):
     ],
     ids=["heads", "accumulated", "double", "stages", "stages_frozen_at_first", "stages_accumulated", "by_hand"],
 )
-def test_equals_one_process(module, options, arguments):
-    run_ranks(check_equals_one_process, module, options, arguments)
+def test_equals_one_process(module, options):
+    run_ranks(check_equals_one_process, module, options)
 
 
 def check_change_between_micro_batches(rank):
