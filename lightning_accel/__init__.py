@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
     from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
     from lightning_accel.models.relational import RelationalGNN as RelationalGNN
-    from lightning_accel.models.triple_figure import draw_triples as draw_triples
     from lightning_accel.nn import RBM as RBM
     from lightning_accel.nn import ContrastiveDivergence as ContrastiveDivergence
     from lightning_accel.nn import DynamicRNN as DynamicRNN
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from lightning_accel.nn.relational import RelationalOrder3Pooling as RelationalOrder3Pooling
     from lightning_accel.nn.relational import RO3Conv as RO3Conv
     from lightning_accel.nn.relational import RO3Pooling as RO3Pooling
-    from lightning_accel.nn.relational_attribution import attribute_triples as attribute_triples
     from lightning_accel.nn.relational_pooling import RelationalPooling as RelationalPooling
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
@@ -92,14 +90,12 @@ _NAMES = {
     "models": "Classifier DeepBeliefNetwork MoEClassifier MoELanguageModel SequenceModel Stage",
     "models.estimators": "DBNClassifier RBMTransformer",
     "models.relational": "RelationalGNN",
-    "models.triple_figure": "draw_triples",
     "nn": (
         "ContrastiveDivergence DynamicRNN ExpertChoiceGate ExpertLoad FeedForward MixtureOfExperts RBM RBMStack "
         "TopKGate TreeRNN UpDown"
     ),
     "nn.invariance": "assert_permutation_invariant",
     "nn.relational": "RO3Conv RO3Pooling RelationalOrder3Pooling",
-    "nn.relational_attribution": "attribute_triples",
     "nn.relational_pooling": "RelationalPooling",
     "precision": "AmpPrecision Bfloat16Precision Float8Precision",
     "strategies": (

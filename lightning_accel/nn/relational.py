@@ -7,15 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
-from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.features import check_edge_index, require_width
-from lightning_accel.nn.triple_kernels import MAPS, ProductKernel, TripleMLP, make_edge_weights
+from lightning_accel.nn.triple_kernels import MAPS, ProductKernel, make_edge_weights
 from lightning_accel.nn.triple_sums import (
     Graphs,
     average_of_copies,
     count_rooted,
     count_subsets,
-    path_counts,
     rooted_sums,
     weighted_neighbour_sum,
 )
@@ -52,12 +50,6 @@ class RelationalOrder3Pooling(nn.Module):
 
     Products and sums are float32 or wider, with autocast disabled, so mixed precision does not reduce accuracy.
 
-    ``kernel="mlp"`` replaces the product by an MLP, for the connected types only: it sums, over all paths of two edges
-    (open wedges, and each triangle through its three centres), an MLP that is symmetric in the leaves and has the third
-    edge as input. The cost is O(paths), in bounded memory, ``max_paths`` at a time. With ``samples=S``, S random paths
-    of each graph are drawn in every call, also in evaluation; the output is then an unbiased estimate of the sum over
-    all paths, and :meth:`estimate` returns its standard error. Without ``samples``, more than 2**28 paths are an error.
-
     torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call ``find_triples`` outside and
     pass ``triples=``.
 
@@ -69,12 +61,6 @@ class RelationalOrder3Pooling(nn.Module):
         reduce: ``"sum"``, or ``"mean"`` to divide each sum by the number of subsets of its type in the graph.
         edge_dim: number of features of a floating ``edge_attr``.
         num_relations: number of edge types of an int64 ``edge_attr``.
-        kernel: ``"product"`` or ``"mlp"``; the remaining arguments are for the latter.
-        hidden_channels: width of the MLP.
-        mlp: its layers after the first, (P, hidden_channels) to (P, rank), beginning with an activation; by default
-            ReLU, Linear, ReLU, Linear.
-        max_paths: number of paths in memory at a time.
-        samples: S >= 2, or None for all paths.
 
     >>> x, edge_index = torch.ones(4, 1), torch.tensor([[0, 1, 2, 3], [1, 2, 0, 0]])
     >>> RO3Pooling()(x, edge_index).shape
@@ -90,29 +76,18 @@ class RelationalOrder3Pooling(nn.Module):
         reduce: Literal["sum", "mean"] = "sum",
         edge_dim: int | None = None,
         num_relations: int | None = None,
-        kernel: Literal["product", "mlp"] = "product",
-        hidden_channels: int = 64,
-        mlp: nn.Module | None = None,
-        max_paths: int = 2**16,
-        samples: int | None = None,
     ) -> None:
         super().__init__()
-        _check_kernel(kernel, mlp, samples)
         types = list_of_names(types)
-        _check_types(types, ["triangle", "wedge"] if kernel == "mlp" else list(MAPS), kernel)
+        if not types or len(set(types)) < len(types) or not set(types) <= set(MAPS):
+            raise ValueError(f"types must be some of {list(MAPS)}, each once at most; got {list(types)}")
         _check_reduce(reduce)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
         self.types = tuple(types)
         self.reduce = reduce
-        self.samples = samples
-        self.kernel = kernel
-        self.terms: ProductKernel | TripleMLP
-        if kernel == "product":
-            self.terms = ProductKernel(in_channels, rank, self.types, edge_dim, num_relations)
-        else:
-            self.terms = TripleMLP(in_channels, rank, hidden_channels, mlp, max_paths, edge_dim, num_relations)
+        self.terms = ProductKernel(in_channels, rank, self.types, edge_dim, num_relations)
         self.out = Linear(rank * len(types), out_channels, bias=False)
 
     def reset_parameters(self) -> None:
@@ -140,9 +115,9 @@ class RelationalOrder3Pooling(nn.Module):
         """
         # called here, so that torch.compile breaks the graph only here
         triples = _checked_triples(self, x, edge_index, triples)
-        if self.samples is not None:
-            return self.estimate(x, edge_index, edge_attr, batch, size, triples).mean
-        return self._out(self.sums(x, edge_index, edge_attr, batch, size, triples))
+        sums = self.sums(x, edge_index, edge_attr, batch, size, triples)
+        with without_autocast(sums):
+            return self.out(sums.to(self.out.weight.dtype))
 
     def sums(
         self,
@@ -155,88 +130,23 @@ class RelationalOrder3Pooling(nn.Module):
     ) -> Tensor:
         """Compute the sum or mean over the subsets of each type, the input (B, R * types) of the layer ``out``."""
         triples = _checked_triples(self, x, edge_index, triples)
-        self._check(x, edge_attr, batch, size, triples)
-        graphs = Graphs(batch, size)
-        totals = self.terms.sums(x, edge_attr, edge_index, triples, graphs)
-        counts = self._counts(triples, graphs)
-        # exact zeros, where a graph has no subset of a type: rounding errors may not cancel
-        reduced = [torch.where(counts[name] > 0, totals[name] / self._divisor(counts[name]), 0) for name in self.types]
-        return torch.cat(reduced, dim=1)
-
-    def estimate(
-        self,
-        x: Tensor,
-        edge_index: Tensor,
-        edge_attr: Tensor | None = None,
-        batch: Tensor | None = None,
-        size: int | None = None,
-        triples: Triples | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Estimate:
-        """Estimate the output (B, out_channels) from ``samples`` paths per graph, with a standard error (no gradient).
-
-        Without ``samples`` the output is exact and its error 0, as for a graph without paths.
-
-        Args:
-            x: (N, F).
-            edge_index: (2, M) int64.
-            edge_attr: (M, edge_dim) floating or (M,) int64.
-            batch: (N,) int64, ascending.
-            size: B.
-            triples: edges and triangles of the same graph, if they have been computed before.
-            generator: random number generator on the device of ``x``; torch's global one by default.
-        """
-        if self.samples is None:
-            exact = self(x, edge_index, edge_attr, batch, size, triples)
-            return Estimate(exact, torch.zeros_like(exact))
-        assert isinstance(self.terms, TripleMLP)
-        triples = _checked_triples(self, x, edge_index, triples)
-        self._check(x, edge_attr, batch, size, triples)
-        graphs = Graphs(batch, size)
-        values, closed = self.terms.sampled(x, edge_attr, edge_index, triples, graphs, self.samples, generator)
-        counts = self._counts(triples, graphs)
-        num_paths = graphs.sum(path_counts(triples)).squeeze(1)
-        some = num_paths.nonzero().squeeze(1)
-        # a path represents all paths of its graph, and contributes to its own type
-        scale = {name: (num_paths[some] / self._divisor(counts[name][some, 0])).view(-1, 1, 1) for name in self.types}
-        of_type = {"triangle": closed.unsqueeze(2), "wedge": ~closed.unsqueeze(2)}
-        terms = torch.cat([values * of_type[name] * scale[name].to(values.dtype) for name in self.types], dim=2)
-        terms = self._out(terms)
-        none = terms.new_zeros(graphs.size, self.out_channels)
-        mean = terms.mean(dim=1)
-        variance = (terms - mean.unsqueeze(1)).detach().square().sum(dim=1) / (self.samples - 1)
-        error = (variance / self.samples).sqrt()
-        return Estimate(none.index_copy(0, some, mean), none.index_copy(0, some, error))
-
-    def _check(
-        self, x: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None, triples: Triples
-    ) -> None:
-        nodes = self.terms.maps if isinstance(self.terms, ProductKernel) else self.terms.nodes
-        require_width(self, x, "in_channels", nodes.in_channels, "x (N, {})")
+        require_width(self, x, "in_channels", self.terms.maps.in_channels, "x (N, {})")
         _check_batch(self, batch, size, triples)
-        _check_edge_attr(self, self._edge_map, edge_attr)
-
-    @property
-    def _edge_map(self) -> nn.Module | None:
-        return self.terms.edge_weights if isinstance(self.terms, ProductKernel) else self.terms.edges
-
-    def _out(self, sums: Tensor) -> Tensor:
-        with without_autocast(sums):
-            return self.out(sums.to(self.out.weight.dtype))
-
-    def _counts(self, triples: Triples, graphs: Graphs) -> dict[str, Tensor]:
-        counts = count_subsets(triples, graphs)._asdict()
-        if isinstance(self.terms, TripleMLP):
-            counts["triangle"] = 3 * counts["triangle"]
-        return counts
-
-    def _divisor(self, count: Tensor) -> Tensor:
-        return count.clamp(min=1) if self.reduce == "mean" else torch.ones_like(count)
+        _check_edge_attr(self, self.terms.edge_weights, edge_attr)
+        graphs = Graphs(batch, size)
+        sums, counts = self.terms.sums(x, edge_attr, edge_index, triples, graphs), count_subsets(triples, graphs)
+        reduced = []
+        for name in self.types:
+            count = getattr(counts, name)
+            mean = sums[name] / count.clamp(min=1) if self.reduce == "mean" else sums[name]
+            # exact zeros, where a graph has no subset of a type: rounding errors may not cancel
+            reduced.append(torch.where(count > 0, mean, 0))
+        return torch.cat(reduced, dim=1)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank}, "
-            f"types={list(self.types)}, reduce={self.reduce!r}, kernel={self.kernel!r})"
+            f"types={list(self.types)}, reduce={self.reduce!r})"
         )
 
 
@@ -376,20 +286,6 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
 def _check_reduce(reduce: str) -> None:
     if reduce not in ("sum", "mean"):
         raise ValueError(f"reduce must be 'sum' or 'mean'; got {reduce!r}")
-
-
-def _check_kernel(kernel: str, mlp: nn.Module | None, samples: int | None) -> None:
-    if kernel not in ("product", "mlp"):
-        raise ValueError(f"kernel must be 'product' or 'mlp'; got {kernel!r}")
-    if kernel == "product" and (mlp is not None or samples is not None):
-        raise ValueError("mlp and samples are for kernel='mlp'; the sums of kernel='product' are exact and have no MLP")
-    if samples is not None and samples < 2:
-        raise ValueError(f"samples must be at least 2, for a standard error, or None for all paths; got {samples}")
-
-
-def _check_types(types: Sequence[str], known: list[str], kernel: str) -> None:
-    if not types or len(set(types)) < len(types) or not set(types) <= set(known):
-        raise ValueError(f"with kernel={kernel!r} types must be some of {known}, each once at most; got {list(types)}")
 
 
 def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:

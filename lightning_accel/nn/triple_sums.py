@@ -30,10 +30,6 @@ class Graphs:
             size = 1 if batch is None else int(batch.max()) + 1 if batch.numel() else 0
         self.batch, self.size = batch, size
 
-    def of(self, node: Tensor) -> Tensor:
-        """Return the graph of each ``node``."""
-        return torch.zeros_like(node) if self.batch is None else self.batch[node]
-
     def sum(self, value: Tensor) -> Tensor:
         """Sum ``value`` (N, R) to (B, R)."""
         if self.batch is None:

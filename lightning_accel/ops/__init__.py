@@ -10,12 +10,10 @@ from lightning_accel.ops.recurrent import recurrent_layer
 from lightning_accel.ops.scan import linear_scan
 from lightning_accel.ops.triple_cache import triples_of
 from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
-from lightning_accel.ops.two_paths import TwoPaths, num_two_paths, sample_two_paths, two_paths
 
 __all__ = [
     "NativeLibrary",
     "Triples",
-    "TwoPaths",
     "csr_sum",
     "expert_mlp",
     "find_triples",
@@ -24,10 +22,7 @@ __all__ = [
     "linear_scan",
     "log_clip",
     "neighbour_sum",
-    "num_two_paths",
     "recurrent_layer",
-    "sample_two_paths",
     "triangle_sum",
     "triples_of",
-    "two_paths",
 ]
