@@ -1,7 +1,7 @@
 """Splits of graphs, or of the nodes of one graph, for training, validation and test. Shapes: F features, K targets."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,22 +18,17 @@ from lightning_accel.data.graph_files import FileGraphs
 from lightning_accel.data.graph_tasks import (
     Family,
     Level,
-    cfi_set,
     csl_fold,
     csl_graphs,
     karate_club,
-    regular_set,
-    strongly_regular_set,
     substructure_set,
 )
 from lightning_accel.data.sequence_batch import IGNORED
 from lightning_accel.data.tables import as_numbers, read_classes, split_in_three, split_rows
 
 TargetKind = Literal["classification", "regression"]
-TaskName = Literal["csl", "strongly_regular", "regular", "cfi", "substructures", "karate"]
+TaskName = Literal["csl", "substructures", "karate"]
 
-USUAL_NUMBER = {"strongly_regular": 400, "regular": 500, "cfi": 600, "substructures": 5000}  # default num_graphs
-USUAL_SHARES = {"substructures": (0.2, 0.5)}  # for validation and test, those of Chen et al. 2020
 _MASKS = ("train_mask", "val_mask", "test_mask")
 
 
@@ -138,17 +133,10 @@ def generated_splits(
     if task == "csl":
         graphs, names = csl_graphs(seed)
         splits = GraphSplits(graphs, *csl_fold(fold, seed), "graph", "classification", class_names=names)
-    elif task == "substructures":
+    else:
         graphs, names = substructure_set(num_graphs, family, level, seed)
         splits = GraphSplits(graphs, *_split(None, num_graphs, shares, seed, where), level, "regression")
         splits.target_names = names
-    else:
-        make: dict[str, Callable[[int, int], tuple[list[Data], list[str]]]] = {
-            "strongly_regular": strongly_regular_set, "regular": regular_set, "cfi": cfi_set,
-        }  # fmt: skip
-        graphs, names = make[task](num_graphs, seed)
-        parts = _split(np.array([int(graph.y) for graph in graphs]), num_graphs, shares, seed, where)
-        splits = GraphSplits(graphs, *parts, "graph", "classification", class_names=names)
     splits.ids = [str(i) for i in range(len(splits.graphs))]
     return splits
 

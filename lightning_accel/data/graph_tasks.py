@@ -1,6 +1,5 @@
 """Generators of sets of graphs, equal on every machine for equal arguments. Shapes: n nodes of a graph."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -9,13 +8,10 @@ from torch_geometric.data import Data
 from torch_geometric.datasets import KarateClub
 
 from lightning_accel.data.graph_families import (
-    cfi_bases,
-    cfi_pair,
     circular_skip_link,
     graph_of,
     random_regular_graph,
     relabelled,
-    strongly_regular_graphs,
 )
 from lightning_accel.data.substructures import SUBSTRUCTURES, count_of_graph, count_substructures
 
@@ -35,10 +31,14 @@ def csl_graphs(seed: int = 0) -> tuple[list[Data], list[str]]:
 
     Source: Murphy et al. 2019, https://arxiv.org/abs/1903.02541, sec. 4.1.
     """
-    graphs = [circular_skip_link(_CSL_NODES, skip) for skip in CSL_SKIPS]
-    return _relabelled_copies(graphs, range(len(graphs)), len(graphs) * _CSL_COPIES, seed), [
-        f"skip {skip}" for skip in CSL_SKIPS
-    ]
+    generator = torch.Generator().manual_seed(seed)
+    graphs = []
+    for number, skip in enumerate(CSL_SKIPS):
+        graph = circular_skip_link(_CSL_NODES, skip)
+        for _ in range(_CSL_COPIES):
+            graphs.append(relabelled(graph, torch.randperm(_CSL_NODES, generator=generator)))
+            graphs[-1].y = torch.tensor([number])
+    return graphs, [f"skip {skip}" for skip in CSL_SKIPS]
 
 
 def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,41 +54,6 @@ def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarr
     of = np.concatenate([generator.permutation(_CSL_COPIES) % _FOLDS for _ in CSL_SKIPS])
     test, val = of == fold, of == (fold + 1) % _FOLDS
     return np.flatnonzero(~test & ~val), np.flatnonzero(val), np.flatnonzero(test)
-
-
-def strongly_regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
-    """Generate relabellings of eight strongly regular graphs of three families with equal parameters, a class each.
-
-    A model that, like 2-FWL, distinguishes the families alone has an accuracy of 3/8.
-    """
-    graphs = strongly_regular_graphs()
-    return _relabelled_copies(list(graphs.values()), range(len(graphs)), num_graphs, seed), list(graphs)
-
-
-def regular_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
-    """Generate relabellings of ten random 4-regular graphs of 16 nodes, a class each.
-
-    Message passing distinguishes none of them, and has an accuracy of 1/10.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    graphs: list[Data] = []
-    seen: list[list[list[int]]] = []
-    while len(graphs) < 10:
-        graph = random_regular_graph(16, 4, generator)
-        counts = count_substructures(adjacency_of(graph)).long()
-        kind: list[list[int]] = sorted(counts.tolist())  # graphs with different counts are not isomorphic
-        if kind not in seen:
-            seen.append(kind)
-            graphs.append(graph)
-    return _relabelled_copies(graphs, range(10), num_graphs, seed + 1), [
-        f"pair {i // 2} {'ab'[i % 2]}" for i in range(10)
-    ]
-
-
-def cfi_set(num_graphs: int, seed: int) -> tuple[list[Data], list[str]]:
-    """Generate relabellings of the Cai-Fuerer-Immerman pairs over six base graphs; the class is straight or twisted."""
-    graphs = [graph for base in cfi_bases().values() for graph in cfi_pair(base)]
-    return _relabelled_copies(graphs, [i % 2 for i in range(len(graphs))], num_graphs, seed), ["straight", "twisted"]
 
 
 def substructure_set(num_graphs: int, family: Family, level: Level, seed: int) -> tuple[list[Data], list[str]]:
@@ -147,18 +112,3 @@ def _thinned_regular(num_nodes: int, degree: int, generator: torch.Generator) ->
     edges = ends[:, ends[0] < ends[1]].t()
     kept = torch.randperm(len(edges), generator=generator)[num_nodes:]
     return graph_of(map(tuple, edges[kept].tolist()), num_nodes)
-
-
-def _relabelled_copies(graphs: Sequence[Data], classes: Sequence[int], num_graphs: int, seed: int) -> list[Data]:
-    """Return ``num_graphs`` relabellings, sorted by graph, about equally many of each."""
-    if num_graphs < 5 * len(graphs):
-        raise ValueError(f"num_graphs must be at least {5 * len(graphs)}, 5 for each graph; got {num_graphs}")
-    generator = torch.Generator().manual_seed(seed)
-    copies = []
-    for i in range(num_graphs):
-        which = i * len(graphs) // num_graphs
-        graph = graphs[which]
-        copy = relabelled(graph, torch.randperm(graph.num_nodes or 0, generator=generator))
-        copy.y = torch.tensor([classes[which]])
-        copies.append(copy)
-    return copies

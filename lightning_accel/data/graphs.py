@@ -25,8 +25,6 @@ from lightning_accel.data.graph_features import Features, Scale, apply_features,
 from lightning_accel.data.graph_files import FileGraphs, GraphLayout, read_graphs
 from lightning_accel.data.graph_sampler import GraphBudgetBatchSampler
 from lightning_accel.data.graph_splits import (
-    USUAL_NUMBER,
-    USUAL_SHARES,
     GraphSplits,
     TargetKind,
     TaskName,
@@ -42,7 +40,6 @@ from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.substructures import SUBSTRUCTURES
 from lightning_accel.data.tables import existing_file
 
-_GENERATED = {"strongly_regular", "regular", "cfi", "substructures"}
 _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
     "val_dataset": {"dataset"},
     "test_dataset": {"dataset"},
@@ -56,10 +53,10 @@ _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for 
     "decimal": {"path"},
     "fold": {"csl", "dataset"},
     "family": {"substructures"},
-    "num_graphs": _GENERATED,
+    "num_graphs": {"substructures"},
     "num_neighbors": {"path", "dataset", "karate"},
-    "val_share": {"path", "dataset", "karate", *_GENERATED},
-    "test_share": {"path", "dataset", "karate", *_GENERATED},
+    "val_share": {"path", "dataset", "karate", "substructures"},
+    "test_share": {"path", "dataset", "karate", "substructures"},
     "predict_path": {"path"},
     "predict_nodes_path": {"path"},
     "max_bytes": {"path"},
@@ -146,9 +143,8 @@ class GraphDataModule(L.LightningDataModule):
     Args:
         path: file of graphs or of edges; by default, ``task`` is used.
         task: a generated task, if there is no ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links
-            with ten skips in five folds; ``strongly_regular``, ``regular`` and ``cfi``, graphs that are hard to
-            distinguish; ``substructures``, counts of seven small graphs in random graphs; ``karate``, Zachary's club
-            and its two factions. See ``graph_tasks``.
+            with ten skips in five folds; ``substructures``, counts of seven small graphs in random graphs; ``karate``,
+            Zachary's club and its two factions. See ``graph_tasks``.
         dataset: data set of PyG, such as ``torch_geometric.datasets.TUDataset``; with ``val_dataset`` and
             ``test_dataset``, the training graphs.
         val_dataset: validation graphs; needs ``dataset`` and ``test_dataset``.
@@ -167,7 +163,7 @@ class GraphDataModule(L.LightningDataModule):
         decimal: decimal mark of a CSV file.
         fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
         family: random graphs of ``substructures``: ``erdos_renyi`` or ``regular``.
-        num_graphs: number of generated graphs, for training, validation and test together; see ``graph_tasks``.
+        num_graphs: number of graphs of ``substructures``, for training, validation and test; by default 5,000.
         batch_size: graphs per step, or seed nodes with ``num_neighbors``, over all processes; by default 64, or as many
             as ``max_nodes`` and ``max_edges`` allow. A single graph with node targets is one batch.
         max_nodes: largest number of nodes of a batch, over all processes; each process gets about an equal share.
@@ -269,7 +265,7 @@ class GraphDataModule(L.LightningDataModule):
         require_loading_options(batch_size or 1, seed, num_workers, max_bytes)
         named_shares = {"val_share": val_share, "test_share": test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
-        usual = USUAL_SHARES.get(self.task or "", (0.1, 0.2))
+        usual = (0.2, 0.5) if self.task == "substructures" else (0.1, 0.2)  # the former of Chen et al. 2020
         self.shares = (usual[0] if val_share is None else val_share, usual[1] if test_share is None else test_share)
         if min(self.shares) <= 0 or sum(self.shares) >= 1:
             raise ValueError(
@@ -292,7 +288,7 @@ class GraphDataModule(L.LightningDataModule):
         self.kind = target_kind
         self.fold = fold
         self.family = family
-        self.num_graphs = USUAL_NUMBER.get(self.task or "", 0) if num_graphs is None else num_graphs
+        self.num_graphs = (5000 if self.task == "substructures" else 0) if num_graphs is None else num_graphs
         self.batch_size = batch_size
         self.max_nodes = max_nodes
         self.max_edges = max_edges
