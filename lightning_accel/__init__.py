@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from lightning_accel.models import MoELanguageModel as MoELanguageModel
     from lightning_accel.models import SequenceModel as SequenceModel
     from lightning_accel.models import Stage as Stage
-    from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
-    from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
     from lightning_accel.models.relational import RelationalGNN as RelationalGNN
     from lightning_accel.nn import RBM as RBM
     from lightning_accel.nn import ContrastiveDivergence as ContrastiveDivergence
@@ -88,7 +86,6 @@ _NAMES = {
     "data.graphs": "GraphDataModule",
     "data.relational_transform": "AddRelationalTriples",
     "models": "Classifier DeepBeliefNetwork MoEClassifier MoELanguageModel SequenceModel Stage",
-    "models.estimators": "DBNClassifier RBMTransformer",
     "models.relational": "RelationalGNN",
     "nn": (
         "ContrastiveDivergence DynamicRNN ExpertChoiceGate ExpertLoad FeedForward MixtureOfExperts RBM RBMStack "
