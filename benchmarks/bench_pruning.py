@@ -55,7 +55,7 @@ SUBJECTS: dict[str, Callable[[float], Made]] = {
     "cubic, global": partial(ours, lr=1e-3, scope="global"),
     "cubic, erk (default)": partial(ours, lr=1e-3),
     "cubic, erk, lr 3e-3": partial(ours, lr=3e-3),
-    "RigL, erk, sparse from the start": partial(ours, lr=1e-3, schedule="constant", regrowth="rigl", end=0.75),
+    "RigL, erk, sparse from the start": partial(ours, lr=1e-3, schedule="one_shot", regrowth="rigl", end=0.75),
 }
 QUICK = "dense", "ModelPruning, to the target", "cubic, erk (default)"
 
@@ -124,9 +124,6 @@ def time_rows(kind: str, rounds: int) -> list[dict[str, Any]]:
         "dense": list,
         "masks kept": lambda: [Pruning(0.95, schedule="one_shot", begin=0)],
         "masks changed in each step": lambda: [Pruning(0.95, begin=0, end=40, every_n_steps=1)],
-        "masks kept, movement": lambda: [
-            Pruning(0.95, criterion="movement", schedule="one_shot", begin=40, scope="layer")
-        ],
     }
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(rounds):

@@ -10,22 +10,18 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.deployment import WholeCopy, find_deployed, in_float32
 from lightning_accel.callbacks.pruning_structure import StructureOptions
 from lightning_accel.callbacks.random_state import random_state, set_random_state
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
-from lightning_accel.compress.calls import Inputs
-from lightning_accel.compress.channel_choice import CRITERIA, choose_channels, first_order_terms, score_channels
+from lightning_accel.compress.channel_choice import choose_channels, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channel_plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
 from lightning_accel.compress.prunable import excluded_parameters
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
-
-_DECAY = 0.9  # of the moving average over steps of criterion "taylor"
 
 
 class ChannelStructure:
@@ -39,27 +35,12 @@ class ChannelStructure:
     Args:
         options: the options given to :class:`~lightning_accel.callbacks.Pruning`.
         module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
-        inputs: positional and keyword arguments to call it with; by default those of the first batch.
-        min_left: minimum number of channels that each layer keeps.
         round_to: round the number of channels that each layer keeps up to a multiple of this.
-
-    Raises:
-        ValueError: if the options ask for something that channels do not support.
     """
 
-    def __init__(
-        self,
-        options: StructureOptions,
-        module: str | None = None,
-        inputs: Inputs | None = None,
-        min_left: int = 1,
-        round_to: int = 1,
-    ) -> None:
-        _require_supported(options)
+    def __init__(self, options: StructureOptions, module: str | None = None, round_to: int = 1) -> None:
         self.options = options
         self.module = module
-        self.inputs = inputs
-        self.min_left = min_left
         self.round_to = round_to
         self.groups: ChannelGroups | None = None  # None once the channels are removed
         self.removed: dict[str, list[int]] = {}  # channels held at zero, or removed, by layer name
@@ -67,7 +48,6 @@ class ChannelStructure:
         self._sizes: dict[str, int] = {}  # original number of channels of each layer
         self._weights: dict[str, int] = {}  # original number of parameters of the module that outputs the channels
         self._left_out: dict[str, str] = {}
-        self._terms: dict[str, Tensor] = {}  # moving averages of criterion "taylor"
         self._loaded: dict[str, Any] | None = None
         self._indices: list[tuple[nn.Parameter, int, Tensor]] = []  # entries held at zero
         self._pl_module: L.LightningModule | None = None
@@ -97,42 +77,30 @@ class ChannelStructure:
                 f"the checkpoint has removed channels of {', '.join(unknown)}, which this module does not have; resume "
                 "with the module and the exclusions of the run that wrote it"
             )
-        self._require_effect(pl_module)
+        self._require_effect()
         self._update_indices(pl_module)
         return self._left_out
 
-    def _require_effect(self, pl_module: L.LightningModule) -> None:
-        if self.options.criterion == "batchnorm" and not any(isinstance(one, _NormBase) for one in pl_module.modules()):
-            raise ValueError(
-                f"criterion='batchnorm' judges channels by their batch norms, and {type(pl_module).__name__} has none; "
-                "take 'magnitude'"
-            )
+    def _require_effect(self) -> None:
         any_scores = {name: torch.arange(size, dtype=torch.float64) for name, size in self._sizes.items()}
-        gone = choose_channels(any_scores, self.options.target, "layer", self.min_left, self.round_to)
+        gone = choose_channels(any_scores, self.options.target, "layer", 1, self.round_to)
         if self.options.target and not any(gone.values()):
             raise ValueError(
-                f"round_to={self.round_to} and min_left={self.min_left} let no channel go at a target of "
-                f"{self.options.target}; the layers have {', '.join(map(str, self._sizes.values()))}. Lower them, or "
-                "raise it"
+                f"round_to={self.round_to} lets no channel go at a target of {self.options.target}; the layers have "
+                f"{', '.join(map(str, self._sizes.values()))}. Lower it, or raise the target"
             )
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         if self.groups is None:
             return
-        scores = self._scores(pl_module)
+        scores = score_channels(pl_module, self.groups, self.options.criterion)
         scope = "global" if self.options.scope == "global" else "layer"
-        chosen = choose_channels(scores, sparsity, scope, self.min_left, self.round_to)
+        chosen = choose_channels(scores, sparsity, scope, 1, self.round_to)
         self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
         self._update_indices(pl_module)
         self._zero(trainer, with_moments=True)
 
     def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self.groups is None:
-            return
-        if self.options.criterion == "taylor" and any(one.grad is not None for one in pl_module.parameters()):
-            for name, term in first_order_terms(pl_module, self.groups).items():
-                before = self._terms.get(name, torch.zeros_like(term))
-                self._terms[name] = _DECAY * before + (1 - _DECAY) * term.square()
         with torch.no_grad():
             for parameter, dim, index in self._indices:
                 if parameter.grad is not None:
@@ -150,32 +118,26 @@ class ChannelStructure:
         for averaged in averaged_modules(trainer):
             apply_plan_(averaged, plan)
         self.plan = plan
-        self.groups, self._indices, self._terms = None, [], {}
+        self.groups, self._indices = None, []
         _rewrap_ddp(trainer, pl_module)
-
-    def detach(self, pl_module: L.LightningModule) -> None:
-        self._indices = []
 
     def sparsity(self) -> float:
         return sum(map(len, self.removed.values())) / max(1, sum(self._sizes.values()))
 
-    def sparsities(self) -> dict[str, float]:
-        return {name: len(self.removed.get(name, [])) / size for name, size in self._sizes.items()}
-
     def report_rows(self) -> list[dict[str, Any]]:
         """Return one row per layer; ``parameters`` is the original size, ``note`` the number of remaining channels."""
         rows = []
-        for name, share in self.sparsities().items():
+        for name, size in self._sizes.items():
             own = [] if self._pl_module is None else _own_parameters(self._pl_module, name)
-            left = self._sizes[name] - len(self.removed.get(name, []))
+            gone = len(self.removed.get(name, []))
             rows.append(
                 {
                     "name": name,
                     "shape": list(max(own, key=lambda value: value.ndim).shape) if own else [],
                     "parameters": self._weights[name],
                     "nonzero": sum(int(value.count_nonzero()) for value in own),
-                    "sparsity": share,
-                    "note": f"{left} of {self._sizes[name]} channels" + (" left" if self.plan else " not zero"),
+                    "sparsity": gone / size,
+                    "note": f"{size - gone} of {size} channels" + (" left" if self.plan else " not zero"),
                 }
             )
         return rows
@@ -186,7 +148,6 @@ class ChannelStructure:
             "sizes": self._sizes,
             "weights": self._weights,
             "left_out": self._left_out,
-            "terms": self._terms,
             CHANNEL_PLAN: self.plan.state_dict() if self.plan else None,
         }
 
@@ -205,7 +166,6 @@ class ChannelStructure:
         self._sizes = dict(state["sizes"])
         self._weights = dict(state["weights"])
         self._left_out = dict(state["left_out"])
-        self._terms = dict(state["terms"])
         if state[CHANNEL_PLAN]:
             self.plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
 
@@ -228,30 +188,15 @@ class ChannelStructure:
         return answer
 
     def _find_in(self, made: L.LightningModule, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
-        if self.inputs is not None:
-            name, inputs = self.module or "", self.inputs
-        else:
-            datamodule: Any = getattr(trainer, "datamodule", None)
-            made = in_float32(trainer, made)
-            found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
-            name, inputs = found.name, found.inputs[0]
+        datamodule: Any = getattr(trainer, "datamodule", None)
+        made = in_float32(trainer, made)
+        found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
         try:
-            exclude = _excluded_within(made, self.options.exclude, name)
-            groups = find_channel_groups(made.get_submodule(name), *inputs, exclude=exclude)
+            exclude = _excluded_within(made, self.options.exclude, found.name)
+            groups = find_channel_groups(found.module, *found.inputs[0], exclude=exclude)
         except TypeError as error:
             raise TypeError(f"{error}. Pruning(module=...) names another") from error
-        return groups.prefixed(name)
-
-    def _scores(self, pl_module: L.LightningModule) -> dict[str, Tensor]:
-        assert self.groups is not None
-        if self.options.criterion == "taylor":
-            if not self._terms:
-                raise ValueError(
-                    "criterion='taylor' judges channels by gradients, and no step has been made yet; begin to prune at "
-                    "a later step, or take criterion='magnitude'"
-                )
-            return self._terms
-        return score_channels(pl_module, self.groups, self.options.criterion, self.options.seed)
+        return groups.prefixed(found.name)
 
     def _update_indices(self, pl_module: L.LightningModule) -> None:
         assert self.groups is not None
@@ -282,17 +227,6 @@ def _own_parameters(pl_module: L.LightningModule, layer: str) -> list[nn.Paramet
     """Return the parameters of the module that outputs the channels of a layer."""
     with uncompiled(pl_module):
         return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
-
-
-def _require_supported(options: StructureOptions) -> None:
-    if options.regrowth is not None:
-        raise ValueError(
-            f"structure='channel' removes channels for good, so that none regrow; got regrowth={options.regrowth!r}"
-        )
-    if not callable(options.criterion) and options.criterion not in CRITERIA:
-        raise ValueError(
-            f"structure='channel' has criterion {', '.join(CRITERIA)}, or a function; got {options.criterion!r}"
-        )
 
 
 def _has_shapes_of(module: nn.Module, plan: ChannelPlan) -> bool:

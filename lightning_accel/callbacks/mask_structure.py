@@ -21,10 +21,9 @@ from lightning_accel.callbacks.weight_part import (
     pack_bits,
     unpack_bits,
 )
-from lightning_accel.callbacks.weight_scores import WeightScores
-from lightning_accel.compress.masks import choose_groups, choose_weights, parse_structure
+from lightning_accel.compress.masks import choose_groups, choose_weights, parse_structure, score
 from lightning_accel.compress.prunable import clean_name, find_prunable, is_stacked
-from lightning_accel.compress.selection import Part, choose_lowest, hash_uniform
+from lightning_accel.compress.selection import Part, choose_lowest
 
 _MAX_SCORE = 1e38  # its double is still finite
 _MIN_COVERAGE = 0.75  # share of the values in matrices; below it, the target would mislead users
@@ -42,7 +41,6 @@ class MaskStructure:
         self.parts: list[WeightPart] = []
         self.pruned: dict[str, Tensor] = {}  # bool, for the shard on this process
         self.left_out: dict[str, str] = {}
-        self.scores = WeightScores(options)
         self.wants_gradients = False  # set before a step after which weights regrow
         self._gradients: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
@@ -75,7 +73,6 @@ class MaskStructure:
                 if fits and mask is not None
                 else torch.zeros_like(part.value, dtype=torch.bool)
             )
-        self.scores.attach(trainer, self.parts, self._is_sharded)
         self._count()
         if self._loaded is not None:
             self._apply_state()
@@ -130,19 +127,15 @@ class MaskStructure:
                 return f"has {length} inputs, no multiple of {size}, for {self.options.structure}"
             if part.is_sharded_along_input:
                 return f"its inputs are split over processes, so that groups of {self.options.structure} would be"
-        return self.scores.unsupported_reason(part)
+        return None
 
     def _local_parts(self) -> list[WeightPart]:
         return [part for part in self.parts if part.is_held]
 
-    def detach(self, pl_module: L.LightningModule) -> None:
-        self.scores.detach()
-
     # ---- choosing
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
-        numbers = {part.name: number for number, part in enumerate(self.parts)}
-        scores = {part.name: self._to_part(part, self._compute_scores(part, numbers[part.name])) for part in self.parts}
+        scores = {part.name: self._to_part(part, self._compute_scores(part)) for part in self.parts}
         if self.pattern is not None:
             share = sparsity / self.options.target
             dims = {part.name: part.input_dim for part in self.parts}
@@ -156,14 +149,13 @@ class MaskStructure:
             mask = chosen[part.name]
             assert mask is not None
             self.pruned[part.name] = mask
-        self.scores.reset()
         self._masks_changed(trainer)
         self._warn_of_empty_layers()
 
-    def _compute_scores(self, part: WeightPart, number: int) -> Tensor | None:
+    def _compute_scores(self, part: WeightPart) -> Tensor | None:
         if not part.is_held:
             return None
-        scores = self.scores.compute(part, number)
+        scores = score(self.options.criterion, part.name, part.value)
         # pruned weights sort first, so that masks are nested, whatever the criterion gives for zeros
         kept = self._keep_factor(part).float()
         return (scores.clamp(-_MAX_SCORE, _MAX_SCORE) * kept).add_(kept - 1, alpha=2 * _MAX_SCORE)
@@ -181,14 +173,13 @@ class MaskStructure:
     def _reduce(self) -> Any:
         return _sum_over_processes if self._is_sharded else None
 
-    def regrow(self, trainer: L.Trainer, fraction: float, step: int) -> None:
-        """Exchange a ``fraction`` of the weights of each layer: drop the weakest and grow as many others.
+    def regrow(self, trainer: L.Trainer, fraction: float) -> None:
+        """Exchange a ``fraction`` of each layer's weights: drop the weakest, grow those with the largest gradients.
 
-        RigL grows those with the largest gradients, SET random ones (Evci et al. 2020, section 3; Mocanu et al. 2018,
-        https://arxiv.org/abs/1707.04780, algorithm 2). Regrown weights start at zero.
+        Regrown weights start at zero. Source: Evci et al. 2020, section 3.
         """
         gradients, self._gradients = self._gradients, {}
-        if self.options.regrowth == "rigl" and not self._all_finite(gradients):
+        if not self._all_finite(gradients):
             return  # AMP skipped the step
         counts = [self._num_exchanged(part, fraction) for part in self.parts]
         drop = [self._to_part(part, self._drop_scores(part)) for part in self.parts]
@@ -196,10 +187,7 @@ class MaskStructure:
         for part, (mask,) in zip(self.parts, dropped, strict=True):
             if mask is not None:
                 self.pruned[part.name] = self.pruned[part.name] | mask
-        grow = [
-            self._to_part(part, self._growth_scores(part, gradients, number, step))
-            for number, part in enumerate(self.parts)
-        ]
+        grow = [self._to_part(part, self._growth_scores(part, gradients)) for part in self.parts]
         grown = choose_lowest([[one] for one in grow], counts, self._reduce(), self._device)
         for part, (mask,) in zip(self.parts, grown, strict=True):
             if mask is not None:
@@ -222,15 +210,11 @@ class MaskStructure:
             return None
         return part.value.abs().float().masked_fill(self.pruned[part.name], torch.inf)
 
-    def _growth_scores(self, part: WeightPart, gradients: dict[str, Tensor], number: int, step: int) -> Tensor | None:
+    def _growth_scores(self, part: WeightPart, gradients: dict[str, Tensor]) -> Tensor | None:
         """Return growth scores; the lowest are regrown first, active weights get infinity."""
         if not part.is_held:
             return None
-        if self.options.regrowth == "rigl":
-            zeros = torch.zeros_like(part.value, dtype=torch.float32)
-            scores = -gradients.get(part.name, zeros)
-        else:
-            scores = hash_uniform(part.positions(), (self.options.seed * 65537 + number + 1) * 1000003 + step)
+        scores = -gradients.get(part.name, torch.zeros_like(part.value, dtype=torch.float32))
         return scores.masked_fill(~self.pruned[part.name], torch.inf)
 
     def _masks_changed(self, trainer: L.Trainer) -> None:
@@ -276,7 +260,6 @@ class MaskStructure:
         members = {id(one) for group in optimizer.param_groups for one in group["params"]}
         mine = [part for part in self._local_parts() if id(part.weight) in members]
         with torch.no_grad():
-            self.scores.add_gradients(trainer, mine, optimizer)
             for part in mine:
                 gradient = part.gradient()
                 if gradient is None:
@@ -322,9 +305,6 @@ class MaskStructure:
         total = sum(part.numel for part in self.parts)
         return sum(self._counts.values()) / total if total else 0.0
 
-    def sparsities(self) -> dict[str, float]:
-        return {part.name: self._counts[part.name] / part.numel for part in self.parts}
-
     def report_rows(self) -> list[dict[str, Any]]:
         return [
             {
@@ -360,7 +340,6 @@ class MaskStructure:
             "structure": self.options.structure,
             "shapes": {part.name: list(part.shape) for part in self.parts},
             "pruned": {name: pack_bits(~kept) for name, kept in self.masks().items()},
-            "scores": self.scores.state_dict(self._gather),
             "gradients": {
                 part.name: self._gather(number, self._gradients.get(part.name))
                 for number, part in enumerate(self.parts)
@@ -385,7 +364,6 @@ class MaskStructure:
             self.pruned[part.name] = part.shard(whole)
         self._gradients = {part.name: part.shard(state["gradients"][part.name]) for part in self._local_parts()
                            if part.name in state["gradients"]}  # fmt: skip
-        self.scores.load_state_dict(state["scores"])
         self._count()
 
     def rebuild(self, pl_module: nn.Module, state: dict[str, Any]) -> None:

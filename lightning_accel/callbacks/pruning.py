@@ -1,10 +1,9 @@
 """Pruning of a module while it trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.mask_structure import MaskStructure
 from lightning_accel.callbacks.pruning_structure import Structure, StructureOptions
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules, callbacks_of
-from lightning_accel.callbacks.weight_part import WeightPart
 from lightning_accel.compress.masks import (
     SCHEDULES,
     ScheduleName,
@@ -27,11 +25,9 @@ from lightning_accel.compress.masks import (
     require_target,
     sparsity_at,
 )
-from lightning_accel.compress.prunable import clean_name
 from lightning_accel.ops.names import list_of_names
 
-CriterionName = Literal["magnitude", "movement", "taylor", "wanda", "batchnorm", "random"]
-_MEASURED = "movement", "taylor", "wanda"  # measured in the steps before weights are pruned
+_DROP_FRACTION = 0.3  # share of the weights that regrowth exchanges at first, as in Evci et al. 2020
 
 
 class Pruning(L.Callback):
@@ -60,29 +56,21 @@ class Pruning(L.Callback):
         target: final share of zeros, of weights or of channels; by default 0.9, or as N:M implies.
         structure: ``"unstructured"``; ``"2:4"`` or another N:M, which keeps N of M neighbours along a layer's input;
             ``"channel"``, which removes whole channels.
-        criterion: importance of a weight: ``"magnitude"``; ``"movement"``, ``"taylor"`` (both from gradients),
-            ``"wanda"`` (from inputs), which measure in all steps before; ``"batchnorm"``, for channels, by the scale of
-            their norm; ``"random"``; or a function of a parameter's name and value (the shard on the process) that
-            returns scores of that shape, of which the lowest are pruned.
+        criterion: importance of a weight: ``"magnitude"``, or a function of a parameter's name and value (the shard on
+            the process) that returns scores of that shape, of which the lowest are pruned.
         scope: prune equal shares of each ``"layer"``; or the lowest scores of all (``"global"``); or larger shares of
             larger layers (``"erk"``). N:M is the same in all layers.
-        schedule: ``"cubic"`` (Zhu and Gupta 2017), ``"linear"`` or ``"geometric"`` from 0 at ``begin`` to the target at
-            ``end``; ``"one_shot"``, all at ``begin``; ``"constant"``, the same with ``regrowth`` from ``begin`` to
-            ``end``.
+        schedule: ``"cubic"`` (Zhu and Gupta 2017) from 0 at ``begin`` to the target at ``end``; ``"one_shot"``, all at
+            ``begin``.
         begin: optimizer step, or share of the run if a float in [0, 1].
         end: optimizer step, or share of the run, after which nothing more is pruned.
         every_n_steps: number of steps between prunings, of which the last is at ``end``; by default a 32nd of the ramp.
-        regrowth: ``"rigl"`` or ``"set"``: at each pruning replace the weakest weights with others, those with the
-            largest gradients, or random ones. With ``schedule="constant"`` the run is sparse from ``begin`` on.
-        drop_fraction: initial share of the weights that is exchanged; it falls to 0 at ``end`` by half a cosine.
-        rewind: at each pruning reset the remaining weights to their values after this step (lottery tickets; a copy of
-            all parameters is kept), and reset the optimizers. It is mostly used with ``schedule="geometric"`` and few
-            prunings.
+        regrowth: ``"rigl"`` (Evci et al. 2020): at each pruning, up to ``end``, replace the weakest weights, at first
+            30 % of them and then fewer, with those of the largest gradients. With ``schedule="one_shot"`` the run is
+            sparse from ``begin`` on.
         exclude: names or patterns of parameters or submodules (``"head"``, ``"blocks.*.norm"``), or classes by name.
         module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
         round_to: keep a multiple of this number of channels in each layer, such as 8 for GPUs.
-        log_layers: log ``pruning/sparsity/<weight>`` too.
-        seed: seed of random choices.
 
     Raises:
         ValueError: if an option is out of range or contradicts another; before training, if nothing can be pruned, the
@@ -100,26 +88,21 @@ class Pruning(L.Callback):
         target: float | None = None,
         *,
         structure: str = "unstructured",
-        criterion: CriterionName | Callable[[str, Tensor], Tensor] = "magnitude",
+        criterion: Literal["magnitude"] | Callable[[str, Tensor], Tensor] = "magnitude",
         scope: Scope = "erk",
         schedule: ScheduleName = "cubic",
         begin: int | float = 0.0,
         end: int | float = 0.6,
         every_n_steps: int | None = None,
-        regrowth: Literal["rigl", "set"] | None = None,
-        drop_fraction: float = 0.3,
-        rewind: int | None = None,
+        regrowth: Literal["rigl"] | None = None,
         exclude: Sequence[str | type[nn.Module]] = (),
         module: str | None = None,
         round_to: int = 1,
-        log_layers: bool = False,
-        seed: int = 0,
     ) -> None:
         super().__init__()
-        if structure != "channel" and (module is not None or round_to != 1 or criterion == "batchnorm"):
+        if structure != "channel" and (module is not None or round_to != 1):
             raise ValueError(
-                "module, round_to and criterion='batchnorm' are about channels that are removed: give "
-                f"structure='channel'; got {structure!r}"
+                f"module and round_to are about channels that are removed: give structure='channel'; got {structure!r}"
             )
         if round_to < 1:
             raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
@@ -128,37 +111,28 @@ class Pruning(L.Callback):
         require_scope(scope)
         _require_one_of("schedule", schedule, SCHEDULES)
         if not callable(criterion):
-            _require_one_of("criterion", criterion, get_args(CriterionName))
+            _require_one_of("criterion", criterion, ["magnitude"])
         _require_step_or_share("begin", begin)
         _require_step_or_share("end", end)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
         if regrowth is not None:
-            _require_regrowth(regrowth, structure, drop_fraction)
-        elif schedule == "constant":
-            raise ValueError("schedule='constant' needs regrowth='rigl' or 'set'; without, take schedule='one_shot'")
-        if rewind is not None and (rewind < 0 or structure == "channel" or regrowth is not None):
-            raise ValueError(
-                "rewind is a step, 0 or later, and goes with masks without regrowth; got "
-                f"rewind={rewind}, structure={structure!r}, regrowth={regrowth!r}"
-            )
+            _require_one_of("regrowth", regrowth, ["rigl"])
+            if structure != "unstructured":
+                raise ValueError(f"regrowth={regrowth!r} needs structure='unstructured'; got {structure!r}")
         self.structure = structure
         self.schedule: ScheduleName = schedule
         self.begin = begin
         self.end = end
         self.every_n_steps = every_n_steps
         self.regrowth = regrowth
-        self.drop_fraction = drop_fraction
-        self.rewind = rewind
         self.criterion = criterion
-        self.log_layers = log_layers
         self.module = module
         self.round_to = round_to
         self.left_out: dict[str, str] = {}
         names = tuple(list_of_names(exclude))
-        self._options = StructureOptions(structure, criterion, scope, names, regrowth, seed, self.target)
+        self._options = StructureOptions(structure, criterion, scope, names, self.target)
         self._masks: Structure = self._make_structure()
-        self._rewinding = _Rewinding()
         self._reset()
 
     def _reset(self) -> None:
@@ -219,7 +193,6 @@ class Pruning(L.Callback):
         if trainer.global_step == 0:
             self._reset()
             self._masks = self._make_structure()
-            self._rewinding = _Rewinding()
         defer_best_checkpoints(trainer)
 
     def _make_structure(self) -> Structure:
@@ -230,9 +203,6 @@ class Pruning(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._module = pl_module
         self.left_out = self._masks.attach(trainer, pl_module)
-        if self.rewind is not None and any(one.is_meta for one in pl_module.parameters()):
-            raise TypeError("rewind does not work in a pipeline, whose processes hold some layers each; leave it out")
-        self._rewinding.attach(pl_module)
         self._set_steps(trainer)
         self._is_set_up = True
         if isinstance(self._masks, MaskStructure):
@@ -265,12 +235,6 @@ class Pruning(L.Callback):
                 f"pruning would end at step {self._last}, but the run has {total} optimizer steps: the target would "
                 "not be reached. Lower end, or train longer"
             )
-        if self._first == 0 and self.criterion in _MEASURED and self.schedule in ("one_shot", "constant"):
-            raise ValueError(
-                f"{self.criterion!r} measures in the steps before weights are pruned, but begin is 0: raise it"
-            )
-        if self.rewind is not None and self.rewind >= max(self._last, 1):
-            raise ValueError(f"rewind must be a step before pruning ends, at {self._last}; got {self.rewind}")
         self._every = self.every_n_steps or max(1, (self._last - self._first) // 32)
 
     def _ramp_options(self) -> list[Any]:
@@ -297,8 +261,6 @@ class Pruning(L.Callback):
             number = callbacks_of(trainer, type(self)).index(self) + 1
             name = "pruning/sparsity" if number == 1 else f"pruning_{number}/sparsity"
             pl_module.log(name, self.sparsity())
-            if self.log_layers:
-                pl_module.log_dict({f"{name}/{layer}": one for layer, one in self._masks.sparsities().items()})
 
     def _advance(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == self._seen:
@@ -320,8 +282,6 @@ class Pruning(L.Callback):
             self._masks.wants_gradients = self.regrowth == "rigl" and self._updates_at(self._step + 1)
 
     def _update(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.rewind is not None and self._step == self.rewind:
-            self._rewinding.store(pl_module)
         is_late = self._step > self._last and not self.is_final_phase  # resumed from a run without pruning
         if not (self._updates_at(self._step) or is_late):
             return
@@ -331,20 +291,11 @@ class Pruning(L.Callback):
                 announce_change(trainer, pl_module)
             self._reached = sparsity
             self._masks.prune_to(trainer, pl_module, sparsity)
-            if self.rewind is not None:
-                self._rewind(trainer, pl_module)
             if self.is_final_phase:
                 self._masks.finish(trainer, pl_module)
         if self.regrowth is not None and isinstance(self._masks, MaskStructure) and self._step > self._first:
-            fraction = drop_fraction_at(self._step, self._first, self._last, self.drop_fraction)
-            self._masks.regrow(trainer, fraction, self._step)
-
-    def _rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._rewinding.copies:
-            raise ValueError(f"weights are pruned at step {self._step}, before those of step {self.rewind} are known")
-        self._rewinding.rewind(trainer, pl_module)
-        assert isinstance(self._masks, MaskStructure)
-        self._masks.apply(trainer)
+            fraction = drop_fraction_at(self._step, self._first, self._last, _DROP_FRACTION)
+            self._masks.regrow(trainer, fraction)
 
     # ---- ending
 
@@ -360,8 +311,6 @@ class Pruning(L.Callback):
                 f"target of {self.target:g} is reached at step {self._last}"
             )
 
-        self._masks.detach(pl_module)
-
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with failures_as_warnings("Pruning could not tell what is left of each layer"):
             rank_zero_info(_format_table(self.report_rows()))
@@ -371,13 +320,10 @@ class Pruning(L.Callback):
                 f"lightning_accel.compress.load_pruned({type(pl_module).__name__}(...), path)"
             )
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._masks.detach(pl_module)
-
     # ---- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks as bits, running sums of the criterion and the progress; all processes must call it."""
+        """Return masks as bits and the progress; all processes must call it."""
         if self._module is None:
             return {}
         return {
@@ -387,7 +333,6 @@ class Pruning(L.Callback):
             "ramp": self._ramp_options(),
             "steps": [self._first, self._last, self._every],
             "masks": self._masks.state_dict(),
-            "rewinding": self._rewinding.state_dict(self._module),
         }
 
     def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
@@ -400,23 +345,13 @@ class Pruning(L.Callback):
         self._reached = state_dict["reached"]
         self._loaded = state_dict
         self._masks.load_state_dict(state_dict["masks"])
-        self._rewinding.load_state_dict(state_dict["rewinding"])
         if self._is_set_up and self._module is not None:  # strategies that restore after their setup
-            self._rewinding.attach(self._module)
             self._set_steps(self._module.trainer)
 
 
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-
-def _require_regrowth(regrowth: str, structure: str, drop_fraction: float) -> None:
-    _require_one_of("regrowth", regrowth, ("rigl", "set"))
-    if structure != "unstructured":
-        raise ValueError(f"regrowth={regrowth!r} needs structure='unstructured'; got {structure!r}")
-    if not 0 < drop_fraction <= 1:
-        raise ValueError(f"drop_fraction must lie in (0, 1]; got {drop_fraction}")
 
 
 def _require_strategy(strategy: Strategy) -> None:
@@ -540,43 +475,3 @@ def _adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: 
     left = [key for key in states if key.startswith(prefix) and key not in claimed]
     if callback.state_key not in states and len(left) == 1:
         states[callback.state_key] = states.pop(left[0])
-
-
-class _Rewinding:
-    """Hold copies of all trainable parameters on their devices; each process holds its own shards."""
-
-    def __init__(self) -> None:
-        self.copies: dict[str, Tensor] = {}
-        self._loaded: dict[str, Tensor] = {}
-
-    def store(self, pl_module: L.LightningModule) -> None:
-        self.copies = {part.name: part.value.clone() for part in _parts(pl_module)}
-
-    def rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the parameters, and clear the optimizer states, which belong to later steps."""
-        with torch.no_grad():
-            for part in _parts(pl_module):
-                part.value.copy_(self.copies[part.name])
-        for optimizer in trainer.optimizers:
-            optimizer.state.clear()
-
-    def state_dict(self, pl_module: L.LightningModule) -> dict[str, Tensor]:
-        if not self.copies:
-            return {}
-        parts = {part.name: part for part in _parts(pl_module)}
-        device = torch.device("cpu")
-        return {name: parts[name].gather(value, None, device).clone() for name, value in self.copies.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._loaded = state
-
-    def attach(self, pl_module: L.LightningModule) -> None:
-        """Shard the loaded copies like the current parameters."""
-        if self._loaded:
-            self.copies = {part.name: part.shard(self._loaded[part.name]) for part in _parts(pl_module)}
-            self._loaded = {}
-
-
-def _parts(pl_module: L.LightningModule) -> list[WeightPart]:
-    named: Any = pl_module.named_parameters()
-    return [WeightPart(clean_name(name), value, 0, pl_module) for name, value in named if value.requires_grad]

@@ -17,12 +17,10 @@ class StructureOptions:
 
     Args:
         structure: ``"unstructured"``, ``"channel"``, ``"2:4"`` or another ``"N:M"``.
-        criterion: name, or a function of a parameter's name and value that returns scores of its shape, of which the
-            lowest are pruned.
+        criterion: ``"magnitude"``, or a function of a parameter's name and value that returns scores of its shape, of
+            which the lowest are pruned.
         scope: ``"layer"``, ``"global"`` or ``"erk"``.
         exclude: names or globs of parameters or modules (``"network.6"``, ``"*.head.*"``), or classes, or their names.
-        regrowth: ``None``, ``"rigl"`` or ``"set"``.
-        seed: seed of random criteria and regrowth; equal on all processes.
         target: final share that is zero, or removed.
     """
 
@@ -30,8 +28,6 @@ class StructureOptions:
     criterion: Criterion
     scope: str
     exclude: Sequence[str | type[nn.Module]]
-    regrowth: str | None
-    seed: int
     target: float
 
 
@@ -42,8 +38,8 @@ class Structure(Protocol):
     ``load_state_dict`` when resuming from a checkpoint; ``attach`` in ``on_fit_start``, after the strategy has sharded
     the parameters and the optimizers exist; then in each step ``before_optimizer_step`` once for each optimizer that
     steps (with unscaled gradients), ``after_step`` once ``trainer.global_step`` has advanced, and then ``prune_to``
-    where the schedule says so; ``finish`` once, right after the ``prune_to`` that reached the target; ``detach`` at the
-    end. All processes make the same calls, so that each method may use collectives.
+    where the schedule says so; ``finish`` once, right after the ``prune_to`` that reached the target. All processes
+    make the same calls, so that each method may use collectives.
     """
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
@@ -64,7 +60,7 @@ class Structure(Protocol):
         """
 
     def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Collect what the criterion needs from the gradients, then zero the gradients of pruned weights."""
+        """Collect what regrowth needs from the gradients, then zero the gradients of pruned weights."""
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Set weights and moments of pruned entries to zero."""
@@ -72,14 +68,8 @@ class Structure(Protocol):
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remove channels once the target is reached; masks do nothing."""
 
-    def detach(self, pl_module: L.LightningModule) -> None:
-        """Remove hooks from the module; also called after a failure."""
-
     def sparsity(self) -> float:
         """Return the share of everything prunable that is pruned now, over all processes."""
-
-    def sparsities(self) -> dict[str, float]:
-        """Return the sparsity of each pruned parameter (with channels: each layer), by name."""
 
     def report_rows(self) -> list[dict[str, Any]]:
         """Return a row for each layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""

@@ -91,11 +91,6 @@ class WeightPart:
             stride *= self.shape[dim]
         return result
 
-    def positions(self) -> Tensor:
-        """Return the flat position in the whole weight of each element of the local shard."""
-        value = self.value
-        return self.to_whole(torch.arange(value.numel(), device=value.device)).view(value.shape)
-
     def shard(self, whole: Tensor) -> Tensor:
         """Return the local shard of ``whole``."""
         value = self.value

@@ -16,7 +16,7 @@ from lightning_accel.compress.selection import Part, Reduce, choose_lowest, hash
 
 Scope: TypeAlias = Literal["layer", "global", "erk"]
 SCOPES: tuple[str, ...] = get_args(Scope)
-ScheduleName: TypeAlias = Literal["cubic", "linear", "geometric", "one_shot", "constant"]
+ScheduleName: TypeAlias = Literal["cubic", "one_shot"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 ScoreFunction: TypeAlias = Callable[[str, Tensor], Tensor]
 
@@ -74,7 +74,7 @@ def prune_(
     scores = {}
     for number, one in enumerate(found):
         value = one.weight.detach()
-        scores[one.name] = Part(score(criterion, one.name, value, number, seed), value.numel())
+        scores[one.name] = Part(score(criterion, one.name, value, seed * 65537 + number + 1), value.numel())
     if pattern is not None:
         dims = {one.name: one.input_dim for one in found}
         pruned = choose_groups(scores, dims, pattern, 1.0)
@@ -92,14 +92,8 @@ def prune_(
     return kept
 
 
-def score(
-    criterion: str | ScoreFunction, name: str, value: Tensor, number: int, seed: int, places: Tensor | None = None
-) -> Tensor:
-    """Return the importance of each element of ``value``, float32, by a criterion that depends on the weights alone.
-
-    ``number`` is the index of the parameter; ``places`` (int64, shape of ``value``) are the indices of the elements in
-    the whole parameter, where ``value`` is a shard.
-    """
+def score(criterion: str | ScoreFunction, name: str, value: Tensor, seed: int = 0) -> Tensor:
+    """Return the importance of each element of ``value``, float32, by a criterion that depends on the weights alone."""
     if callable(criterion):
         scores = criterion(name, value)
         if not isinstance(scores, Tensor) or scores.shape != value.shape:
@@ -110,9 +104,7 @@ def score(
         return scores.detach().float()
     if criterion == "magnitude":
         return value.abs().float()
-    if places is None:
-        places = torch.arange(value.numel(), device=value.device).view(value.shape)
-    return hash_uniform(places, seed * 65537 + number + 1)
+    return hash_uniform(torch.arange(value.numel(), device=value.device).view(value.shape), seed)
 
 
 def parse_structure(structure: str) -> tuple[int, int] | None:
@@ -263,20 +255,17 @@ def _ungrouped(rows: Tensor, shape: Sequence[int], input_dim: int) -> Tensor:
 def sparsity_at(step: int, begin: int, end: int, target: float, schedule: ScheduleName = "cubic") -> float:
     """Return the sparsity after ``step``, a share of all weights: 0 before ``begin``, ``target`` from ``end`` on.
 
-    ``cubic`` is eq. 1 of Zhu and Gupta 2017, https://arxiv.org/abs/1710.01878, from 0; ``geometric`` prunes the same
-    share of the remaining weights in each step; ``one_shot`` and ``constant`` reach the target at ``begin``.
+    ``cubic`` is eq. 1 of Zhu and Gupta 2017, https://arxiv.org/abs/1710.01878, from 0; ``one_shot`` reaches the target
+    at ``begin``.
 
     >>> [round(sparsity_at(step, 0, 4, 0.8), 3) for step in range(6)]
     [0.0, 0.463, 0.7, 0.788, 0.8, 0.8]
     """
     if step < begin:
         return 0.0
-    if schedule in ("one_shot", "constant") or step >= end:
+    if schedule == "one_shot" or step >= end:
         return target
-    progress = (step - begin) / (end - begin)
-    if schedule == "cubic":
-        return target * (1 - (1 - progress) ** 3)
-    return target * progress if schedule == "linear" else 1 - (1 - target) ** progress
+    return target * (1 - (1 - (step - begin) / (end - begin)) ** 3)
 
 
 def drop_fraction_at(step: int, begin: int, end: int, first: float) -> float:
