@@ -15,7 +15,13 @@ def batches_of(sampler, epoch=0):
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_nodes": 700}, {"max_edges": 2500}, {"max_nodes": 700, "max_edges": 2500, "batch_size": 9}]
+    "limits",
+    [
+        {"max_nodes": 700},
+        {"max_edges": 2500},
+        {"max_nodes": 700, "max_edges": 2500, "batch_size": 9},  # edges fill the budget first
+        {"max_nodes": 450, "max_edges": 3500},  # nodes do
+    ],
 )
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_graph_comes_once_and_no_batch_is_beyond_the_budget(limits, shuffle):
