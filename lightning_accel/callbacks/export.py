@@ -1,8 +1,5 @@
 """Export of the trained model to a self-contained file, with a report. Shapes: B samples."""
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -68,8 +65,8 @@ class Export(L.Callback):
     ``validation_step`` logs, for the file and for the model as it is, compiled, and in bfloat16.
 
     Args:
-        format: ``pt2`` (``torch.export``), ``aoti`` (AOTInductor: compiled for this kind of machine) or ``onnx``;
-            ``auto`` is ``onnx`` where Quantization made an ONNX file, else ``pt2``.
+        format: ``pt2`` (``torch.export``) or ``onnx``; ``auto`` is ``onnx`` where Quantization made an ONNX file, else
+            ``pt2``.
         filename: path, absolute, or relative to the run folder (the Trainer's ``log_dir``, or its
             ``default_root_dir``); a missing suffix is added.
         module: name of the submodule to export, to override the rule above.
@@ -97,7 +94,7 @@ class Export(L.Callback):
 
     def __init__(
         self,
-        format: Literal["auto", "pt2", "aoti", "onnx"] = "auto",
+        format: Literal["auto", "pt2", "onnx"] = "auto",
         filename: str = "model",
         *,
         module: str | None = None,
@@ -143,8 +140,6 @@ class Export(L.Callback):
         if trainer.state.fn not in self.exports_on:
             return
         require_exportable("pt2" if self.format == "auto" else self.format)
-        if self.format == "aoti":
-            _require_compiler()
         self._require_path(trainer)
         self._copy = WholeCopy(pl_module)
         require_deployable(pl_module, "Export", self.module)
@@ -251,7 +246,7 @@ class Export(L.Callback):
         raw: "_FileInputs | None",
     ) -> Report:
         assert self.exported is not None
-        files: dict[str, Run] = {label: load_compressed(self.exported.path, allow_machine_code=True)}
+        files: dict[str, Run] = {label: load_compressed(self.exported.path)}
         if self.compare and self.exported.format == "pt2":
             files[f"{label}, compiled"] = load_compressed(self.exported.path, compiled=True)
         if raw is not None:
@@ -397,9 +392,3 @@ def _require_inverse(preprocess: nn.Module) -> None:
             f"preprocess, a {type(preprocess).__name__}, needs a method inverse(x), from what the model takes to what "
             "the file is to take: the file is compared with the model on validation batches, which are preprocessed"
         )
-
-
-def _require_compiler() -> None:
-    if sys.platform == "win32" or any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        return
-    raise ModuleNotFoundError("format='aoti' needs a C++ compiler, and there is no g++ or clang++: install one")

@@ -26,7 +26,7 @@ class ExportingTrainer(L.Trainer):
         model: L.LightningModule,
         datamodule: L.LightningDataModule | None = None,
         ckpt_path: str | None = None,
-        format: Literal["pt2", "aoti", "onnx"] | None = None,
+        format: Literal["pt2", "onnx"] | None = None,
         output: str | None = None,
         preprocess: bool = False,
         probabilities: bool = False,
@@ -41,8 +41,7 @@ class ExportingTrainer(L.Trainer):
             model: a model with a ``validation_step``, which shows what is called and on what.
             datamodule: datamodule with validation batches.
             ckpt_path: checkpoint whose weights to export: a file, ``best`` or ``last``.
-            format: ``pt2`` for torch.export, ``aoti`` for AOTInductor, ``onnx``; by default by the suffix of
-                ``output``.
+            format: ``pt2`` for torch.export, or ``onnx``; by default by the suffix of ``output``.
             output: path of the file; by default ``model.pt2`` or ``model.onnx`` in the run folder.
             preprocess: include the datamodule's preprocessing in the file, so that it takes raw data.
             probabilities: return probabilities instead of scores.

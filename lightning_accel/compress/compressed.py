@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -100,9 +99,7 @@ class Compressed:
         return tensors
 
 
-def load_compressed(
-    path: str | os.PathLike[str], *, compiled: bool = False, allow_machine_code: bool = False
-) -> Compressed:
+def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> Compressed:
     """Read a file that :func:`lightning_accel.compress.export` or the callback ``Export`` wrote.
 
     Nothing in it is unpickled, evaluated or imported: a program of ``torch.export`` is checked before torch reads it.
@@ -110,13 +107,11 @@ def load_compressed(
     Args:
         path: ``.pt2`` or ``.onnx`` file.
         compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast.
-        allow_machine_code: load a file of AOTInductor (``format="aoti"``), a library of machine code that is run; allow
-            it only for files from people you trust.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is of another kind, damaged, of a newer version, compiled for another CPU, contains
-            machine code that is not allowed, or anything that :func:`lightning_accel.compress.export` does not write.
+        ValueError: if the file is of another kind, damaged, of a newer version, or contains anything that
+            :func:`lightning_accel.compress.export` does not write, such as machine code.
         ModuleNotFoundError: if the package to run it is missing.
     """
     path = Path(path)
@@ -126,14 +121,12 @@ def load_compressed(
         return _load_onnx(path)
     names = _names_in(path)
     if any("/aotinductor/" in name for name in names):
-        if not allow_machine_code:
-            raise ValueError(
-                f"{path} holds machine code, which can do whatever you can. If you trust whoever made it, load it with "
-                "allow_machine_code=True; files of the formats 'pt2' and 'onnx' hold none"
-            )
-        return _load_aoti(path)
+        raise ValueError(
+            f"{path} holds machine code, which can do whatever you can. If you trust whoever made it, load it with "
+            "torch._inductor.aoti_load_package"
+        )
     if not any(name.endswith("models/model.json") for name in names):
-        raise ValueError(f"{path} is no program of torch.export, AOTInductor or ONNX; a checkpoint is not exported yet")
+        raise ValueError(f"{path} is no program of torch.export or ONNX; a checkpoint is not exported yet")
     if not any(name.endswith(f"/extra/{METADATA}") for name in names):
         _read_metadata("", path)
     return _load_program(path, compiled)
@@ -161,35 +154,6 @@ def _load_program(path: Path, compiled: bool) -> Compressed:
     if compiled:
         module = torch.compile(module, options={"freezing": True})
     return Compressed(path, about, lambda tensors: module(*tensors.values()))
-
-
-def _load_aoti(path: Path) -> Compressed:
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith("wrapper_metadata.json"):
-                _require_machine(json.loads(archive.read(name)), path)
-    module = torch._inductor.aoti_load_package(str(path))
-    about = _read_metadata(module.get_metadata().get(METADATA, ""), path)
-    return Compressed(path, about, lambda tensors: module(*tensors.values()))
-
-
-def _require_machine(built_for: Mapping[str, str], path: Path) -> None:
-    """Raise a ValueError if machine code is for another kind of processor, on which it would crash."""
-    machine, device = built_for.get("AOTI_MACHINE", ""), built_for.get("AOTI_DEVICE_KEY", "")
-    system = built_for.get("AOTI_PLATFORM", "")
-    if (machine and machine != platform.machine()) or (system and system != platform.system().lower()):
-        raise ValueError(
-            f"{path} was compiled for {system} {machine}; this is {platform.system().lower()} {platform.machine()}. "
-            "Export it on a machine of this kind, or with format='pt2' or 'onnx'"
-        )
-    has = torch.backends.cpu.get_cpu_capability()
-    if "AVX512" in built_for.get("AOTI_CPU_ISA", "") and "AVX512" not in has and device == "cpu":
-        raise ValueError(
-            f"{path} was compiled for a CPU with {built_for['AOTI_CPU_ISA']}; this one has {has}. Export it on a "
-            "machine of this kind, or with format='pt2' or 'onnx'"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{path} was compiled for a GPU, and none is here. Export the model from a CPU")
 
 
 def _load_onnx(path: Path) -> Compressed:

@@ -27,8 +27,8 @@ from lightning_accel.compress.structure import bind, describe, named_tensors, pl
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.atomic import replace_atomically
 
-Format: TypeAlias = Literal["pt2", "aoti", "onnx"]
-SUFFIXES: dict[str, str] = {"pt2": ".pt2", "aoti": ".pt2", "onnx": ".onnx"}
+Format: TypeAlias = Literal["pt2", "onnx"]
+SUFFIXES: dict[str, str] = {"pt2": ".pt2", "onnx": ".onnx"}
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 
 
@@ -94,9 +94,7 @@ def export(
         inputs: calls, each with positional and keyword arguments as the file takes them. Sizes that differ among them
             are dynamic in the file.
         path: file name, with the suffix ``.pt2``, or ``.onnx`` for ONNX.
-        format: ``pt2`` is read by ``torch.export.load``; ``aoti``, compiled for this type of CPU or GPU, by
-            ``torch._inductor.aoti_load_package``, also from C++ unless the model has custom Python operators, such as
-            the recurrent layers of this library; ``onnx`` by ONNX Runtime and others.
+        format: ``pt2`` is read by ``torch.export.load``, ``onnx`` by ONNX Runtime and others.
         dynamic: whether the batch size is dynamic; else the file takes only the batch size of the first of ``inputs``.
         preprocess: module that converts the first argument to the input of ``module``, such as a normalization.
         postprocess: module that takes the output of ``module``, such as :class:`Probabilities`.
@@ -444,10 +442,6 @@ def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: P
                 made = _to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
                 made.model.metadata_props[METADATA] = text
                 made.save(path)
-            elif format == "aoti":
-                # Not frozen: programs with frozen weights overwrite memory at some widths (torch 2.13, 32 for one)
-                configs = {"aot_inductor.metadata": {METADATA: text}}
-                torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
             else:
                 program.example_inputs = None  # they would be written as a pickle
                 torch.export.save(program, path, extra_files={METADATA: text})
@@ -492,7 +486,7 @@ def _verify(
     tolerances: Callable[[Inputs, dict[str, Tensor]], dict[str, float]],
     path: Path,
 ) -> float:
-    loaded = load_compressed(written, allow_machine_code=True)  # it was just written
+    loaded = load_compressed(written)
     largest = 0.0
     for call in calls:
         expected = outputs_of(live, call)

@@ -40,7 +40,7 @@ class _Maker(NamedTuple):
     backend: str
     make: Callable[..., Form]
     devices: tuple[str, ...] = ("cpu",)
-    files: tuple[str, ...] = ("pt2", "aoti")
+    files: tuple[str, ...] = ("pt2",)
     float_row: str = ""  # for a quantized form, the name of the float form of the same runtime
 
 
@@ -48,11 +48,10 @@ _ANY = ("cpu", "cuda")
 
 
 _MAKERS = {
-    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "aoti", "onnx")),
+    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx")),
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
-    # AOTInductor computes its convolutions wrongly if the batch size is dynamic
-    "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, files=("pt2",), float_row="fp32 compiled"),
+    "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, float_row="fp32 compiled"),
     "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic, float_row="fp32 compiled"),
     "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
     "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled"),
@@ -163,7 +162,7 @@ def quantize(
         batch_sizes: batch sizes to measure, by default 1 and that of the first input. The last one decides.
         seconds: measurement time per form and batch size.
         ranges: input ranges of layers, where training found them.
-        file_format: ``pt2``, ``aoti`` or ``onnx``, if the picked form must be written in that format.
+        file_format: ``pt2`` or ``onnx``, if the picked form must be written in that format.
         title: title of the report.
         progress: reporter of progress.
 

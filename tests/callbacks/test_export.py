@@ -172,7 +172,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"Export cannot write to .*file"):
         fit(Own(), [Export(filename=str(tmp_path / "file" / "model"))], tmp_path)
-    with pytest.raises(ValueError, match="format must be one of auto, pt2, aoti, onnx; got 'tflite'"):
+    with pytest.raises(ValueError, match="format must be one of auto, pt2, onnx; got 'tflite'"):
         Export("tflite")
     with pytest.raises(TypeError, match=r"a Linear, needs a method inverse"):
         Export(preprocess=nn.Linear(2, 2))

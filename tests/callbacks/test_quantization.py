@@ -108,7 +108,6 @@ def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, con
             [Quantization(backend="onnxruntime"), Export("pt2")],
             r"on cpu that a file of format 'pt2' can hold; there are",
         ),
-        ([Quantization("qat"), Export("aoti")], r"that a file of format 'aoti' can hold; there are: mode='dynamic', b"),
         ([Export("onnx"), Quantization(backend="torchao")], r"of format 'onnx' can hold; there are: mode='dynamic', b"),
     ]
     for callbacks, message in cases:

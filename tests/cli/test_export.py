@@ -96,6 +96,6 @@ def test_a_checkpoint_of_a_smaller_model_is_rebuilt_first(command, run_folder):
 def test_options_that_cannot_work_are_refused_before_anything_is_made(command):
     error = command("export", *QUIET, *DIGITS, "--format=onnx", "--output=m.pt2").err
     assert "--output m.pt2: a file of --format onnx ends in .onnx" in error
-    assert "format: expected 'pt2' or 'aoti' or 'onnx'; got tflite" in command("export", *DIGITS, "--format=tflite").err
+    assert "format: expected 'pt2' or 'onnx'; got tflite" in command("export", *DIGITS, "--format=tflite").err
     assert "did you mean 'output'" in command("export", *DIGITS, "--outptu=m.pt2").err
     assert "export needs a model" in command("export", "--output=m.pt2").err

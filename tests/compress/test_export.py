@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import subprocess
 import sys
 import zipfile
@@ -283,7 +282,7 @@ def test_dense_experts_are_those_that_tokens_visit():
 
 def test_what_the_caller_gets_wrong_is_told(tmp_path):
     module, call = nn.Linear(3, 4), ((torch.randn(5, 3),), {})
-    with pytest.raises(ValueError, match="format must be one of pt2, aoti, onnx; got 'tflite'"):
+    with pytest.raises(ValueError, match="format must be one of pt2, onnx; got 'tflite'"):
         export(module, [call], tmp_path / "m.tflite", "tflite")
     with pytest.raises(ValueError, match=r"'onnx' must end in \.onnx; got .*m\.pt2"):
         export(module, [call], tmp_path / "m.pt2", "onnx")
@@ -354,48 +353,6 @@ def test_importing_brings_no_optional_package():
         "assert not {'onnx', 'onnxruntime', 'onnxscript', 'torchao'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.slow
-def test_aoti_file_is_compiled_for_this_machine(tmp_path, monkeypatch):
-    module = Classifier(1, 3, channels=[4]).eval()
-    made = export(module, [((torch.rand(4, 1, 6, 6),), {})], tmp_path / "m.pt2", "aoti", class_names=["a", "b", "c"])
-    assert made.num_checked == 3
-    loaded = load_compressed(tmp_path / "m.pt2", allow_machine_code=True)
-    x = torch.rand(7, 1, 6, 6)
-    torch.testing.assert_close(loaded(x), module(x), rtol=1e-4, atol=1e-5)
-    assert len(loaded.predict(x)["class"]) == 7
-    assert json.dumps(loaded.metadata)
-    monkeypatch.setattr(compressed.platform, "machine", lambda: "riscv64")
-    with pytest.raises(ValueError, match=r"compiled for linux x86_64; this is linux riscv64.*format='pt2'"):
-        load_compressed(tmp_path / "m.pt2", allow_machine_code=True)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    if "AVX512" in str(torch._inductor.cpu_vec_isa.pick_vec_isa()).upper():
-        with pytest.raises(ValueError, match=r"compiled for a CPU with AVX512.*this one has AVX2"):
-            load_compressed(tmp_path / "m.pt2", allow_machine_code=True)
-
-
-WIDTH_32 = """
-import sys, torch
-from torch import nn
-from lightning_accel.compress import export, load_compressed
-torch.manual_seed(0)
-norm = nn.BatchNorm1d(32)
-net = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
-export(net, [((torch.randn(32, 16),), {})], sys.argv[1], "aoti")
-file = load_compressed(sys.argv[1], allow_machine_code=True)
-for rows in [32, 1, 3, 7, 33, 5] * 10:
-    x = torch.randn(rows, 16)
-    torch.testing.assert_close(file(x), net(x), rtol=1e-4, atol=1e-5)
-"""
-
-
-@pytest.mark.slow
-def test_aoti_file_writes_over_no_memory(tmp_path):
-    """As programs with frozen weights do at this width, in torch 2.13."""
-    done = subprocess.run([sys.executable, "-c", WIDTH_32, str(tmp_path / "m.pt2")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def transformers_call(name):
