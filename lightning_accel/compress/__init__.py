@@ -1,11 +1,9 @@
 """Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
-from lightning_accel.compress.batchnorm import recalibrate_batchnorm_
 from lightning_accel.compress.channel_choice import choose_channels, score_channels
 from lightning_accel.compress.channel_groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, load_pruned
 from lightning_accel.compress.compressed import Compressed, load_compressed
-from lightning_accel.compress.experts import busiest_experts, measure_expert_load, plan_of_experts, remove_experts_
 from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable
 from lightning_accel.compress.forms import measure_forms, plain_forms
 from lightning_accel.compress.latency import Latency, Speedup, measure_latency, speedup
@@ -34,7 +32,6 @@ __all__ = [
     "Row",
     "Speedup",
     "apply_plan_",
-    "busiest_experts",
     "choose_channels",
     "count_macs",
     "count_parameters",
@@ -44,15 +41,11 @@ __all__ = [
     "find_prunable",
     "load_compressed",
     "load_pruned",
-    "measure_expert_load",
     "measure_forms",
     "measure_latency",
     "plain_forms",
-    "plan_of_experts",
     "prune_",
     "quantize",
-    "recalibrate_batchnorm_",
-    "remove_experts_",
     "require_exportable",
     "score_channels",
     "sparsity_at",

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,15 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.ops.evaluation import evaluating
 
-_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU, nn.GELU)
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-_POOLS = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-)  # fmt: skip
-_WITH_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
-
 
 class Macs(NamedTuple):
     """Hold the multiply-accumulates of one call, in total and for each submodule without its children."""
@@ -31,9 +22,7 @@ class Macs(NamedTuple):
 
 
 @torch.no_grad()
-def count_macs(
-    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, elementwise: bool = False
-) -> Macs:
+def count_macs(module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Macs:
     """Count the multiply-accumulates of ``module(*args, **kwargs)``, which is run once, in evaluation mode.
 
     All convolutions and matrix products count, whatever calls them: layers, recurrent cells, attention, experts. Zero
@@ -43,28 +32,15 @@ def count_macs(
         module: module on any device; its mode is restored.
         args: positional arguments of a call; papers report the count for one sample.
         kwargs: keyword arguments of the call.
-        elementwise: add, as Torch-Pruning does, 2 for each element of a normalization with weights and 1 without, 1 for
-            each element of an activation's output and of a pooling's input, and 1 for each addition of a bias.
 
     >>> count_macs(nn.Linear(3, 2), (torch.ones(5, 3),)).total
     30
     """
-    extra: dict[nn.Module, int] = {}
     counter = FlopCounterMode(display=False, custom_mapping=_PRODUCTS)
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(module))
-        if elementwise:
-            for one in module.modules():
-                handle = one.register_forward_hook(_ElementwiseHook(extra))
-                stack.callback(handle.remove)
-        stack.enter_context(_plain_kernels())
-        stack.enter_context(counter)
+    with evaluating(module), _plain_kernels(), counter:
         module(*args, **(kwargs or {}))
-    names = {one: name for name, one in module.named_modules()}
     of_layer = {name: count for name, count in _own_counts(module, counter).items() if count}
-    for one, count in extra.items():
-        of_layer[names[one]] = of_layer.get(names[one], 0) + count
-    return Macs(counter.get_total_flops() // 2 + sum(extra.values()), of_layer)
+    return Macs(counter.get_total_flops() // 2, of_layer)
 
 
 def _own_counts(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
@@ -89,54 +65,23 @@ def _plain_kernels() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with (
-            _without_warnings(),
-            torch.backends.mkldnn.flags(enabled=False),
-            torch.backends.cudnn.flags(enabled=False),
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TF32 acceleration", category=UserWarning)  # in builds without it
+            with (
+                torch.backends.mkldnn.flags(enabled=False),
+                torch.backends.cudnn.flags(enabled=False),
+                sdpa_kernel(SDPBackend.MATH),
+            ):
+                yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TF32 acceleration", category=UserWarning)  # in builds without it
-        yield
-
-
-class _ElementwiseHook:
-    """Count the elementwise operations of a layer, as a forward hook."""
-
-    def __init__(self, counts: dict[nn.Module, int]) -> None:
-        self.counts = counts
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        count = _count_elementwise(module, args, output)
-        if count:
-            self.counts[module] = self.counts.get(module, 0) + count
-
-
-def _count_elementwise(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
-    if not isinstance(output, torch.Tensor):
-        return 0
-    if isinstance(module, _NORMS):
-        has_weights = getattr(module, "weight", None) is not None
-        return (2 if has_weights else 1) * args[0].numel()
-    if isinstance(module, _POOLS):
-        return int(args[0].numel())
-    if isinstance(module, _ACTIVATIONS):
-        return output.numel()
-    return output.numel() if isinstance(module, _WITH_BIAS) and module.bias is not None else 0
-
-
-def _vector_flops(matrix: Any, vector: Any, *rest: Any, **options: Any) -> int:
+def _vector_flops(matrix: Any, vector: Any, **options: Any) -> int:
     return 2 * prod(matrix)
 
 
-def _added_vector_flops(added: Any, matrix: Any, *rest: Any, **options: Any) -> int:
+def _added_vector_flops(added: Any, matrix: Any, vector: Any, **options: Any) -> int:
     return 2 * prod(matrix)
 
 

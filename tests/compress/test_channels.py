@@ -13,7 +13,6 @@ from lightning_accel.compress import (
     choose_channels,
     find_channel_groups,
     load_pruned,
-    recalibrate_batchnorm_,
     score_channels,
 )
 from lightning_accel.compress.channel_groups import zero_channels_
@@ -411,20 +410,3 @@ def test_all_channels_of_a_layer_cannot_go():
         groups.plan(module, {"network.0": range(8)})
     with pytest.raises(KeyError, match=r"no layer 'network.99'"):
         groups.plan(module, {"network.99": [0]})
-
-
-def test_statistics_are_the_mean_of_those_of_the_batches():
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)).eval()
-    batches = [torch.randn(5, 3, 6, 6), torch.randn(5, 3, 6, 6) + 1]
-    nn.init.constant_(module[1].running_mean, 9)
-    assert recalibrate_batchnorm_(module, [(batches[0],), {"input": batches[1]}]) == ["1"]
-    outputs = [module[0](batch) for batch in batches]
-    mean = torch.stack([one.mean((0, 2, 3)) for one in outputs]).mean(0)
-    variance = torch.stack([one.var((0, 2, 3)) for one in outputs]).mean(0)
-    torch.testing.assert_close(module[1].running_mean, mean)
-    torch.testing.assert_close(module[1].running_var, variance)
-    assert module[1].momentum == 0.1
-    assert not any(part.training for part in module.modules())
-    with pytest.raises(ValueError, match="got none"):
-        recalibrate_batchnorm_(module, [])
-    torch.testing.assert_close(module[1].running_mean, mean)
