@@ -41,8 +41,7 @@ def subjects(device: str) -> dict[str, Callable[[], Precision]]:
         "AmpPrecision fp16": lambda: AmpPrecision("fp16"),
         "Lightning 16-mixed": lambda: MixedPrecision("16-mixed", device),
         "Lightning bf16-true": lambda: HalfPrecision("bf16-true"),
-        "Bfloat16Precision master": lambda: Bfloat16Precision("master"),
-        "Bfloat16Precision stochastic": lambda: Bfloat16Precision("stochastic"),
+        "Bfloat16Precision": Bfloat16Precision,
     }
     if device == "cuda" and find_spec("torchao") and torch.cuda.get_device_capability() >= (8, 9):
         named["Float8Precision"] = Float8Precision
