@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import lightning.pytorch as pl
@@ -21,6 +21,7 @@ MixedPrecisionName: TypeAlias = Literal["bf16-mixed", "16-mixed", "32-true"]
 
 _BF16_CAPABILITY = (8, 0)  # Ampere; older devices emulate bf16, which is slower than float32
 _MAX_NAMES = 8
+_MAX_CONSECUTIVE_SKIPS = 20  # they halve the initial scale to 1/16, at which a healthy run does not overflow
 
 
 class AmpPrecision(MixedPrecision):
@@ -45,11 +46,6 @@ class AmpPrecision(MixedPrecision):
         dtype: ``auto``, ``bf16`` or ``fp16``.
         init_scale: initial scale in fp16.
         growth_interval: number of steps without a skip after which the scale doubles.
-        max_consecutive_skips: number of consecutive skipped steps after which an error ends the run and names the
-            gradients that are not finite. The default halves the initial scale to 1/16, at which a healthy run does not
-            overflow.
-        check_gradients: check all gradients before each step in bf16 and float32 too, and raise an error with the names
-            of those that are not finite. This waits for the device at each step.
 
     Attributes:
         skipped_steps: number of steps skipped since the beginning of the run, including before a resume.
@@ -58,8 +54,8 @@ class AmpPrecision(MixedPrecision):
     Raises:
         ValueError: if an argument is out of range; before training, if fp16 is combined with LBFGS or with float16
             parameters.
-        FloatingPointError: during training, if gradients are not finite, see ``max_consecutive_skips`` and
-            ``check_gradients``.
+        FloatingPointError: during training, if 20 steps in a row are skipped; the message names the
+            gradients that are not finite.
     """
 
     def __init__(
@@ -68,23 +64,18 @@ class AmpPrecision(MixedPrecision):
         *,
         init_scale: float = 2.0**16,
         growth_interval: int = 2000,
-        max_consecutive_skips: int = 20,
-        check_gradients: bool = False,
     ) -> None:
         if dtype not in get_args(MixedDtype):
             raise ValueError(f"dtype must be auto, bf16 or fp16; got {dtype!r}")
-        if init_scale <= 0 or growth_interval < 1 or max_consecutive_skips < 1:
+        if init_scale <= 0 or growth_interval < 1:
             raise ValueError(
-                "init_scale must be positive, growth_interval and max_consecutive_skips at least 1; got "
-                f"init_scale={init_scale}, growth_interval={growth_interval}, "
-                f"max_consecutive_skips={max_consecutive_skips}"
+                "init_scale must be positive and growth_interval at least 1; got "
+                f"init_scale={init_scale}, growth_interval={growth_interval}"
             )
         super().__init__("bf16-mixed", "cpu")  # placeholders until choose sets both
         self.dtype = dtype
         self.init_scale = init_scale
         self.growth_interval = growth_interval
-        self.max_consecutive_skips = max_consecutive_skips
-        self.check_gradients = check_gradients
         self.scaler: WorldGradScaler | None = None
         self.skipped_steps = 0
         self.consecutive_skips = 0
@@ -154,8 +145,6 @@ class AmpPrecision(MixedPrecision):
     ) -> Any:
         self._resume_schedules()
         if self.scaler is None:
-            if self.check_gradients:
-                closure = self._with_gradient_check(closure, optimizer, model)
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None
@@ -194,27 +183,12 @@ class AmpPrecision(MixedPrecision):
             return
         self.skipped_steps += 1
         self._pause_schedules(model.trainer.lr_scheduler_configs)
-        if self.consecutive_skips >= self.max_consecutive_skips:
+        if self.consecutive_skips >= _MAX_CONSECUTIVE_SKIPS:
             assert self.scaler is not None
             raise FloatingPointError(
                 f"{self.consecutive_skips} optimizer steps in a row were skipped, and the scale of the loss went down "
                 f"to {self.scaler.get_scale():g}. {_describe_non_finite(model, self._loss, self._across_ranks)}"
             )
-
-    def _with_gradient_check(
-        self, closure: Callable[[], Any], optimizer: Optimizer, model: pl.LightningModule
-    ) -> Callable[[], Any]:
-        def checked() -> Any:
-            result = closure()
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if not _all_finite(parameters, self._across_ranks):
-                raise FloatingPointError(
-                    f"The gradients of step {model.trainer.global_step} are not finite. "
-                    f"{_describe_non_finite(model, self._loss, self._across_ranks)}"
-                )
-            return result
-
-        return checked
 
     def _pause_schedules(self, configs: list[LRSchedulerConfig]) -> None:
         for config in configs:
@@ -341,18 +315,6 @@ def _own_gradient(parameter: Tensor) -> Tensor:
         parameter.grad = grad = grad.coalesce()
         return grad._values()
     return grad
-
-
-def _all_finite(parameters: Iterable[Tensor], across_ranks: bool) -> bool:
-    """Return whether all gradients are finite on all ranks; waits for the device."""
-    grads = [_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # the largest magnitude is finite if and only if all are; without gradients it is 0
-    finite = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite().int()
-    if grads:  # move it, as an NCCL group cannot reduce tensors on CPU
-        finite = finite.to(grads[0].device)
-    if across_ranks:
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-    return bool(finite)
 
 
 def _describe_non_finite(module: nn.Module, loss: Tensor | None, across_ranks: bool) -> str:
