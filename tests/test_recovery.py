@@ -30,7 +30,6 @@ STRATEGIES = {
     "accel_model_parallel": ("accel_model_parallel", {}, 2, "ShardedJob"),
     "accel_fsdp2, whole": ("accel_fsdp2", {}, 2, "Job"),
     "accel_fsdp2, sharded": ("accel_fsdp2", {"checkpoints": "sharded"}, 2, "Job"),
-    "accel_fsdp2, in the background": ("accel_fsdp2", {"checkpoints": "sharded", "save_in_background": True}, 2, "Job"),
     "accel_expert_parallel": ("accel_expert_parallel", {}, 2, "ExpertJob"),
     "accel_pipeline": ("accel_pipeline", {}, 2, "Job"),
     "sequences in chunks": ("ddp", {}, 2, "SequenceJob"),

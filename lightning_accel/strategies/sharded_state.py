@@ -1,11 +1,9 @@
 """States of sharded modules and optimizers: gathering, sharding, and folders with a shard from each process."""
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -14,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -78,18 +75,8 @@ def local_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any
     return state | {f"optimizer_{i}": get_optimizer_state_dict(module, one) for i, one in enumerate(optimizers)}
 
 
-def save_shards(
-    state: dict[str, Any], folder: Path, in_background: dist.ProcessGroup | None = None
-) -> Future[Any] | None:
-    """Write the shards of each process to ``folder``; in the background if a group of CPU processes is given."""
-    if in_background is None:
-        save(state, checkpoint_id=folder)
-        return None
-    return async_save(state, checkpoint_id=folder, process_group=in_background)  # type: ignore[return-value]
-
-
 def is_sharded_checkpoint(path: str | Path) -> bool:
-    """Return whether ``path`` is a checkpoint of :func:`save_shards`, or of Lightning's ModelParallelStrategy."""
+    """Return whether ``path`` is a folder of shards, of ours or of Lightning's ModelParallelStrategy."""
     return (Path(path) / REST).is_file()
 
 

@@ -26,7 +26,6 @@ class Sharding:
             None.
         dtype: dtype in which parameters are gathered; by default their own.
         reduce_dtype: dtype in which gradients are reduced; by default their own.
-        reshard_after_forward: whether a block is freed between its forward and its backward pass.
         cpu_offload: whether parameters, gradients and optimizer states stay on the CPU.
         ignored: parameters that FSDP leaves unchanged.
     """
@@ -35,7 +34,6 @@ class Sharding:
     expert_mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
     cpu_offload: bool = False
     ignored: set[nn.Parameter] = field(default_factory=set)
 
@@ -45,7 +43,7 @@ class Sharding:
         policy = MixedPrecisionPolicy(dtype, self.reduce_dtype, cast_forward_inputs=False)
         fully_shard(
             module,
-            **{"mesh": self.mesh, "reshard_after_forward": self.reshard_after_forward, **options},  # type: ignore[call-overload]
+            **{"mesh": self.mesh, "reshard_after_forward": True, **options},  # type: ignore[call-overload]
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
             if self.cpu_offload

@@ -2,7 +2,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +45,6 @@ def test_training_equals_one_process(name):
     [
         {"activation_checkpointing": True},
         {"cpu_offload": True},
-        {"reshard_after_forward": False},
         {"blocks": ["Linear"]},
         {"expert_parallel_size": "all"},
         {"expert_parallel_size": 2, "activation_checkpointing": True},
@@ -58,9 +55,9 @@ def test_options_change_no_result(strategy):
     equals_one_process("language_model", strategy, {"gradient_clip_val": 0.1, "optimizer": SGD})
 
 
-@pytest.mark.parametrize(("reduce_every_micro_batch", "expert_parallel_size"), [(False, 2), (True, 1)])
-def test_accumulated_and_clipped_gradients_equal_those_of_one_process(reduce_every_micro_batch, expert_parallel_size):
-    strategy = {"reduce_every_micro_batch": reduce_every_micro_batch, "expert_parallel_size": expert_parallel_size}
+@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+def test_accumulated_and_clipped_gradients_equal_those_of_one_process(expert_parallel_size):
+    strategy = {"expert_parallel_size": expert_parallel_size}
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_steps": 2, "optimizer": SGD}
     equals_one_process("classifier", strategy, options)  # not Adam, to which the scale of gradients is nothing
 
@@ -81,9 +78,7 @@ def check_resumed(rank, name, strategy, path, world_size=2):
 
 def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
     options = {"strategy": FullyShardedStrategy(**strategy), "devices": world_size, "max_steps": max_steps}
-    run = one_batch(name, 8 // world_size, **options)
-    run.save_checkpoint(path)
-    run.strategy.teardown()  # completes what is written in the background
+    one_batch(name, 8 // world_size, **options).save_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +108,12 @@ def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
             close(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("in_background", "expert_parallel_size"), [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)]
-)
-def test_sharded_checkpoints_resume(in_background, expert_parallel_size, tmp_path):
+@pytest.mark.parametrize("expert_parallel_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_sharded_checkpoints_resume(expert_parallel_size, tmp_path):
     options = {"checkpoints": "sharded", "expert_parallel_size": expert_parallel_size}
     expected = whole_weights(one_batch("language_model", 8))
     path = tmp_path / "parts.ckpt"
-    run_ranks(check_saved, "language_model", options | {"save_in_background": in_background}, path)
+    run_ranks(check_saved, "language_model", options, path)
     assert {file.name for file in path.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt"}
     for actual in run_ranks(check_resumed, "language_model", options, path):
         close(actual, expected)
@@ -141,7 +134,7 @@ def check_kept_checkpoints(rank, folder):
     keeper = L.pytorch.callbacks.ModelCheckpoint(
         folder, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max"
     )
-    strategy = FullyShardedStrategy(checkpoints="sharded", save_in_background=True)
+    strategy = FullyShardedStrategy(checkpoints="sharded")
     fit("plain", 4, strategy=strategy, devices=2, enable_checkpointing=True, callbacks=[keeper], max_steps=4)
     return keeper.best_model_path
 
@@ -282,17 +275,14 @@ class Reductions(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def check_reductions(rank, reduce_every_micro_batch):
-    strategy = FullyShardedStrategy(reduce_every_micro_batch=reduce_every_micro_batch)
+def check_reductions(rank):
     with Reductions() as counted:
-        fit("plain", 4, strategy=strategy, devices=2, accumulate_grad_batches=2, max_steps=2)
+        fit("plain", 4, strategy=FullyShardedStrategy(), devices=2, accumulate_grad_batches=2, max_steps=2)
     return counted.number
 
 
 def test_accumulated_gradients_are_reduced_once():
-    once, always = run_ranks(check_reductions, False), run_ranks(check_reductions, True)
-    assert once == [2 * 5] * 2  # steps, and groups: four blocks and the rest
-    assert always == [2 * 2 * 5] * 2
+    assert run_ranks(check_reductions) == [2 * 5] * 2  # steps, and groups: four blocks and the rest
 
 
 def check_refused(rank, name, strategy):
@@ -516,25 +506,6 @@ def test_modules_on_the_meta_device_draw_their_parts_or_load_them(tmp_path):
     assert weight.equal(drawn_there["start.weight"])
     assert 0.2 < weight.std() < 0.35  # uniform in 1 / sqrt(5)
     assert (weight[:6] - weight[6:]).abs().mean() > 0.1
-
-
-def test_the_older_checkpoint_stays_while_the_newer_is_written(tmp_path):
-    strategy, older = FullyShardedStrategy(checkpoints="sharded", save_in_background=True), tmp_path / "older.ckpt"
-    older.mkdir()
-    strategy._saving = Future()
-    strategy.remove_checkpoint(older)
-    assert older.exists()
-    strategy._saving.set_result(None)
-    strategy._finish_saving()
-    assert not older.exists()
-
-
-def test_after_a_failure_no_other_process_is_waited_for(monkeypatch):
-    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
-    strategy = FullyShardedStrategy(checkpoints="sharded", save_in_background=True)
-    strategy._saving = Future()  # which is never done
-    strategy.on_exception(ValueError())
-    strategy.teardown()
 
 
 def check_each_run_is_set_up(rank):
