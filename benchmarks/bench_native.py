@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, Dataset
 
 from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
-from lightning_accel.nn import RBM, ContrastiveDivergence, RBMStack
+from lightning_accel.nn import RBM, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
 from lightning_accel.ops.gibbs import sample_bernoulli
 from lightning_accel.ops.native import KERNELS
@@ -71,8 +71,6 @@ def gibbs_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
         torch.manual_seed(0)
         rbm = RBM(num_visible, num_hidden, initial_std=0.05).to(device)
         stack = RBMStack([rbm, RBM(num_hidden, num_hidden, initial_std=0.05).to(device)])
-        training = ContrastiveDivergence("tempering", num_chains=100, centering=0)
-        rows = draw((256, num_visible), device).sigmoid()
         steps_of = {
             f"RBM.sample, 100 chains, {steps} steps": lambda rbm=rbm, steps=steps: rbm.sample(
                 100, steps, generator=generator
@@ -83,9 +81,6 @@ def gibbs_case(device: torch.device, quick: bool) -> Iterator[tuple[str, Work]]:
             f"log_z, 200 chains, {steps + 1} temperatures": lambda rbm=rbm, steps=steps: rbm.log_z(
                 num_chains=200, num_temperatures=steps + 1, generator=generator
             ),
-            "a gradient with 10 x 100 tempered chains": lambda rbm=rbm, rows=rows, training=training: training(
-                rbm, rows
-            ).backward(),
         }
         for bf16 in (False,) if quick else (False, True):
             for name, call in steps_of.items():

@@ -309,7 +309,7 @@ def main() -> None:
     compare(rows)
     if BARS in cases:
         print("\n| bars and stripes | last log-likelihood of each seed | best |\n| --- | --- | --- |", flush=True)
-        for sampler in ("pcd", "tempering"):
+        for sampler in ("cd", "pcd"):
             figures = [total_log_likelihood(sampler, seed, 500 if arguments.quick else 50_000) for seed in seeds]
             for seed, (last, best) in zip(seeds, figures, strict=True):
                 for metric, value in (("last log-likelihood", last), ("best log-likelihood", best)):

@@ -100,7 +100,7 @@ class BeliefJob(DeepBeliefNetwork):
     """Two Boltzmann machines and a classifier, in stages of an epoch each; 7 steps an epoch."""
 
     def __init__(self, folder: Path) -> None:
-        stages = [Stage(epochs=1, num_chains=8), Stage(epochs=1, sampler="tempering", num_chains=4)]
+        stages = [Stage(epochs=1, num_chains=8), Stage(epochs=1, sampler="pcd", num_chains=4)]
         super().__init__(WIDTH, [8, 6], stages, num_classes=3, finetune="classifier", finetune_epochs=2)
         del self.hparams["folder"]  # a path, which a checkpoint could not be loaded with
         self.folder = folder

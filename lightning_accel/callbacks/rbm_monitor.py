@@ -18,6 +18,7 @@ from lightning_accel.callbacks.deployment import run_folder
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.rbm_pictures import RBMView, draw_rbm, picture_shape, plain_copy
 from lightning_accel.nn import RBM, ContrastiveDivergence
+from lightning_accel.ops.float32 import at_least_float32
 
 _MOST_POINTS = 400  # of a curve; beyond that, every second is dropped
 
@@ -306,8 +307,7 @@ def _fits(training: ContrastiveDivergence, rbm: RBM) -> bool:
 
 def _states(training: ContrastiveDivergence) -> Tensor:
     assert training.chains is not None
-    chains = training.chains if training.chains.ndim == 2 else training.chains[0]  # the first has temperature 1
-    return chains.detach().to("cpu", torch.float64 if chains.dtype == torch.float64 else torch.float32)
+    return at_least_float32(training.chains.detach().cpu())
 
 
 def _log_figure(trainer: L.Trainer, name: str, figure: Figure) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accel.nn import RBM
-from lightning_accel.nn.rbm_units import BernoulliHidden
 
 _MOST_TILES = 64  # per panel
 
@@ -38,7 +37,6 @@ def plain_copy(rbm: RBM) -> RBM:
     # tensors in the memo are used in place of copies
     memo: dict[int, Any] = {id(parameter): _full_parameter(parameter) for parameter in rbm.visible_units.parameters()}
     plain.visible_units = copy.deepcopy(rbm.visible_units, memo)
-    plain.hidden_units = rbm.hidden_units
     plain.weight, plain.visible_bias, plain.hidden_bias = map(
         _full_parameter, (rbm.weight, rbm.visible_bias, rbm.hidden_bias)
     )
@@ -150,8 +148,7 @@ def _draw_activity(axis: Any, view: RBMView) -> None:
         return
     activity = view.rbm(view.rows).mean(dim=0)
     activity = activity[activity.isfinite()]
-    whole = (0.0, 1.0) if isinstance(view.rbm.hidden_units, BernoulliHidden) else None
-    axis.hist(activity.numpy(), bins=25, range=whole)
+    axis.hist(activity.numpy(), bins=25, range=(0.0, 1.0))
     _title(axis, "mean activity of the hidden units")
     axis.set_xlabel(f"mean over {len(view.rows)} rows")
     axis.set_ylabel("hidden units")

@@ -35,7 +35,7 @@ from lightning_accel.models.hooks import (
 )
 from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.rbm import Hidden, Visible
+from lightning_accel.nn.rbm import Visible
 from lightning_accel.nn.rbm_units import GaussianVisible
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.nn.wake_sleep import UpDown
@@ -81,9 +81,6 @@ class DeepBeliefNetwork(L.LightningModule):
         finetune_lr_decay: ``linear``, to 0, or ``none``.
         visible: kind of the lowest units: ``bernoulli``, ``gaussian`` or ``categorical``, see
             :class:`lightning_accel.RBM`.
-        hidden: kind of the hidden units: ``bernoulli`` or ``relu``; a list has one for each RBM. Above ``relu`` units
-            the visible ones are Gaussian, of variance 1. Gaussian units below ``relu`` ones have no density if weights
-            are large: they can only be trained by ``cd``.
         num_categories: number of categories of categorical units.
         learn_variance: whether the variance of Gaussian units is learned.
         labels: whether the top RBM models the class together with the units below: to classify without a head, and to
@@ -118,7 +115,6 @@ class DeepBeliefNetwork(L.LightningModule):
         finetune_lr: float | None = None,
         finetune_lr_decay: Decay = "linear",
         visible: Visible = "bernoulli",
-        hidden: Hidden | Sequence[Hidden] = "bernoulli",
         num_categories: int | None = None,
         learn_variance: bool = False,
         labels: bool = False,
@@ -135,7 +131,7 @@ class DeepBeliefNetwork(L.LightningModule):
         layers = [index(size) for size in layers]
         minibatch_size = None if minibatch_size is None else index(minibatch_size)
         class_names = None if class_names is None else list_of_str(class_names)
-        stages = [Stage(**stage) if isinstance(stage, dict) else stage for stage in stages]
+        stages = [Stage.from_dict(stage) if isinstance(stage, dict) else stage for stage in stages]
         self.save_hyperparameters(ignore=["optimizer"])
         hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
@@ -152,9 +148,7 @@ class DeepBeliefNetwork(L.LightningModule):
         self.minibatch_size = minibatch_size
         self.automatic_optimization = minibatch_size is None
         self.make_optimizer = optimizer
-        kinds: list[Hidden] = [hidden] * len(layers) if isinstance(hidden, str) else list(hidden)
-        self._units = Units(visible, num_categories, learn_variance, kinds)
-        self._units.require_densities(self.stages)
+        self._units = Units(visible, num_categories, learn_variance)
         plan = [(f"rbm {i + 1}", stage.epochs, stage.lr, stage.lr_decay) for i, stage in enumerate(self.stages)]
         if finetune != "none":
             finetune_lr = (0.5 if finetune == "classifier" else 0.01) if finetune_lr is None else finetune_lr
@@ -516,6 +510,8 @@ class DeepBeliefNetwork(L.LightningModule):
         checkpoint[_KEY] = {"begun": self._begun, "name": name, "ranks": self._ranks.gather(mine, self.trainer)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "relu" in checkpoint.get("hyper_parameters", {}).get("hidden", ()):
+            raise ValueError("the checkpoint has hidden='relu' units, which this version cannot compute; train anew")
         if _KEY in checkpoint:
             self._begun = checkpoint[_KEY]["begun"]
             self._saved = checkpoint[_KEY]["ranks"]

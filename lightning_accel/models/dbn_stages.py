@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_accel.nn.contrastive import ContrastiveDivergence, Sampler
 from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.rbm import RBM, Hidden, Visible
+from lightning_accel.nn.rbm import RBM, Visible
 
 Decay: TypeAlias = Literal["linear", "none"]
 _STATISTICS_BATCH_SIZE = 512  # batch size of the pass over the data
@@ -29,6 +29,10 @@ class _Preset(NamedTuple):
 _PRESETS = {"density": _Preset("pcd", 100), "features": _Preset("cd", 0)}
 
 
+# options of earlier versions, with the values that had no effect
+_REMOVED = [("num_temperatures", 10), ("sparsity_target", None), ("sparsity_weight", 0.1)]
+
+
 @dataclass(frozen=True)
 class Stage:
     """Configure how one RBM is trained.
@@ -39,15 +43,12 @@ class Stage:
         lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; or ``none``.
         preset: purpose of the RBM, ``density`` or ``features``, which sets ``sampler``, ``centering`` and
             ``initial_std`` if they are not given: ``pcd``, 100 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (the
-            initial_std of Gaussian and rectified units in any case). Centering makes hidden units be 1 half of the
+            initial_std of Gaussian units in any case). Centering makes hidden units be 1 half of the
             time, which hurts features.
         sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for the following options.
         steps: Gibbs steps for each gradient.
         num_chains: number of chains over all processes, independent of the batch size.
-        num_temperatures: number of temperatures of ``tempering``.
         centering: number of samples over which the centers of the units are averaged; 0 for no centering.
-        sparsity_target: mean activation of the hidden units to aim for.
-        sparsity_weight: weight of the distance from it.
         initial_std: standard deviation of the initial weights, see :class:`lightning_accel.RBM`. Small values are
             better for few hidden units.
 
@@ -65,10 +66,7 @@ class Stage:
     sampler: Sampler | None = None
     steps: int = 1
     num_chains: int = 100
-    num_temperatures: int = 10
     centering: float | None = None
-    sparsity_target: float | None = None
-    sparsity_weight: float = 0.1
     initial_std: float | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +75,11 @@ class Stage:
             raise ValueError(f"preset must be 'density' or 'features'; got {self.preset!r}")
         self.start_sampling(0)
 
+    @classmethod
+    def from_dict(cls, options: dict[str, Any]) -> "Stage":
+        """Create a stage from the options in a checkpoint, which may hold removed ones at their defaults."""
+        return cls(**{name: value for name, value in options.items() if (name, value) not in _REMOVED})
+
     def start_sampling(self, seed: int) -> ContrastiveDivergence:
         """Create the sampler in its initial state."""
         preset = _PRESETS[self.preset]
@@ -84,10 +87,7 @@ class Stage:
             self.sampler or preset.sampler,
             self.steps,
             self.num_chains,
-            num_temperatures=self.num_temperatures,
             centering=preset.centering if self.centering is None else self.centering,
-            sparsity_target=self.sparsity_target,
-            sparsity_weight=self.sparsity_weight,
             seed=seed,
         )
 
@@ -216,29 +216,11 @@ def redistribute_states(states: Sequence[dict[str, Any]], world_size: int, rank:
 
 
 class Units(NamedTuple):
-    """Hold the kinds of units, from the lowest visible to the top hidden ones."""
+    """Hold the kind of the lowest visible units; all others are Bernoulli."""
 
     visible: Visible
     num_categories: int | None
     learn_variance: bool
-    hidden: list[Hidden]  # one for each RBM
-
-    def require_densities(self, stages: Sequence[Stage]) -> None:
-        """Reject kinds of units that ``stages`` cannot train.
-
-        Raises:
-            ValueError: if numbers of kinds and stages differ, or chains of units without a density would diverge.
-        """
-        if len(self.hidden) != len(stages):
-            raise ValueError(f"hidden must be one kind, or {len(stages)}, one for each RBM; got {self.hidden}")
-        for number, (hidden, stage) in enumerate(zip(self.hidden, stages, strict=True)):
-            sampler = stage.start_sampling(0).sampler
-            if (self._visible_kind(number), hidden) == ("gaussian", "relu") and sampler != "cd":
-                raise ValueError(
-                    f"RBM {number + 1} has Gaussian visible and relu hidden units, which have no density where weights "
-                    f"are large, so that chains of sampler={sampler!r} run away; take sampler='cd' for its stage, or "
-                    "hidden='bernoulli' for it"
-                )
 
     def make_stack(
         self, num_visible: int, layers: Sequence[int], num_labels: int, stages: Sequence[Stage], untied: bool
@@ -247,19 +229,10 @@ class Units(NamedTuple):
         rbms = []
         for number, (below, size) in enumerate(pairwise([num_visible, *layers])):
             labels = num_labels if number == len(layers) - 1 else 0
-            all_bernoulli = (self._visible_kind(number), self.hidden[number]) == ("bernoulli", "bernoulli")
-            options: dict[str, Any] = {"visible": self._visible_kind(number), "hidden": self.hidden[number]}
-            if number == 0:
-                options |= {"num_categories": self.num_categories, "learn_variance": self.learn_variance}
-            std = stages[number].std_for(below + labels, size, all_bernoulli)
+            options: dict[str, Any] = self._asdict() if number == 0 else {}
+            std = stages[number].std_for(below + labels, size, number > 0 or self.visible == "bernoulli")
             rbms.append(RBM(below, size, num_labels=labels, initial_std=std, **options))
         return RBMStack(rbms, untied=untied)
-
-    def _visible_kind(self, number: int) -> Visible:
-        """Return the kind of the visible units of RBM ``number``."""
-        if number == 0:
-            return self.visible
-        return "gaussian" if self.hidden[number - 1] == "relu" else "bernoulli"
 
 
 def require_options(

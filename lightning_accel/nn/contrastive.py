@@ -11,13 +11,11 @@ from torch.optim import SGD, Optimizer
 
 from lightning_accel.nn.contrastive_sgd import BernoulliSGD, needs_autograd, supported_sgd
 from lightning_accel.nn.rbm import RBM
-from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
+from lightning_accel.nn.rbm_units import BernoulliVisible
 from lightning_accel.ops.float32 import without_autocast
-from lightning_accel.ops.gibbs import draw_bernoulli
+from lightning_accel.ops.gibbs import draw_bernoulli, sample_bernoulli
 
-Sampler: TypeAlias = Literal["cd", "pcd", "tempering"]
-
-_ACTIVITY_RATE = 0.1  # update rate of the running mean of hidden units, for sparsity (Hinton 2012, section 11)
+Sampler: TypeAlias = Literal["cd", "pcd"]
 
 
 class Phase(NamedTuple):
@@ -29,13 +27,12 @@ class Phase(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Hold the inputs of the gradient and compute it: data, samples drawn from the model, offsets, sparsity term."""
+    """Hold the inputs of the gradient and compute it: data, samples drawn from the model, and offsets."""
 
     rbm: RBM
     positive: Phase
     negative: Phase  # (C, ...)
     offsets: tuple[Tensor, Tensor] | None  # (V,) and (H,), subtracted from the units
-    sparsity_gradient: Tensor | None  # (H,) with respect to the hidden units' activations on data
     dtype: torch.dtype  # dtype of the product that gives the gradient of the weights
 
     def gap(self) -> Tensor:
@@ -60,8 +57,7 @@ class _Contrast(NamedTuple):
     def _gradients(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         positive, negative = self.positive, self.negative
         visible = torch.cat([positive.visible, negative.visible])
-        sparsity = self.sparsity_gradient
-        hidden = torch.cat([positive.hidden if sparsity is None else positive.hidden - sparsity, negative.hidden])
+        hidden = torch.cat([positive.hidden, negative.hidden])
         share = hidden.new_full((len(hidden),), 1 / len(negative.hidden))
         share[: len(positive.hidden)] = -1 / len(positive.hidden)
         if scale is not None:
@@ -93,25 +89,19 @@ class ContrastiveDivergence:
     the same numbers, save the :meth:`state_dict` of every process.
 
     Args:
-        sampler: ``cd`` starts ``steps`` Gibbs steps from the data; ``pcd`` continues persistent chains; ``tempering``
-            continues persistent chains at several temperatures, which exchange states.
+        sampler: ``cd`` starts ``steps`` Gibbs steps from the data; ``pcd`` continues persistent chains.
         steps: Gibbs steps for each gradient.
-        num_chains: number of chains of ``pcd`` and ``tempering`` over all processes, independent of the batch size.
-        num_temperatures: number of temperatures of ``tempering``.
+        num_chains: number of chains of ``pcd`` over all processes, independent of the batch size.
         centering: number of data samples, over all processes, in the running means that are subtracted from the units;
             a larger batch uses its own means. 0 for no centering. Centering learns densities faster and features worse;
             means over few samples are harmful.
-        sparsity_target: target for the mean activation of each hidden unit; None for none.
-        sparsity_weight: weight of the sparsity term: this times (running mean of a hidden unit - target) is added to
-            the gradient with respect to the unit's activation on each data sample.
         seed: seed of the generator; the rank is added to it.
 
     Raises:
         ValueError: if a number is out of range.
 
     Source: Tieleman 2008, Training Restricted Boltzmann Machines using Approximations to the Likelihood Gradient;
-    Melchior, Fischer and Wiskott 2016, How to Center Deep Boltzmann Machines, eq. 18 to 20; sparsity: Hinton 2012, A
-    Practical Guide to Training Restricted Boltzmann Machines, section 11
+    Melchior, Fischer and Wiskott 2016, How to Center Deep Boltzmann Machines, eq. 18 to 20
     """
 
     def __init__(
@@ -120,38 +110,23 @@ class ContrastiveDivergence:
         steps: int = 1,
         num_chains: int = 100,
         *,
-        num_temperatures: int = 10,
         centering: float = 100,
-        sparsity_target: float | None = None,
-        sparsity_weight: float = 0.1,
         seed: int = 0,
     ) -> None:
-        if sampler not in ("cd", "pcd", "tempering"):
-            raise ValueError(f"sampler must be 'cd', 'pcd' or 'tempering'; got {sampler!r}")
-        if min(steps, num_chains) < 1 or num_temperatures < 2:
-            raise ValueError(
-                "steps and num_chains must be at least 1, num_temperatures at least 2; got "
-                f"steps={steps}, num_chains={num_chains}, num_temperatures={num_temperatures}"
-            )
+        if sampler not in ("cd", "pcd"):
+            raise ValueError(f"sampler must be 'cd' or 'pcd'; got {sampler!r}")
+        if min(steps, num_chains) < 1:
+            raise ValueError(f"steps and num_chains must be at least 1; got steps={steps}, num_chains={num_chains}")
         if centering != 0 and not centering >= 1:
             raise ValueError(f"centering must be at least 1 row of data, or 0 for none; got {centering}")
-        if (sparsity_target is not None and not sparsity_target > 0) or not sparsity_weight >= 0:
-            raise ValueError(
-                "sparsity_target must be above 0 and sparsity_weight at least 0; got "
-                f"sparsity_target={sparsity_target}, sparsity_weight={sparsity_weight}"
-            )
         self.sampler = sampler
         self.steps = steps
         self.num_chains = num_chains
-        self.num_temperatures = num_temperatures
         self.centering = centering
-        self.sparsity_target = sparsity_target
-        self.sparsity_weight = sparsity_weight
         self.seed = seed
-        self.chains: Tensor | None = None  # hidden states: (C, H), for tempering (temperatures, C, H), the first at 1
+        self.chains: Tensor | None = None  # hidden states (C, H)
         self.visible_offset: Tensor | None = None  # (V,) running mean of the units' inputs
         self.hidden_offset: Tensor | None = None  # (H,)
-        self.activity: Tensor | None = None  # (H,) running mean of the hidden units, for sparsity
         self._generator: Generator | None = None
         self._last_gap: Tensor | None = None
 
@@ -164,7 +139,7 @@ class ContrastiveDivergence:
         """Update ``rbm`` once per mini-batch of ``batch_size`` rows of ``visible`` (N, V), in their order.
 
         It is equivalent to the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()``, but
-        without autograd unless a parameter has hooks or a parametrization. With Bernoulli units, ``cd`` or ``pcd``,
+        without autograd unless a parameter has hooks or a parametrization. With Bernoulli units,
         :class:`torch.optim.SGD` without Nesterov momentum and step hooks, one process and no autocast, weights and
         momentum are updated in place, without calls of the optimizer. The last mini-batch always calls
         ``optimizer.step``, so that schedulers notice a step; Lightning counts each call of this method as one step.
@@ -182,7 +157,7 @@ class ContrastiveDivergence:
         self._require_finite()
         batches = visible.to(rbm.weight).split(batch_size)
         inner = getattr(optimizer, "optimizer", optimizer)  # the optimizer inside Lightning's wrapper
-        sgd = None if self.sampler == "tempering" or _autocast_dtype(rbm.weight.device) else supported_sgd(rbm, inner)
+        sgd = None if _autocast_dtype(rbm.weight.device) else supported_sgd(rbm, inner)
         if sgd is None or _world_size() > 1 or len(batches) < 3:
             gaps = [self._update_(rbm, rows, inner) for rows in batches[:-1]]
             gaps.append(self._update_(rbm, batches[-1], optimizer))
@@ -230,7 +205,6 @@ class ContrastiveDivergence:
         """Return whether a first update has created all state of the training."""
         needed = [self.chains] if self.sampler == "pcd" else []
         needed += [self.visible_offset, self.hidden_offset] if self.centering else []
-        needed += [self.activity] if self.sparsity_target is not None else []
         if any(group["momentum"] for group in sgd.param_groups):
             needed += [
                 sgd.state.get(one, {}).get("momentum_buffer") for one in (rbm.weight, rbm.visible_bias, rbm.hidden_bias)
@@ -258,8 +232,6 @@ class ContrastiveDivergence:
         """Compute the gradient in ``work``; return the gap."""
         self._update_means(*work.phases(rows, noise))
         gap = work.differentiate()
-        if (gradient := self._sparsity_gradient()) is not None:
-            work.add_hidden_gradient(gradient)
         if (offsets := self._offsets()) is not None:
             work.center(*offsets)
         return gap
@@ -267,43 +239,28 @@ class ContrastiveDivergence:
     def _contrast(self, rbm: RBM, visible: Tensor) -> _Contrast:
         """Draw samples and update the running means with the data."""
         visible = visible.to(torch.promote_types(rbm.weight.dtype, torch.float32))
-        self._require_target(rbm)
         with torch.no_grad():
             positive = _phase(rbm, visible)
             negative = self.draw(rbm, positive)
             self._update_means(rbm.visible_units.input(visible), positive.hidden)
         dtype = _autocast_dtype(visible.device) or rbm.weight.dtype
-        return _Contrast(rbm, positive, negative, self._offsets(), self._sparsity_gradient(), dtype)
+        return _Contrast(rbm, positive, negative, self._offsets(), dtype)
 
     @torch.no_grad()
     def draw(self, rbm: RBM, positive: Phase) -> Phase:
         """Draw the next samples of the model; the sampler ``cd`` starts at the ``positive`` phase of the data."""
         generator = self.generator(rbm.weight.device)
-        if self.sampler == "tempering":
-            return self._draw_tempered(rbm, generator)
         persistent = self.sampler == "pcd"
-        hidden = self._get_chains(rbm, (self._num_local_chains(),), generator) if persistent else None
+        if persistent and self.chains is None:  # draw from independent units
+            self.chains = sample_bernoulli(rbm.hidden_bias.expand(-(-self.num_chains // _world_size()), -1), generator)
+        hidden = self.chains if persistent else None
         negative = positive
         for _ in range(self.steps):
-            hidden = _draw_hidden(rbm, negative, generator) if hidden is None else hidden
+            hidden = draw_bernoulli(negative.hidden, generator) if hidden is None else hidden
             negative = _phase(rbm, _draw_visible(rbm, hidden, generator))
-            hidden = _draw_hidden(rbm, negative, generator) if persistent else None
+            hidden = draw_bernoulli(negative.hidden, generator) if persistent else None
         self.chains = hidden
         return negative
-
-    def _draw_tempered(self, rbm: RBM, generator: Generator) -> Phase:
-        """Run Gibbs steps with weights and hidden biases scaled by 1, ..., 0, and exchange states of neighbours."""
-        shape = self.num_temperatures, self._num_local_chains()
-        hidden = self._get_chains(rbm, shape, generator)  # (T, C, H)
-        scale = torch.linspace(1, 0, self.num_temperatures, device=hidden.device)[:, None, None]
-        for _ in range(self.steps):
-            visible = rbm.visible_units.sample(
-                rbm.visible_bias + scale * (rbm.visible_activation(hidden) - rbm.visible_bias), generator
-            )
-            visible, activation = _exchange(rbm, visible, rbm.hidden_activation(visible), scale, generator)
-            hidden = rbm.hidden_units.sample(scale * activation, generator)
-        self.chains = hidden
-        return Phase(visible[0], activation[0], rbm.hidden_units.mean(activation[0]))
 
     def generator(self, device: torch.device) -> Generator:
         """Return the random number generator of this process."""
@@ -311,45 +268,23 @@ class ContrastiveDivergence:
             self._generator = Generator(device).manual_seed(self.seed + _rank())
         return self._generator
 
-    def _num_local_chains(self) -> int:
-        return -(-self.num_chains // _world_size())
-
-    def _get_chains(self, rbm: RBM, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        """Return the hidden states of the chains, initially drawn from independent units."""
-        if self.chains is None:
-            bias = rbm.hidden_bias.expand(*shape, -1)
-            self.chains = rbm.hidden_units.sample(bias, generator)
-        return self.chains
-
     def _offsets(self) -> tuple[Tensor, Tensor] | None:
         if self.visible_offset is None or self.hidden_offset is None:
             return None
         return self.visible_offset, self.hidden_offset
 
-    def _sparsity_gradient(self) -> Tensor | None:
-        if self.activity is None or self.sparsity_target is None:
-            return None
-        return self.sparsity_weight * (self.activity - self.sparsity_target)
-
     def _update_means(self, inputs: Tensor, hidden: Tensor) -> None:
-        """Update offsets and activity with the data (B, V) and its hidden means (B, H) of all processes."""
-        if not self.centering and self.sparsity_target is None:
+        """Update the offsets with the data (B, V) and its hidden means (B, H) of all processes."""
+        if not self.centering:
             return
         size = inputs.shape[1]
         means = torch.cat([inputs.mean(dim=0), hidden.mean(dim=0)])
         if _world_size() > 1:
             dist.all_reduce(means)
             means /= _world_size()
-        if self.centering:
-            rate = min(1, len(inputs) * _world_size() / self.centering)
-            self.visible_offset = _update_mean(self.visible_offset, means[:size], rate)
-            self.hidden_offset = _update_mean(self.hidden_offset, means[size:], rate)
-        if self.sparsity_target is not None:
-            self.activity = _update_mean(self.activity, means[size:], _ACTIVITY_RATE)
-
-    def _require_target(self, rbm: RBM) -> None:
-        if (self.sparsity_target or 0) >= 1 and isinstance(rbm.hidden_units, BernoulliHidden):
-            raise ValueError(f"Bernoulli hidden units need a sparsity_target below 1; got {self.sparsity_target}")
+        rate = min(1, len(inputs) * _world_size() / self.centering)
+        self.visible_offset = _update_mean(self.visible_offset, means[:size], rate)
+        self.hidden_offset = _update_mean(self.hidden_offset, means[size:], rate)
 
     def _require_finite(self) -> None:
         if self._last_gap is not None and not self._last_gap.isfinite():
@@ -376,12 +311,12 @@ class ContrastiveDivergence:
             self.generator(device).set_state(state["generator"])
 
 
-_STATE_TENSORS = ("chains", "visible_offset", "hidden_offset", "activity")
+_STATE_TENSORS = ("chains", "visible_offset", "hidden_offset")
 
 
 def _phase(rbm: RBM, visible: Tensor) -> Phase:
     activation = rbm.hidden_activation(visible)
-    return Phase(visible, activation, rbm.hidden_units.mean(activation))
+    return Phase(visible, activation, activation.sigmoid())
 
 
 def _draw_visible(rbm: RBM, hidden: Tensor, generator: Generator) -> Tensor:
@@ -389,32 +324,6 @@ def _draw_visible(rbm: RBM, hidden: Tensor, generator: Generator) -> Tensor:
     if isinstance(rbm.visible_units, BernoulliVisible):  # draw the same random numbers as BernoulliSGD
         return draw_bernoulli(rbm.visible_units.mean(activation), generator)
     return rbm.visible_units.sample(activation, generator)
-
-
-def _draw_hidden(rbm: RBM, phase: Phase, generator: Generator) -> Tensor:
-    if isinstance(rbm.hidden_units, BernoulliHidden):  # their means are the probabilities
-        return draw_bernoulli(phase.hidden, generator)
-    return rbm.hidden_units.sample(phase.activation, generator)
-
-
-def _exchange(
-    rbm: RBM, visible: Tensor, activation: Tensor, scale: Tensor, generator: Generator
-) -> tuple[Tensor, Tensor]:
-    """Swap states (T, C, V) and activations (T, C, H) of neighbouring temperatures by Metropolis steps."""
-    for first in (0, 1):
-        low = torch.arange(first, len(scale) - 1, 2, device=scale.device)
-        high = low + 1
-        log_p = [
-            rbm.hidden_units.log_partition(scale[at] * activation[of]).sum(dim=-1)
-            for at, of in ((low, high), (high, low), (low, low), (high, high))
-        ]
-        gain = log_p[0] + log_p[1] - log_p[2] - log_p[3]  # (pairs, C)
-        swap = torch.empty_like(gain).uniform_(generator=generator).log() < gain
-        order = torch.arange(len(scale), device=scale.device)[:, None].repeat(1, visible.shape[1])
-        order[low], order[high] = torch.where(swap, order[high], order[low]), torch.where(swap, order[low], order[high])
-        chain = torch.arange(visible.shape[1], device=scale.device)
-        visible, activation = visible[order, chain], activation[order, chain]
-    return visible, activation
 
 
 def _update_mean(before: Tensor | None, now: Tensor, rate: float) -> Tensor:
@@ -477,5 +386,4 @@ def _by_log_variance(rbm: RBM, visible: Tensor, inputs: Tensor, hidden: Tensor, 
 
 def _mean_energy(rbm: RBM, phase: Phase) -> Tensor:
     interaction = torch.dot(phase.hidden.flatten(), phase.activation.flatten()) / len(phase.hidden)
-    own = rbm.visible_units.energy(phase.visible, rbm.visible_bias) + rbm.hidden_units.base(phase.hidden)
-    return own.mean() - interaction
+    return rbm.visible_units.energy(phase.visible, rbm.visible_bias).mean() - interaction

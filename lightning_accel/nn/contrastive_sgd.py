@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_accel.nn.rbm import RBM
-from lightning_accel.nn.rbm_units import BernoulliHidden, BernoulliVisible
+from lightning_accel.nn.rbm_units import BernoulliVisible
 from lightning_accel.ops.optimizer_hooks import has_step_hooks
 
 _NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in cache
@@ -22,7 +22,7 @@ def supported_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
     """Return ``optimizer`` if :class:`BernoulliSGD` can replace it, else None."""
     if type(optimizer) is not SGD or rbm.weight.dtype not in (torch.float32, torch.float64):
         return None
-    if type(rbm.visible_units) is not BernoulliVisible or type(rbm.hidden_units) is not BernoulliHidden:
+    if type(rbm.visible_units) is not BernoulliVisible:
         return None
     if has_step_hooks(optimizer) or _has_own_step(optimizer):
         return None
@@ -132,11 +132,6 @@ class BernoulliSGD:
         torch.mv(self._visible_t, self._shares, out=self._by_visible)
         torch.sum(self._hidden, 0, out=self._by_hidden)
         return torch.dot(self._values, self._gradient)
-
-    def add_hidden_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient (H,) with respect to the hidden units' activations on data."""
-        self._by_weight.addr_(gradient, self._data.mean(dim=0))
-        self._by_hidden += gradient
 
     def center(self, visible_offset: Tensor, hidden_offset: Tensor) -> None:
         """Transform the gradient into that of the centred units."""

@@ -15,43 +15,28 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from lightning_accel.nn.features import require_width
+from lightning_accel.nn.partition import LogZ
 from lightning_accel.nn.rbm import RBM
 from lightning_accel.nn.rbm_units import (
-    BernoulliHidden,
     BernoulliVisible,
     CategoricalVisible,
     GaussianVisible,
-    HiddenUnits,
     JoinedVisible,
-    RectifiedHidden,
     VisibleUnits,
 )
 from lightning_accel.nn.stack_likelihood import (
     LogProbBound,
-    LogZLike,
-    all_states,
     log_prob_of_hidden,
     log_prob_of_visible,
-    mixture,
-    require_few_states,
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
-from lightning_accel.ops.gibbs import sample_categorical
-
-
-class RectifiedMean(nn.Module):
-    """Compute the mean of ``relu`` hidden units given their activation, a smooth ReLU."""
-
-    def forward(self, activation: Tensor) -> Tensor:
-        return RectifiedHidden().mean(activation)
+from lightning_accel.ops.gibbs import sample_bernoulli, sample_categorical
 
 
 class RBMStack(nn.Module):
     """Stack RBMs to a deep belief network, in which each RBM models the hidden units of the one below.
 
-    Below ``bernoulli`` visible units the hidden units must be ``bernoulli``, below ``gaussian`` ones ``relu``. Gaussian
-    units are a density over all reals, of which the layer below produces only non-negative ones; likelihood bounds
-    hold all the same, and generated samples may pass through negative states.
+    Visible units above the bottom RBM must be ``bernoulli``.
 
     Train a stack layer by layer: RBM l by :class:`~lightning_accel.nn.ContrastiveDivergence` on ``transform(data, l)``
     or ``sample_hidden(data, l)``, the top one with :meth:`join_labels` if it has labels; then optionally all layers
@@ -120,10 +105,9 @@ class RBMStack(nn.Module):
         if not 1 <= layer < len(self.rbms):
             raise ValueError(f"layer must be an RBM above another, from 1 to {len(self.rbms) - 1}; got {layer}")
         below, above = self.layers[layer - 1], self.layers[layer]
-        units = (_units_without_labels(below), below.hidden_units, above.hidden_units)
-        if not all(isinstance(one, BernoulliVisible | BernoulliHidden) for one in units):
-            found = ", ".join(_option_of(one) for one in units)
-            raise ValueError(f"an RBM is tied to the one below if all units are 'bernoulli'; got {found}")
+        units = _units_without_labels(below)
+        if not isinstance(units, BernoulliVisible):
+            raise ValueError(f"an RBM is tied to the one below if all units are 'bernoulli'; got {_option_of(units)}")
         if above.num_hidden != below.num_visible:
             raise ValueError(
                 "an RBM is tied to the one below if its hidden units are as many as that one's visible units; got "
@@ -180,7 +164,7 @@ class RBMStack(nn.Module):
         """
         self._require_shape(visible)
         for layer in range(self._num_layers(num_layers)):
-            visible = self.layers[layer].hidden_units.mean(self.activation(layer, visible))
+            visible = self.activation(layer, visible).sigmoid()
         return visible
 
     def forward(self, visible: Tensor) -> Tensor:
@@ -207,7 +191,7 @@ class RBMStack(nn.Module):
                 activation = rbm.hidden_activation(torch.cat([states, drawn], dim=1))
             else:
                 activation = self.activation(layer, states)
-            states = rbm.hidden_units.sample(activation, generator)
+            states = sample_bernoulli(activation, generator)
         return states
 
     def reconstruct(self, visible: Tensor, num_layers: int | None = None) -> Tensor:
@@ -232,9 +216,7 @@ class RBMStack(nn.Module):
             activation = top.hidden_activation(without)  # one product for all labels
             own = top.visible_bias[-labels:] - top.visible_units.energy(without, top.visible_bias)[:, None]
             columns = top.weight[:, -labels:].T
-            return own + torch.stack(
-                [top.hidden_units.log_partition(activation + column).sum(dim=1) for column in columns], dim=1
-            )
+            return own + torch.stack([F.softplus(activation + column).sum(dim=1) for column in columns], dim=1)
 
     def class_log_prob(self, visible: Tensor) -> Tensor:
         """Compute the log-probability of each label, (B, C) in nats, given ``visible`` (B, V).
@@ -253,7 +235,7 @@ class RBMStack(nn.Module):
     def log_prob_bound(
         self,
         visible: Tensor,
-        log_z: LogZLike,
+        log_z: LogZ,
         *,
         labels: Tensor | None = None,
         num_samples: int = 20,
@@ -289,28 +271,6 @@ class RBMStack(nn.Module):
         if len(self.layers) == 1:
             error = torch.zeros_like(mean)
         return LogProbBound(mean - log_z.estimate, mean - log_z.upper, mean - log_z.lower, error)
-
-    def log_prob(self, visible: Tensor) -> Tensor:
-        """Compute exact log-probabilities (B,) of ``visible`` (B, V) in nats, by summing over all hidden states.
-
-        Labels of the top RBM are summed over.
-
-        Raises:
-            ValueError: if there are too many states, hidden units below the top are not ``bernoulli``, or ``visible``
-                is not (B, V).
-        """
-        self._require_shape(visible)
-        layers, top = self.layers, self.top
-        require_few_states(layers)
-        if len(layers) == 1:
-            states = all_states(top.num_hidden, top.weight)
-            return _top_score(self, visible, None) - (-top.hidden_free_energy(states)).logsumexp(dim=0)
-        upper = all_states(top.num_visible - top.num_labels, top.weight)
-        weight = _top_score(self, upper, None).log_softmax(dim=0)  # for each state of the top's visible units
-        for rbm in reversed(layers[1:-1]):
-            lower = all_states(rbm.num_visible, rbm.weight)
-            upper, weight = lower, mixture(rbm, lower, upper, weight)
-        return mixture(layers[0], visible, upper, weight)
 
     def down(self, states: Tensor, generator: Generator | None = None) -> Tensor:
         """Draw visible states (B, V) given ``states`` (B, H_{L-1}) of the top RBM's visible units, without labels."""
@@ -384,9 +344,7 @@ class RBMStack(nn.Module):
         """
         modules: list[nn.Module] = []
         for layer in range(len(self.rbms)):
-            rbm = self.layers[layer]
-            modules.append(self._as_linear(layer))
-            modules.append(nn.Sigmoid() if isinstance(rbm.hidden_units, BernoulliHidden) else RectifiedMean())
+            modules += [self._as_linear(layer), nn.Sigmoid()]
         if num_classes is not None:
             zeros = self.top.weight.new_zeros(num_classes, self.top.num_hidden)
             modules.append(_linear(zeros, zeros[:, 0]))
@@ -457,14 +415,12 @@ def _units_without_labels(rbm: RBM) -> VisibleUnits:
     return units.parts[0] if isinstance(units, JoinedVisible) else units  # type: ignore[return-value]
 
 
-def _option_of(units: VisibleUnits | HiddenUnits) -> str:
+def _option_of(units: VisibleUnits) -> str:
     """Return the constructor argument that creates ``units``."""
     kinds: dict[type, str] = {
         BernoulliVisible: "visible='bernoulli'",
         GaussianVisible: "visible='gaussian'",
         CategoricalVisible: "visible='categorical'",
-        BernoulliHidden: "hidden='bernoulli'",
-        RectifiedHidden: "hidden='relu'",
     }
     return kinds.get(type(units), type(units).__name__)
 
@@ -481,12 +437,9 @@ def _require_compatible(layer: int, below: RBM, above: RBM) -> None:
             f"num_visible={below.num_hidden}"
         )
     units = _units_without_labels(above)
-    fitting = GaussianVisible if isinstance(below.hidden_units, RectifiedHidden) else BernoulliVisible
-    if not isinstance(units, fitting):
-        needed = "gaussian" if fitting is GaussianVisible else "bernoulli"
+    if not isinstance(units, BernoulliVisible):
         raise ValueError(
-            f"{here} has {_option_of(units)} and stands on {_option_of(below.hidden_units)}, whose states it cannot "
-            f"hold: take visible='{needed}'"
+            f"{here} has {_option_of(units)} and stands on hidden units that are 0 or 1: take visible='bernoulli'"
         )
 
 
@@ -505,9 +458,9 @@ def _log_weight(stack: RBMStack, visible: Tensor, labels: Tensor | None, generat
     for layer in range(len(stack.layers) - 1):
         rbm = stack.layers[layer]
         activation = stack.activation(layer, states)
-        above = rbm.hidden_units.sample(activation, generator)
+        above = sample_bernoulli(activation, generator)
         total += log_prob_of_visible(rbm, states, above)
-        total -= log_prob_of_hidden(rbm.hidden_units, above, activation)
+        total -= log_prob_of_hidden(above, activation)
         states = above
     return total + _top_score(stack, states, labels)
 

@@ -1,27 +1,19 @@
 """Partition functions and likelihoods of restricted Boltzmann machines.
 
-Shapes: B batch size, C chains, V visible units, H hidden units, G groups of K visible units of which one is on.
+Shapes: B batch size, C chains, V visible units, H hidden units.
 """
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from lightning_accel.nn.rbm_units import (
-    BernoulliHidden,
-    BernoulliVisible,
-    CategoricalVisible,
-    GaussianVisible,
-    JoinedVisible,
-    RectifiedHidden,
-    VisibleUnits,
-    enumerate_bits,
-)
+from lightning_accel.nn.rbm_units import enumerate_bits
 from lightning_accel.ops.float32 import without_autocast
+from lightning_accel.ops.gibbs import sample_bernoulli
 
 if TYPE_CHECKING:
     from lightning_accel.nn.rbm import RBM
@@ -47,14 +39,14 @@ def exact_log_z(rbm: "RBM") -> LogZ:
     """Compute log Z by enumerating the states of the visible or hidden units, whichever are fewer, in float64.
 
     Raises:
-        ValueError: if neither visible nor hidden units are discrete, or both have too many states.
+        ValueError: if both sides have too many states.
     """
     side, count = _smaller_side(rbm)
-    if count is None or count > _MAX_STATES:
+    if count > _MAX_STATES:
         raise ValueError(
             f"log_z(method='exact') enumerates the states of one side, at most 2**25; the {rbm.num_visible} visible "
             f"units have {_count_text(rbm.visible_units.count_states())}, the {rbm.num_hidden} hidden ones "
-            f"{_count_text(_count_hidden(rbm))}. Take method='ais', and 'reverse_ais' for a bound from the other side"
+            f"{_count_text(2**rbm.num_hidden)}. Take method='ais', and 'reverse_ais' for a bound from the other side"
         )
     wide = copy.deepcopy(rbm).double()
     total = torch.tensor(-math.inf, dtype=torch.float64, device=rbm.weight.device)
@@ -69,15 +61,9 @@ def exact_log_z(rbm: "RBM") -> LogZ:
     return LogZ(total, total, total, torch.full_like(total, math.inf))
 
 
-def _smaller_side(rbm: "RBM") -> tuple[str, int | None]:
-    visible, hidden = rbm.visible_units.count_states(), _count_hidden(rbm)
-    if visible is None or (hidden is not None and hidden <= visible):
-        return "hidden", hidden
-    return "visible", visible
-
-
-def _count_hidden(rbm: "RBM") -> int | None:
-    return 2**rbm.num_hidden if isinstance(rbm.hidden_units, BernoulliHidden) else None
+def _smaller_side(rbm: "RBM") -> tuple[str, int]:
+    visible, hidden = rbm.visible_units.count_states(), 2**rbm.num_hidden
+    return ("hidden", hidden) if visible is None or hidden <= visible else ("visible", visible)
 
 
 def _count_text(count: int | None) -> str:
@@ -141,8 +127,8 @@ class _AnnealingPath:
         self.biases = bias + torch.linspace(0, 1, num_temperatures, device="cpu").to(bias)[:, None] * (
             rbm.visible_bias - bias
         )
-        at_rest = rbm.hidden_units.log_partition(torch.zeros_like(rbm.hidden_bias, dtype=torch.float64))
-        self.log_base = rbm.visible_units.log_partition(bias.double(), bias.double()) + at_rest.sum()
+        at_rest = rbm.num_hidden * math.log(2)
+        self.log_base = rbm.visible_units.log_partition(bias.double(), bias.double()) + at_rest
 
     def ascend(self) -> tuple[Tensor, Tensor]:
         """Return the log importance weights (C,) of the chains, without the base's log Z, and their states (C, V)."""
@@ -170,15 +156,15 @@ class _AnnealingPath:
 
     def _log_ratio(self, visible: Tensor, activation: Tensor, low: int) -> Tensor:
         """Return the log ratio (C,) of the states' unnormalised probabilities at the next beta and at index ``low``."""
-        units, log_partition = self.rbm.visible_units, self.rbm.hidden_units.log_partition
-        hidden = log_partition(self.betas[low + 1] * activation) - log_partition(self.betas[low] * activation)
+        units = self.rbm.visible_units
+        hidden = F.softplus(self.betas[low + 1] * activation) - F.softplus(self.betas[low] * activation)
         own = units.energy(visible, self.biases[low]) - units.energy(visible, self.biases[low + 1])
         return hidden.sum(dim=-1, dtype=torch.float64) + own
 
     def _step(self, activation: Tensor, at: int) -> Tensor:
         """Run a Gibbs step at beta number ``at``, given the hidden units' activation (C, H) at beta = 1."""
         beta, rbm = self.betas[at], self.rbm
-        hidden = rbm.hidden_units.sample(beta * activation, self.generator)
+        hidden = sample_bernoulli(beta * activation, self.generator)
         return rbm.visible_units.sample(torch.addmm(self.biases[at], hidden, rbm.weight, alpha=beta), self.generator)
 
 
@@ -187,12 +173,10 @@ _SAMPLES_OF_MEAN = 1000  # number of samples that base_mean counts as, which lim
 
 @torch.no_grad()
 def require_finite(rbm: "RBM") -> None:
-    """Require that the partition function of an RBM is finite.
-
-    Gaussian and rectified units excite each other; if the weights are too large, energies have no lower bound.
+    """Require that the parameters of an RBM are finite.
 
     Raises:
-        ValueError: if parameters are not finite, or the weights are too large.
+        ValueError: if training has diverged.
     """
     for name, parameter in rbm.named_parameters():
         if not parameter.isfinite().all():
@@ -200,19 +184,6 @@ def require_finite(rbm: "RBM") -> None:
                 f"{name} holds NaN or infinities, so there is no partition function: training has diverged. Train "
                 "with a smaller learning rate"
             )
-    if not isinstance(rbm.hidden_units, RectifiedHidden):
-        return
-    columns = [
-        rbm.weight.detach()[:, place] * (-0.5 * part.log_variance.detach()).exp()
-        for part, place in _units_by_type(rbm.visible_units)
-        if isinstance(part, GaussianVisible)
-    ]
-    if columns and (norm := float(torch.linalg.matrix_norm(torch.cat(columns, dim=1).double(), 2))) >= 1:
-        raise ValueError(
-            "with Gaussian visible and rectified hidden units the partition function is finite if the spectral norm of "
-            f"the weights, divided by the visible units' deviations, is below 1; found {norm:.6g}, with which it may "
-            "be infinite. Train with weight decay, or take hidden='bernoulli'"
-        )
 
 
 def _summarise(log_weight: Tensor, log_base: Tensor) -> LogZ:
@@ -236,90 +207,5 @@ def log_probability(rbm: "RBM", visible: Tensor, log_z: LogZ | None) -> Tensor:
     """Compute :meth:`RBM.log_prob`."""
     rbm.require_support(visible, all_rows=False)
     if log_z is None:
-        count = _smaller_side(rbm)[1]
-        log_z = rbm.log_z("exact" if count is not None and count <= _MAX_DEFAULT_STATES else "ais")
+        log_z = rbm.log_z("exact" if _smaller_side(rbm)[1] <= _MAX_DEFAULT_STATES else "ais")
     return -rbm.free_energy(visible).double() - log_z.estimate
-
-
-class _Groups(NamedTuple):
-    """Hold G groups of K visible units of which one is on; Bernoulli units form pairs with a unit without weights."""
-
-    state: Tensor  # (B, G, K)
-    weight: Tensor  # (G, K, H)
-    bias: Tensor  # (G, K)
-
-
-@torch.no_grad()
-def pseudo_likelihood(rbm: "RBM", visible: Tensor, exact: bool, generator: Generator | None) -> Tensor:
-    """Compute :meth:`RBM.pseudo_likelihood`."""
-    rbm.require_support(visible, all_rows=False)
-    with without_autocast(visible):
-        visible = visible if visible.dtype == torch.float64 else visible.float()
-        parts = [_groups_of(rbm, part, place, visible[:, place]) for part, place in _units_by_type(rbm.visible_units)]
-        activation = rbm.hidden_activation(visible)
-        num_groups = sum(len(part.weight) for part in parts)
-        if exact:
-            chosen = None
-            per_row = sum(part.bias.numel() for part in parts)
-        else:
-            chosen = torch.randint(num_groups, (len(visible),), generator=generator, device=visible.device)
-            per_row = max(part.bias.shape[1] for part in parts)
-        rows = max(1, _CHUNK // (per_row * rbm.num_hidden))
-        results = [
-            _pseudo_rows(
-                rbm, parts, activation, torch.arange(start, min(start + rows, len(visible)), device="cpu"), chosen
-            )
-            for start in range(0, len(visible), rows)
-        ]
-        return torch.cat(results) if exact else num_groups * torch.cat(results)
-
-
-def _groups_of(rbm: "RBM", part: VisibleUnits, place: slice, state: Tensor) -> _Groups:
-    weight, bias = rbm.weight[:, place].T, rbm.visible_bias[place]
-    if isinstance(part, CategoricalVisible):
-        sizes = -1, part.num_classes
-        return _Groups(state.unflatten(-1, sizes), weight.unflatten(0, sizes), bias.unflatten(0, sizes))
-    if isinstance(part, BernoulliVisible):
-        return _Groups(
-            torch.stack([1 - state, state], dim=-1),
-            torch.stack([torch.zeros_like(weight), weight], dim=1),
-            torch.stack([torch.zeros_like(bias), bias], dim=-1),
-        )
-    raise ValueError(
-        "pseudo_likelihood needs Bernoulli or categorical visible units; of Gaussian ones the density given the others "
-        "has no closed form. Take log_prob, or the distance from reconstruct"
-    )
-
-
-def _pseudo_rows(rbm: "RBM", parts: list[_Groups], activation: Tensor, rows: Tensor, chosen: Tensor | None) -> Tensor:
-    """Sum the log-probabilities over all groups, or take the ``chosen`` (B,) group, for each of ``rows`` (R,)."""
-    total = activation.new_zeros(len(rows))
-    rows = rows.to(activation.device)
-    first = 0
-    for state, weight, bias in parts:
-        if chosen is None:
-            total += _group_log_prob(rbm, activation[rows], state[rows], weight, bias).sum(dim=-1)
-        else:
-            group = chosen[rows] - first
-            here = ((group >= 0) & (group < len(weight))).nonzero().flatten()
-            row, group = rows[here], group[here]
-            own = state[row, group][:, None], weight[group][:, None], bias[group][:, None]
-            total[here] = _group_log_prob(rbm, activation[row], *own)[:, 0]
-        first += len(weight)
-    return total
-
-
-def _group_log_prob(rbm: "RBM", activation: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the log-probability (R, G) of each group's state (R, G, K) given all others; activation is (R, H)."""
-    own = torch.einsum("rgk,gkh->rgh" if weight.ndim == 3 else "rgk,rgkh->rgh", state, weight)
-    without = activation[:, None] - own
-    log_partition = rbm.hidden_units.log_partition(without[:, :, None] + weight)  # (R, G, K, H)
-    return (state * (bias + log_partition.sum(dim=-1)).log_softmax(dim=-1)).sum(dim=-1)
-
-
-def _units_by_type(units: VisibleUnits) -> Iterator[tuple[VisibleUnits, slice]]:
-    """Yield the units of each type and their slice of the visible units."""
-    start = 0
-    for part in units.members() if isinstance(units, JoinedVisible) else [units]:
-        yield part, slice(start, start + part.num_visible)
-        start += part.num_visible

@@ -13,32 +13,28 @@ from lightning_accel.nn.partition import (
     exact_log_z,
     forward_log_z,
     log_probability,
-    pseudo_likelihood,
     require_finite,
     reverse_log_z,
 )
 from lightning_accel.nn.rbm_units import (
-    BernoulliHidden,
     BernoulliVisible,
     CategoricalVisible,
     GaussianVisible,
-    HiddenUnits,
     JoinedVisible,
-    RectifiedHidden,
     VisibleUnits,
 )
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
+from lightning_accel.ops.gibbs import sample_bernoulli
 
 Visible: TypeAlias = Literal["bernoulli", "gaussian", "categorical"]
-Hidden: TypeAlias = Literal["bernoulli", "relu"]
 
 
 class RBM(nn.Module):
     """Model visible and hidden units by a restricted Boltzmann machine: p(v, h) proportional to exp(-energy(v, h)).
 
-    The energy is energy(v, h) = e(v) - h . (W x + c) + g(h). For Bernoulli and categorical visible units, x = v and
-    e(v) = -b . v; for Gaussian ones, x = v / variance and e(v) = |v - b|**2 / (2 variance). g is 0, or |h|**2 / 2 for
-    ``relu``. Free energies are computed in float32 also under autocast; other products with W use its dtype.
+    The energy is energy(v, h) = e(v) - h . (W x + c), with hidden units that are 0 or 1. For Bernoulli and categorical
+    visible units, x = v and e(v) = -b . v; for Gaussian ones, x = v / variance and e(v) = |v - b|**2 / (2 variance).
+    Free energies are computed in float32 also under autocast; other products with W use its dtype.
 
     Train it with :class:`lightning_accel.nn.ContrastiveDivergence`.
 
@@ -47,7 +43,6 @@ class RBM(nn.Module):
         num_hidden: H.
         visible: ``bernoulli`` (0, 1, or probabilities), ``gaussian`` (real, standardised) or ``categorical`` (groups of
             ``num_categories`` units, one-hot).
-        hidden: ``bernoulli``, or ``relu`` (non-negative, see :class:`lightning_accel.nn.rbm_units.RectifiedHidden`).
         num_categories: number of units in each group of categorical units.
         num_labels: number of one-hot units appended to the visible ones for the sample's class.
         learn_variance: whether to learn the variances of Gaussian units; else they are 1.
@@ -70,7 +65,6 @@ class RBM(nn.Module):
         num_hidden: int,
         *,
         visible: Visible = "bernoulli",
-        hidden: Hidden = "bernoulli",
         num_categories: int | None = None,
         num_labels: int = 0,
         learn_variance: bool = False,
@@ -92,7 +86,6 @@ class RBM(nn.Module):
         if num_labels:
             units = JoinedVisible([units, CategoricalVisible(num_labels, num_labels)])
         self.visible_units = units
-        self.hidden_units = _hidden_units(hidden)
         self.weight = nn.Parameter(torch.empty(num_hidden, self.num_visible))
         self.visible_bias = nn.Parameter(torch.empty(self.num_visible))
         self.hidden_bias = nn.Parameter(torch.empty(num_hidden))
@@ -155,13 +148,13 @@ class RBM(nn.Module):
 
     def forward(self, visible: Tensor) -> Tensor:
         """Compute the means (B, H) of the hidden units given ``visible`` (B, V)."""
-        return self.hidden_units.mean(self.hidden_activation(visible))
+        return self.hidden_activation(visible).sigmoid()
 
     transform = forward
 
     def sample_hidden(self, visible: Tensor, generator: Generator | None = None) -> Tensor:
         """Draw the hidden units (B, H) given ``visible`` (B, V)."""
-        return self.hidden_units.sample(self.hidden_activation(visible), generator)
+        return sample_bernoulli(self.hidden_activation(visible), generator)
 
     def sample_visible(self, hidden: Tensor, generator: Generator | None = None) -> Tensor:
         """Draw the visible units (B, V) given ``hidden`` (B, H)."""
@@ -178,15 +171,14 @@ class RBM(nn.Module):
         with without_autocast(visible):
             hidden = at_least_float32(hidden)
             interaction = (hidden * self.hidden_activation(at_least_float32(visible))).sum(dim=-1)
-            return self._visible_energy(at_least_float32(visible)) - interaction + self.hidden_units.base(hidden)
+            return self._visible_energy(at_least_float32(visible)) - interaction
 
     def free_energy(self, visible: Tensor) -> Tensor:
         """Compute the negative log unnormalised probability (B,) of ``visible`` (B, V), in nats; lower is likelier."""
         self._require_visible(visible)
         with without_autocast(visible):
             visible = at_least_float32(visible)
-            log_partition = self.hidden_units.log_partition(self.hidden_activation(visible))
-            return self._visible_energy(visible) - log_partition.sum(dim=-1)
+            return self._visible_energy(visible) - F.softplus(self.hidden_activation(visible)).sum(dim=-1)
 
     def hidden_free_energy(self, hidden: Tensor) -> Tensor:
         """Compute the negative log unnormalised probability (B,) of ``hidden`` (B, H), in nats."""
@@ -194,7 +186,7 @@ class RBM(nn.Module):
         with without_autocast(hidden):
             hidden = at_least_float32(hidden)
             log_partition = self.visible_units.log_partition(self.visible_activation(hidden), self.visible_bias)
-            return self.hidden_units.base(hidden) - hidden @ self.hidden_bias - log_partition
+            return -(hidden @ self.hidden_bias) - log_partition
 
     def log_z(
         self,
@@ -228,9 +220,8 @@ class RBM(nn.Module):
             weights. For ``exact``, the interval has width 0 and the effective sample size is infinite.
 
         Raises:
-            ValueError: if an argument is out of range, if neither visible nor hidden states can be enumerated, if
-                parameters are not finite, or if Gaussian visible and rectified hidden units have weights so large that
-                the sum may be infinite.
+            ValueError: if an argument is out of range, if neither visible nor hidden states can be enumerated, or if
+                parameters are not finite.
 
         Source: Neal 2001, Annealed Importance Sampling; Salakhutdinov and Murray 2008, On the Quantitative Analysis of
         Deep Belief Networks, section 4.1; Burda, Grosse and Salakhutdinov 2015, Accurate and Conservative Estimates of
@@ -256,25 +247,6 @@ class RBM(nn.Module):
             ValueError: as :meth:`log_z`.
         """
         return log_probability(self, visible, log_z)
-
-    def pseudo_likelihood(self, visible: Tensor, exact: bool = True, generator: Generator | None = None) -> Tensor:
-        """Compute the pseudo-log-likelihood (B,) in nats: the log-probabilities of units given the others, summed.
-
-        Categorical units count per group. For grey levels it is the negative cross-entropy between each unit's level
-        and its probability given the other levels. Do not select models by it: it ranks them differently from the
-        likelihood.
-
-        Args:
-            visible: (B, V) in the units' support.
-            exact: use all units, in O(B V H); else one random unit per sample, times the number of units.
-            generator: random number generator of that draw.
-
-        Raises:
-            ValueError: if units are Gaussian, which have no closed form.
-
-        Source: Besag 1975, Statistical Analysis of Non-Lattice Data
-        """
-        return pseudo_likelihood(self, visible, exact, generator)
 
     @torch.no_grad()
     def sample(
@@ -352,9 +324,3 @@ def _visible_units(num_visible: int, kind: Visible, num_categories: int | None, 
             f"num_visible={num_visible}, num_categories={num_categories}"
         )
     return CategoricalVisible(num_visible, num_categories)
-
-
-def _hidden_units(kind: Hidden) -> HiddenUnits:
-    if kind not in ("bernoulli", "relu"):
-        raise ValueError(f"hidden must be 'bernoulli' or 'relu'; got {kind!r}")
-    return BernoulliHidden() if kind == "bernoulli" else RectifiedHidden()

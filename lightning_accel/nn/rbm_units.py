@@ -1,42 +1,18 @@
-"""Types of visible and hidden units of restricted Boltzmann machines. Shapes: B batch size, V visible, H hidden units.
+"""Types of visible units of restricted Boltzmann machines. Shapes: B batch size, V visible units.
 
-Visible units are independent given the hidden units, and vice versa. Each type defines, for an activation a = bias +
+Visible units are independent given the hidden units. Each type defines, for an activation a = bias +
 input from the other units: the mean, a draw, and the logarithm of the sum (integral) over all states of
 exp(a . s - base(s)), where base is 0, or s**2 / 2 for units with real states.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from lightning_accel.ops.gibbs import (
-    log_truncated_normal_integral,
-    sample_bernoulli,
-    sample_categorical,
-    sample_normal,
-    sample_truncated_normal,
-    truncated_normal_mean,
-)
-
-
-class HiddenUnits(Protocol):
-    """Define a type of hidden units."""
-
-    def mean(self, activation: Tensor) -> Tensor:
-        """Compute the means of the units given ``activation``, both (B, H)."""
-
-    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        """Draw states of the units given ``activation``, both (B, H)."""
-
-    def log_partition(self, activation: Tensor) -> Tensor:
-        """Compute the log partition function of each unit given ``activation``, both (B, H)."""
-
-    def base(self, state: Tensor) -> Tensor:
-        """Compute the base energy (B,) of ``state`` (B, H), summed over units."""
+from lightning_accel.ops.gibbs import sample_bernoulli, sample_categorical, sample_normal
 
 
 class VisibleUnits(nn.Module):
@@ -258,44 +234,6 @@ class JoinedVisible(VisibleUnits):
 
     def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
         return next((fault for part, one in self._split(state) if (fault := part.find_fault(one, all_rows))), None)
-
-
-class BernoulliHidden:
-    """Define hidden units that are 0 or 1."""
-
-    def mean(self, activation: Tensor) -> Tensor:
-        return activation.sigmoid()
-
-    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        return sample_bernoulli(activation, generator)
-
-    def log_partition(self, activation: Tensor) -> Tensor:
-        return F.softplus(activation)
-
-    def base(self, state: Tensor) -> Tensor:
-        return state.new_zeros(state.shape[:-1])
-
-
-class RectifiedHidden:
-    """Define non-negative hidden units: normal around the activation with variance 1, truncated at 0.
-
-    The mean is a smooth ReLU. Unlike the noisy ReLU of Nair and Hinton 2010, which has no energy function, the units
-    have an exact free energy, and therefore exact likelihoods and tempering.
-
-    Source: Su, Liao, Chen and Carin 2016, Nonlinear Statistical Learning with Truncated Gaussian Graphical Models
-    """
-
-    def mean(self, activation: Tensor) -> Tensor:
-        return truncated_normal_mean(activation)
-
-    def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        return sample_truncated_normal(activation, generator)
-
-    def log_partition(self, activation: Tensor) -> Tensor:
-        return log_truncated_normal_integral(activation)
-
-    def base(self, state: Tensor) -> Tensor:
-        return 0.5 * state.square().sum(dim=-1)
 
 
 def enumerate_bits(numbers: Tensor, num_bits: int) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_accel.nn.contrastive import ContrastiveDivergence, Phase
 from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.rbm_units import RectifiedHidden
 from lightning_accel.nn.stack_likelihood import log_prob_of_hidden, log_prob_of_visible
+from lightning_accel.ops.gibbs import sample_bernoulli
 
 
 class UpDown:
@@ -57,7 +57,7 @@ class UpDown:
         for layer, rbm in enumerate(stack.layers[:-1]):
             loss = loss - log_prob_of_visible(rbm, states[layer], states[layer + 1]).mean()
             activation = stack.activation(layer, sleep_states[layer])
-            loss = loss - log_prob_of_hidden(rbm.hidden_units, sleep_states[layer + 1], activation).mean()
+            loss = loss - log_prob_of_hidden(sleep_states[layer + 1], activation).mean()
         return loss
 
     @torch.no_grad()
@@ -65,8 +65,8 @@ class UpDown:
         """Sample states (B, H_l) by recognition, from the visible units up to the top RBM's visible units."""
         generator = self.contrastive.generator(visible.device)
         states = [visible]
-        for layer, rbm in enumerate(stack.layers[:-1]):
-            states.append(rbm.hidden_units.sample(stack.activation(layer, states[-1]), generator))
+        for layer in range(len(stack.layers) - 1):
+            states.append(sample_bernoulli(stack.activation(layer, states[-1]), generator))
         return states
 
     @torch.no_grad()
@@ -77,7 +77,5 @@ class UpDown:
         samples = self.contrastive.draw(top, start).visible
         states = [samples[:, : top.num_visible - top.num_labels]]
         for rbm in reversed(stack.layers[:-1]):
-            if isinstance(rbm.hidden_units, RectifiedHidden):
-                states[0] = states[0].clamp(min=0)  # like recognition; Gaussian units may be negative
             states.insert(0, rbm.sample_visible(states[0], generator))
         return states

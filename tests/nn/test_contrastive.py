@@ -17,15 +17,14 @@ PAIRS = {
     "labels": {"num_labels": 2},
     "gaussian with labels": {"visible": "gaussian", "learn_variance": True, "num_labels": 2},
 }
-UNITS = [(visible, hidden) for visible in PAIRS for hidden in ("bernoulli", "relu")]
 
 
 class GeneralSGD(torch.optim.SGD):
     """What train_ does not know, so that it goes the general way."""
 
 
-def make_rbm(units="bernoulli", hidden="bernoulli", dtype=torch.float64):
-    rbm = RBM(6, 4, hidden=hidden, **PAIRS[units]).to(dtype)
+def make_rbm(units="bernoulli", dtype=torch.float64):
+    rbm = RBM(6, 4, **PAIRS[units]).to(dtype)
     for parameter in rbm.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return rbm
@@ -55,12 +54,12 @@ def samples_of(training, rbm, rows):
     return training._contrast(rbm, rows).negative.visible
 
 
-@pytest.mark.parametrize(("units", "hidden"), UNITS)
-@pytest.mark.parametrize("sampler", ["cd", "pcd", "tempering"])
-def test_gradient_is_that_of_the_gap_of_free_energies(units, hidden, sampler):
-    rbm = make_rbm(units, hidden)
+@pytest.mark.parametrize("units", PAIRS)
+@pytest.mark.parametrize("sampler", ["cd", "pcd"])
+def test_gradient_is_that_of_the_gap_of_free_energies(units, sampler):
+    rbm = make_rbm(units)
     rows = rows_for(rbm)
-    training = ContrastiveDivergence(sampler, steps=2, num_chains=5, num_temperatures=3, centering=0)
+    training = ContrastiveDivergence(sampler, steps=2, num_chains=5, centering=0)
     for _ in range(2):  # the second with chains and moments of the first
         samples = samples_of(training, rbm, rows)
         expected = torch.autograd.grad(free_energy_gap(rbm, rows, samples), parameters_of(rbm))
@@ -78,13 +77,12 @@ def test_gap_is_of_the_mean_energies():
     torch.testing.assert_close(training(rbm, rows), energies[0] - energies[1])
 
 
-@pytest.mark.parametrize("sparsity_target", [None, 0.2])
-@pytest.mark.parametrize(("units", "hidden"), UNITS)
-def test_centred_gradient_is_that_by_the_centred_parameters(units, hidden, sparsity_target):
+@pytest.mark.parametrize("units", PAIRS)
+def test_centred_gradient_is_that_by_the_centred_parameters(units):
     """With units less their offsets, biases are others; what descends there, told in the RBM's own parameters."""
-    rbm = make_rbm(units, hidden)
+    rbm = make_rbm(units)
     rows = rows_for(rbm)
-    training = ContrastiveDivergence(num_chains=5, centering=50, sparsity_target=sparsity_target, sparsity_weight=0.7)
+    training = ContrastiveDivergence(num_chains=5, centering=50)
     training(rbm, rows_for(rbm))
     samples = samples_of(training, rbm, rows)
     training(rbm, rows).backward()
@@ -105,9 +103,6 @@ def test_centred_gradient_is_that_by_the_centred_parameters(units, hidden, spars
         return torch.func.functional_call(Method(rbm, "free_energy"), prefixed(values), visible).mean()
 
     loss = energies(rows) - energies(samples)
-    if sparsity_target is not None:
-        activation = torch.func.functional_call(Method(rbm, "hidden_activation"), prefixed(values), rows)
-        loss = loss + 0.7 * ((training.activity - sparsity_target) * activation.mean(dim=0)).sum()
     by_weight, by_b, by_c, *others = torch.autograd.grad(
         loss, [weight, centred_visible, centred_hidden, *rest.values()]
     )
@@ -131,9 +126,9 @@ def prefixed(values):
     return {f"rbm.{name}": value for name, value in values.items()}
 
 
-def test_offsets_and_activity_follow_the_data():
+def test_offsets_follow_the_data():
     rbm = make_rbm()
-    training = ContrastiveDivergence(centering=50 / 3, sparsity_target=0.2)
+    training = ContrastiveDivergence(centering=50 / 3)
     first, second = rows_for(rbm), rows_for(rbm, 5)
     training(rbm, first)
     torch.testing.assert_close(training.visible_offset, first.mean(dim=0))
@@ -141,20 +136,9 @@ def test_offsets_and_activity_follow_the_data():
     torch.testing.assert_close(training.visible_offset, 0.7 * first.mean(dim=0) + 0.3 * second.mean(dim=0))
     hidden = [rbm(rows).mean(dim=0).detach() for rows in (first, second)]
     torch.testing.assert_close(training.hidden_offset, 0.7 * hidden[0] + 0.3 * hidden[1])
-    torch.testing.assert_close(training.activity, 0.9 * hidden[0] + 0.1 * hidden[1])
     third = rows_for(rbm, 17)
     training(rbm, third)
     torch.testing.assert_close(training.visible_offset, third.mean(dim=0))
-
-
-def test_sparsity_target_is_met():
-    rbm = make_rbm()
-    rows = rows_for(rbm, 50)
-    optimizer = torch.optim.SGD(rbm.parameters(), lr=0.1)
-    training = ContrastiveDivergence(sparsity_target=0.15, sparsity_weight=5.0)
-    for _ in range(300):
-        training.train_(rbm, rows, 10, optimizer)
-    assert 0.1 < rbm(rows).mean() < 0.2
 
 
 @pytest.mark.parametrize("kind", ["accumulated", "scaled", "retained", "twice"])
@@ -186,15 +170,15 @@ def test_serves_what_is_done_to_losses(kind):
         torch.testing.assert_close(gradients_of(rbm), once)
 
 
-@pytest.mark.parametrize("sampler", ["cd", "pcd", "tempering"])
+@pytest.mark.parametrize("sampler", ["cd", "pcd"])
 def test_number_of_chains_has_nothing_to_do_with_the_rows(sampler):
     rbm = make_rbm()
-    training = ContrastiveDivergence(sampler, num_chains=5, num_temperatures=3)
+    training = ContrastiveDivergence(sampler, num_chains=5)
     for num_rows in (7, 3):
         rows = rows_for(rbm, num_rows)
         assert len(samples_of(training, rbm, rows)) == (num_rows if sampler == "cd" else 5)
         training(rbm, rows)
-    shape = {"cd": None, "pcd": (5, 4), "tempering": (3, 5, 4)}[sampler]
+    shape = {"cd": None, "pcd": (5, 4)}[sampler]
     assert (training.chains.shape if shape else training.chains) == shape
 
 
@@ -228,9 +212,7 @@ SETTINGS = [
     {"sampler": "cd"},
     {"sampler": "cd", "steps": 3, "centering": 20},
     {"sampler": "pcd", "steps": 2},
-    {"sampler": "pcd", "centering": 20, "sparsity_target": 0.2},
-    {"sampler": "cd", "sparsity_target": 0.2},
-    {"sampler": "tempering", "num_temperatures": 3},
+    {"sampler": "pcd", "centering": 20},
 ]
 
 
@@ -266,7 +248,7 @@ def test_train_equals_the_loop_with_any_units_and_optimizer(units):
     states = []
     for train in (ContrastiveDivergence.train_, by_hand):
         torch.manual_seed(0)
-        rbm = make_rbm(units, "relu")
+        rbm = make_rbm(units)
         rows = rows_for(rbm, 17)
         optimizer = torch.optim.AdamW(rbm.parameters(), lr=0.01)
         gap = train(ContrastiveDivergence(num_chains=5), rbm, rows, 5, optimizer)
@@ -406,13 +388,11 @@ def test_lightning_counts_calls_of_train(kind, tmp_path):
     torch.testing.assert_close(module.rbm.state_dict(), twin.state_dict())
 
 
-@pytest.mark.parametrize("sampler", ["cd", "pcd", "tempering"])
+@pytest.mark.parametrize("sampler", ["cd", "pcd"])
 def test_state_goes_on_with_the_same_draws(sampler):
     rbm = make_rbm(dtype=torch.float32)
     rows = rows_for(rbm, 40)
-    training, resumed = (
-        ContrastiveDivergence(sampler, num_chains=5, num_temperatures=3, sparsity_target=0.3, seed=3) for _ in range(2)
-    )
+    training, resumed = (ContrastiveDivergence(sampler, num_chains=5, seed=3) for _ in range(2))
     optimizer = torch.optim.SGD(rbm.parameters(), lr=0.1, momentum=0.5)
     training.train_(rbm, rows, 6, optimizer)
     state = training.state_dict()
@@ -434,15 +414,15 @@ def check_ranks(rank, general):
     rows = rows_for(rbm, 48)
     kind = GeneralSGD if general else torch.optim.SGD
     optimizer = kind(rbm.parameters(), lr=0.1, momentum=0.5)
-    training = ContrastiveDivergence(num_chains=5, centering=50, sparsity_target=0.2)
+    training = ContrastiveDivergence(num_chains=5, centering=50)
     training.train_(rbm, rows[rank::2], 4, optimizer)
     own = [None, None]
     samples = samples_of(training, rbm, rows[rank::2])
     dist.all_gather_object(own, samples)
-    activity, offset = training.activity, training.visible_offset
+    offsets = training.hidden_offset, training.visible_offset
     rbm.zero_grad()
     training(rbm, rows[rank::2]).backward()
-    return rbm.state_dict(), (activity, offset), training.chains, rbm.weight.grad, own
+    return rbm.state_dict(), offsets, training.chains, rbm.weight.grad, own
 
 
 @pytest.mark.parametrize("general", [False, True])
@@ -520,25 +500,13 @@ def test_autocast_of_train_uses_the_weights_of_each_step():
         ({"sampler": "gibbs"}, "sampler must be"),
         ({"steps": 0}, "steps=0"),
         ({"num_chains": 0}, "num_chains=0"),
-        ({"num_temperatures": 1}, "num_temperatures=1"),
         ({"centering": 0.5}, "centering must be at least 1 row"),
         ({"centering": float("nan")}, "centering must be"),
-        ({"sparsity_target": 0.0}, "sparsity_target=0"),
-        ({"sparsity_target": 0.1, "sparsity_weight": -1.0}, "sparsity_weight=-1"),
     ],
 )
 def test_refuses_numbers_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         ContrastiveDivergence(**options)
-
-
-def test_refuses_a_target_that_bernoulli_units_cannot_meet():
-    training = ContrastiveDivergence(sparsity_target=1.0)
-    rbm = make_rbm()
-    with pytest.raises(ValueError, match="below 1"):
-        training(rbm, rows_for(rbm))
-    rectified = make_rbm(hidden="relu")
-    training(rectified, rows_for(rectified))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, GeneralSGD])

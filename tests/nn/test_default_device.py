@@ -40,7 +40,7 @@ def mixtures():
 
 def machines():
     rbm, rows = RBM(6, 4), (torch.rand(20, 6) < 0.5).float()
-    for sampler in ("cd", "pcd", "tempering"):
+    for sampler in ("cd", "pcd"):
         yield ContrastiveDivergence(sampler, num_chains=5), (rbm, rows)
     optimizer = torch.optim.SGD(rbm.parameters(), lr=0.1)
     yield ContrastiveDivergence(num_chains=5).train_, (rbm, rows, 4, optimizer)

@@ -1,40 +1,14 @@
 """Draws against their distributions, and formulas of the truncated normal distribution against mpmath."""
 
 import math
-from functools import cache
 
-import mpmath
-import numpy as np
 import pytest
 import torch
 from scipy import stats
-from scipy.special import log_ndtr
 
-from lightning_accel.ops.gibbs import (
-    log_truncated_normal_integral,
-    sample_bernoulli,
-    sample_categorical,
-    sample_normal,
-    sample_truncated_normal,
-    truncated_normal_mean,
-)
-from tests.tolerance import rounding
+from lightning_accel.ops.gibbs import sample_bernoulli, sample_categorical, sample_normal
 
-PLACES = torch.tensor([-50.0, -30.1, -29.9, -12.0, -6.01, -5.01, -4.99, -1.3, 0.0, 0.7, 5.0, 10.0, 50.0]).tolist()
 N = 20_000
-
-
-@cache  # for the same places in both dtypes
-def integral(location: float, power: int) -> mpmath.mpf:
-    """Of h**power exp(location h - h**2 / 2) over h >= 0, by quadrature."""
-    with mpmath.workdps(40):
-        top = max(location, 0)
-        # in units of how fast the integrand falls, and around its maximum
-        width = 1 / (1 + max(-location, 0))
-        ends = [max(top - 12, 0), top, top + 4 * width, top + 12 * width, top + 50 * width + 1, mpmath.inf]
-        return mpmath.quad(
-            lambda h: h**power * mpmath.exp(location * h - h * h / 2), sorted({mpmath.mpf(end) for end in ends})
-        )
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -85,54 +59,3 @@ def test_categorical_draws_rare_classes():
 def test_normal_has_mean_and_deviation():
     drawn = sample_normal(torch.full((N,), -1.5), torch.tensor(0.3), generator())
     assert stats.kstest(drawn.double().numpy(), stats.norm(-1.5, 0.3).cdf).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("location", [-40.0, -30.1, -29.9, -8.0, -1.0, 0.0, 0.5, 10.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_truncated_normal_has_its_distribution(location, dtype):
-    drawn = sample_truncated_normal(torch.full((N,), location, dtype=dtype), generator())
-    assert drawn.dtype == dtype
-    assert drawn.min() >= 0
-    assert stats.kstest(drawn.double().numpy(), tail_cdf(location)).pvalue > 1e-3
-
-
-def tail_cdf(location: float):
-    """1 - Q(h - location) / Q(-location), by logarithms."""
-    return lambda h: -np.expm1(log_ndtr(location - np.asarray(h)) - log_ndtr(location))
-
-
-# At -4.99 the mean is what two terms of 5 leave, 0.19, and their exponential of -12.5 is off by 13 roundings.
-CANCELLED = rounding(torch.float32, 2 * 13 * round(5 / 0.19))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, CANCELLED), (torch.float64, 1e-12)])
-def test_truncated_normal_mean_and_integral_match_quadrature(dtype, tolerance):
-    places = torch.tensor(PLACES, dtype=dtype)
-    mean, log_integral = truncated_normal_mean(places), log_truncated_normal_integral(places)
-    for index, place in enumerate(places.tolist()):
-        whole = integral(place, 0)
-        assert float(mean[index]) == pytest.approx(float(integral(place, 1) / whole), rel=tolerance)
-        assert float(log_integral[index]) == pytest.approx(float(mpmath.log(whole)), rel=tolerance, abs=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [pytest.param(torch.float32, 2e-3, marks=pytest.mark.slow), (torch.float64, 1e-10)]
-)
-def test_gradients_of_the_truncated_normal_are_its_moments(dtype, tolerance):
-    places = torch.tensor([*PLACES, -1e4, -1e15, 1e4], dtype=dtype, requires_grad=True)
-    mean = truncated_normal_mean(places)
-    (by_integral,) = torch.autograd.grad(log_truncated_normal_integral(places).sum(), places)
-    (by_mean,) = torch.autograd.grad(mean.sum(), places)
-    torch.testing.assert_close(by_integral, mean.detach(), rtol=CANCELLED if dtype == torch.float32 else 1e-10, atol=0)
-    assert by_mean.isfinite().all()
-    for index in range(len(PLACES)):
-        place = float(places.detach()[index])
-        first, second = (integral(place, power) / integral(place, 0) for power in (1, 2))
-        assert float(by_mean[index]) == pytest.approx(float(second - first**2), rel=tolerance), place
-
-
-def test_truncated_normal_is_continuous_where_formulas_meet():
-    places = torch.linspace(-5.0001, -4.9999, 101, dtype=torch.float64)
-    for function in (truncated_normal_mean, log_truncated_normal_integral):
-        steps = function(places).diff()
-        torch.testing.assert_close(steps, steps.mean().expand(100), rtol=1e-4, atol=0)
