@@ -1,16 +1,65 @@
-"""Helpers of the models' hooks. Shapes: L mixtures, E experts."""
+"""What the hooks of models share: sizes from datamodules, hyperparameters, logging. Shapes: L mixtures, E experts."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn import GateReport
 from lightning_accel.ops.names import list_of_names
+
+
+class SizedModel(L.LightningModule):
+    """Build the layers once their sizes are known: from the constructor, or from the datamodule.
+
+    A subclass names the attributes to read from the datamodule, with functions that convert them to plain values, in
+    ``from_datamodule``, and implements ``_is_built``, ``_require_sizes`` and ``_build``.
+    """
+
+    from_datamodule: ClassVar[Mapping[str, Callable[[Any], object]]] = {}
+    unlike_tensor_parallelism: ClassVar[str] = ""  # a strategy to suggest in its place
+    make_optimizer: OptimizerCallable
+
+    def setup(self, stage: str) -> None:
+        self._read_datamodule()
+
+    def _read_datamodule(self) -> None:
+        take_from_datamodule(self, **self.from_datamodule)
+
+    def configure_model(self) -> None:
+        """Build the layers whose sizes may come from the datamodule, once they are known."""
+        reject_tensor_parallelism(self, self.unlike_tensor_parallelism)
+        if self._is_built():
+            return
+        if self._trainer is not None:  # callbacks that copy the model call this before setup
+            self._read_datamodule()
+        self._require_sizes()
+        self._build()
+
+    def _is_built(self) -> bool:
+        raise NotImplementedError
+
+    def _require_sizes(self) -> None:
+        """Raise a ValueError if a size is neither given nor provided by the datamodule."""
+        raise NotImplementedError
+
+    def _build(self) -> None:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+
+def require_class_names(names: Sequence[str] | None, num_classes: int | None) -> None:
+    """Raise a ValueError if there are names, but not one for each class."""
+    if names is not None and len(names) != num_classes:
+        raise ValueError(f"num_classes is {num_classes}, but there are {len(names)} class_names")
 
 
 def is_logging_step(module: L.LightningModule) -> bool:

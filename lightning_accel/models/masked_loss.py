@@ -1,12 +1,15 @@
-"""Losses and scores over the valid targets of a batch. Shapes: S scores."""
+"""Losses and metrics over the valid targets of batches. Shapes: S scores."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.models.hooks import SizedModel, is_logging_step
+from lightning_accel.ops.float32 import at_least_float32
 
 
 class MaskedLoss(NamedTuple):
@@ -33,7 +36,7 @@ def masked_loss(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> M
     >>> masked_loss(torch.tensor([[1.0], [5.0]]), torch.tensor([3.0, torch.nan]))
     MaskedLoss(loss=tensor(4.), score=tensor(4.), valid=tensor(1))
     """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = at_least_float32(scores)
     valid = is_valid(target)
     expected = tuple(scores.shape) if target.is_floating_point() else tuple(scores.shape[:-1])
     if tuple(target.shape) != expected and expected != (*target.shape, 1):
@@ -45,3 +48,96 @@ def masked_loss(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> M
         return MaskedLoss(scaled.square().sum(), error.detach().square().sum(), valid.sum())
     loss = F.cross_entropy(scores.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
     return MaskedLoss(loss, (scores.argmax(dim=-1) == target).sum(), valid.sum())
+
+
+class SupervisedModel(SizedModel):
+    """Train by the mean loss over the valid targets of all processes, and log means over those of an epoch.
+
+    A subclass implements ``_target``, ``_masked_loss`` and ``_num_samples`` of a batch, and ``_unit``.
+    """
+
+    target_kind: str | None
+    num_targets: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._valid_per_sample: Tensor | None = None
+        self.val_loss, self.val_score = MeanMetric(), MeanMetric()
+        self.test_loss, self.test_score = MeanMetric(), MeanMetric()
+
+    def _target(self, batch: Any, stage: str) -> Tensor:
+        raise NotImplementedError
+
+    def _masked_loss(self, batch: Any, stage: str) -> MaskedLoss:
+        raise NotImplementedError
+
+    def _num_samples(self, batch: Any) -> int:
+        raise NotImplementedError
+
+    @property
+    def _unit(self) -> tuple[Tensor, Tensor]:
+        """Return the buffers of the mean and the standard deviation of values, (S,) each."""
+        raise NotImplementedError
+
+    @property
+    def _has_values(self) -> bool:
+        """Return whether targets are values, not classes."""
+        return self.target_kind == "regression"
+
+    def _unscale(self, values: Tensor) -> Tensor:
+        mean, std = self._unit
+        return at_least_float32(values) * std + mean
+
+    def _read_datamodule(self) -> None:
+        super()._read_datamodule()
+        if self.target_kind == "regression" and self.num_targets is None:
+            self.num_targets = self.hparams["num_targets"] = 1
+
+    def on_fit_start(self) -> None:
+        """Copy the mean and standard deviation of values from the datamodule, if it provides them."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        of = "feature" if self.target_kind == "forecasting" else "target"
+        given = [getattr(datamodule, f"{of}_{name}", None) for name in ("mean", "std")]
+        if self._has_values and not any(value is None for value in given):
+            for buffer, value in zip(self._unit, given, strict=True):
+                buffer.copy_(torch.as_tensor(value))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Count the valid targets on all processes, before a strategy splits the batch further."""
+        valid = is_valid(self._target(batch, "train")).sum().float()
+        count = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1)
+        self._valid_per_sample = count / self._num_samples(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        measured, num_samples = self._masked_loss(batch, "train"), self._num_samples(batch)
+        per_sample = self._valid_per_sample
+        if per_sample is None:  # a subclass may override on_train_batch_start
+            per_sample = measured.valid.clamp(min=1) / num_samples
+        # The mean number of valid targets per process: the mean over processes of loss = sum / weight is then the mean
+        # over all targets, and so is the mean over the samples of splits of this batch. WeightedAccumulation and
+        # accel_dp read the weight.
+        weight = per_sample * num_samples
+        loss = measured.loss / weight
+        if is_logging_step(self):
+            self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=num_samples)
+        return {"loss": loss, "weight": weight}
+
+    def on_validation_epoch_start(self) -> None:
+        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
+        self.val_loss.reset()
+        self.val_score.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_loss, self.val_score)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_loss, self.test_score)
+
+    def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
+        measured, num_samples = self._masked_loss(batch, stage), self._num_samples(batch)
+        count = measured.valid.clamp(min=1)
+        loss.update(measured.loss / count, weight=measured.valid)
+        score.update(measured.score / count, weight=measured.valid)
+        self.log(f"{stage}/loss", loss, batch_size=num_samples)
+        name = "mse" if self._has_values else "accuracy"
+        self.log(f"{stage}/{name}", score, prog_bar=True, batch_size=num_samples)

@@ -2,34 +2,18 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import IGNORED
-from lightning_accel.models.graph_layers import (
-    EdgeKind,
-    GraphHead,
-    GraphLayers,
-    GraphReadout,
-    NormName,
-    ReadoutName,
-    make_layers,
-)
-from lightning_accel.models.hooks import (
-    is_logging_step,
-    keep_plain_hyperparameters,
-    list_of_str,
-    take_from_datamodule,
-)
-from lightning_accel.models.masked_loss import MaskedLoss, is_valid, masked_loss
+from lightning_accel.models.graph_layers import EdgeKind, GraphHead, GraphLayers, GraphReadout, NormName, make_layers
+from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, require_class_names
+from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.models.sequence_predictions import name_classes
-from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational_pooling import RelationalPooling
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
@@ -39,11 +23,10 @@ from lightning_accel.strategies import PipelineStrategy
 
 Level: TypeAlias = Literal["graph", "node"]
 TargetKind: TypeAlias = Literal["classification", "regression"]
-Tuples: TypeAlias = Literal["nodes", "edges", "two_paths", "all"]
 _SIZES = ("num_features", "edge_dim", "num_relations", "num_classes", "num_targets")
 
 
-class RelationalGNN(L.LightningModule):
+class RelationalGNN(SupervisedModel):
     """Classify graphs or nodes, or predict values of them, by convolutions with order-3 relations and a readout.
 
     Three options, alone or together, distinguish graphs that message passing cannot:
@@ -87,16 +70,13 @@ class RelationalGNN(L.LightningModule):
         conv_options: further arguments of it.
         dim: width of all layers.
         num_layers: number of convolutions; with 0 only the triples of ``triple_readout`` are used.
-        marks: number of nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
-        tuples: which nodes are marked: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
+        marks: number of nodes that are marked together: 0, 1, 2 joined by an edge, or 3 joined by two.
         samples: number of random tuples of each graph in evaluation; None for all.
         train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
             mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
-        readout: reduction over the nodes of a graph; with marks always their sum.
-        triple_readout: add triangles and 2-paths to the readout.
+        triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
         norm: norm after each convolution.
         dropout: dropout after each convolution.
-        residual: add the input of each layer to its output.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
         optimizer: creates the optimizer; called with the parameters.
 
@@ -112,6 +92,11 @@ class RelationalGNN(L.LightningModule):
 
     target_mean: Tensor  # (S,), mean of the training targets
     target_std: Tensor
+    from_datamodule: ClassVar = dict.fromkeys(_SIZES, index) | {
+        "level": str,
+        "target_kind": str,
+        "class_names": list_of_str,
+    }
 
     def __init__(
         self,
@@ -128,23 +113,15 @@ class RelationalGNN(L.LightningModule):
         dim: int = 64,
         num_layers: int = 4,
         marks: int = 0,
-        tuples: Tuples | None = None,
         samples: int | None = None,
         train_samples: int | None = 1,
-        readout: ReadoutName = "sum",
         triple_readout: bool = False,
         norm: NormName = "batch",
         dropout: float = 0.0,
-        residual: bool = False,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        # NumPy numbers and arrays would make the checkpoint unsafe to load
-        num_features, num_classes, num_targets, edge_dim, num_relations = (
-            None if size is None else index(size)
-            for size in (num_features, num_classes, num_targets, edge_dim, num_relations)
-        )
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
         hint_at_removed_channels(self)
@@ -155,63 +132,47 @@ class RelationalGNN(L.LightningModule):
         self.class_names = class_names
         self.conv, self.conv_options = conv, conv_options or {}
         self.dim, self.num_layers = dim, num_layers
-        self.marks, self.tuples, self.samples, self.train_samples = marks, tuples, samples, train_samples
-        self.readout_name, self.triple_readout = readout, triple_readout
-        self.norm, self.dropout, self.residual = norm, dropout, residual
+        self.marks, self.samples, self.train_samples = marks, samples, train_samples
+        self.triple_readout = triple_readout
+        self.norm, self.dropout = norm, dropout
         self.make_optimizer = optimizer
         self._require_options()
         self.layers: GraphLayers | None = None
-        self._valid_per_graph: Tensor | None = None
-        self.val_loss, self.val_score = MeanMetric(), MeanMetric()
-        self.test_loss, self.test_score = MeanMetric(), MeanMetric()
         if level is not None and target_kind is not None and self._num_scores() and num_features:
             self.configure_model()
 
     def _require_options(self) -> None:
-        if self.num_layers < 0 or self.dim < 1 or self.marks < 0:
+        if self.num_layers < 0 or self.dim < 1 or not 0 <= self.marks <= 3:
             raise ValueError(
-                "num_layers and marks must be at least 0, dim at least 1; got "
-                f"num_layers={self.num_layers}, marks={self.marks}, dim={self.dim}"
+                "num_layers must be at least 0, dim at least 1 and marks from 0 to 3; got "
+                f"num_layers={self.num_layers}, dim={self.dim}, marks={self.marks}"
             )
         if not self.num_layers and not self.triple_readout:
             raise ValueError("num_layers=0 leaves the edges out; give layers, or triple_readout=True")
-        if not self.marks and (self.tuples, self.samples, self.train_samples) != (None, None, 1):
+        if not self.marks and (self.samples, self.train_samples) != (None, 1):
             raise ValueError(
-                f"tuples={self.tuples!r}, samples={self.samples} and train_samples={self.train_samples} say which "
-                "nodes are marked, but marks=0: give marks"
+                f"samples={self.samples} and train_samples={self.train_samples} say which nodes are marked, but "
+                "marks=0: give marks"
             )
-        if self.marks and (self.triple_readout or self.readout_name != "sum"):
+        if self.marks and self.triple_readout:
             raise ValueError(
-                "with marks the readout is the sum over nodes and the marked ones; leave triple_readout and readout out"
+                "with marks the readout is the sum over nodes and the marked ones; leave triple_readout out"
             )
 
     def setup(self, stage: str) -> None:
-        self._read_datamodule()
+        super().setup(stage)
         if self.marks and isinstance(self.trainer.strategy, PipelineStrategy):
             raise ValueError(
                 "marks run through the layers once for each of many copies of a graph, which accel_pipeline cannot; "
                 "take 'accel_ddp' or 'accel_fsdp2', or marks=0"
             )
 
-    def _read_datamodule(self) -> None:
-        sizes = dict.fromkeys(_SIZES, index)
-        take_from_datamodule(self, **sizes, level=str, target_kind=str, class_names=list_of_str)
-        if self.target_kind == "regression" and self.num_targets is None:
-            self.num_targets = self.hparams["num_targets"] = 1
-
     def _num_scores(self) -> int | None:
         """Return S, the number of scores."""
         return self.num_classes if self.target_kind == "classification" else self.num_targets
 
-    def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, once they are known."""
-        reject_tensor_parallelism(self)
-        if self.layers is not None:
-            return
-        if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._read_datamodule()
-        self._require_sizes()
-        self._build()
+    def _is_built(self) -> bool:
+        return self.layers is not None
 
     def _require_sizes(self) -> None:
         given = {name: getattr(self, name) for name in (*_SIZES, "level", "target_kind")}
@@ -227,11 +188,10 @@ class RelationalGNN(L.LightningModule):
                 f"RelationalGNN needs num_features of nodes, and num_classes or num_targets; got {known}. Pass them, "
                 "or train with a datamodule that has attributes so named, as GraphDataModule has"
             )
-        if self.level == "node" and (self.triple_readout or self.readout_name != "sum"):
-            raise ValueError("readout and triple_readout have no effect on level='node': leave them out")
-        names = self.class_names if self.target_kind == "classification" else None
-        if names is not None and len(names) != self.num_classes:
-            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(names)} class_names")
+        if self.level == "node" and self.triple_readout:
+            raise ValueError("triple_readout has no effect on level='node': leave it out")
+        if self.target_kind == "classification":
+            require_class_names(self.class_names, self.num_classes)
 
     def _build(self) -> None:
         num_scores = self._num_scores()
@@ -247,14 +207,13 @@ class RelationalGNN(L.LightningModule):
             self.conv_options,
             self.norm,
             self.dropout,
-            self.residual,
         )
         width = self.dim
         self.readout: GraphReadout | None = None
         if self.marks:
             width += self.dim * self.marks if self.level == "graph" else 0
         elif self.level == "graph":
-            self.readout = GraphReadout(self.dim, self.readout_name, self.triple_readout)
+            self.readout = GraphReadout(self.dim, self.triple_readout)
             width = self.readout.out_channels
         self.head = GraphHead(width, self.dim, num_scores)
         self.marked: RelationalPooling | None = None
@@ -262,7 +221,6 @@ class RelationalGNN(L.LightningModule):
             self.marked = RelationalPooling(
                 layers,
                 self.marks,
-                self.tuples,
                 level=self.level,
                 head=self.head,
                 samples=self.samples,
@@ -282,9 +240,6 @@ class RelationalGNN(L.LightningModule):
         assert self.layers is not None
         readout = [] if self.readout is None else [self.readout]
         return [self.layers.encoder, *self.layers.blocks, *readout, self.head]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters())
 
     def forward(
         self,
@@ -332,7 +287,7 @@ class RelationalGNN(L.LightningModule):
             return Estimate(mean, torch.zeros_like(mean))
         edge_attr = edge_attr if self._uses_edges else None
         mean, error = self.marked.estimate(x, edge_index, edge_attr, batch, size)
-        return Estimate(self._unscale(mean), error * self.target_std if self.target_kind == "regression" else error)
+        return Estimate(self._unscale(mean), error * self.target_std if self._has_values else error)
 
     def _mark_generator(self) -> torch.Generator | None:
         """Create a generator for the marks of training, since processes that are seeded alike would mark equal nodes.
@@ -348,36 +303,15 @@ class RelationalGNN(L.LightningModule):
             return None
         return triples_of(edge_index, len(x), triangle_index)
 
-    def _unscale(self, scores: Tensor) -> Tensor:
-        if self.target_kind != "regression":
-            return scores
-        return scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.target_std + self.target_mean
+    @property
+    def _unit(self) -> tuple[Tensor, Tensor]:
+        return self.target_mean, self.target_std
 
-    def on_fit_start(self) -> None:
-        """Copy the mean and standard deviation of targets from the datamodule, if it provides them."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        mean, std = getattr(datamodule, "target_mean", None), getattr(datamodule, "target_std", None)
-        if self.target_kind == "regression" and mean is not None and std is not None:
-            self.target_mean.copy_(torch.as_tensor(mean))
-            self.target_std.copy_(torch.as_tensor(std))
+    def _unscale(self, values: Tensor) -> Tensor:
+        return super()._unscale(values) if self._has_values else values
 
-    def on_train_batch_start(self, batch: Data, batch_idx: int) -> None:
-        """Count the valid targets on all processes, before a strategy splits the batch further."""
-        valid = is_valid(self._target(batch, "train")).sum().float()
-        self._valid_per_graph = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / _num_graphs(batch)
-
-    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        measured = self._masked_loss(batch, "train")
-        per_graph = self._valid_per_graph
-        if per_graph is None:  # a subclass may override on_train_batch_start
-            per_graph = measured.valid.clamp(min=1) / _num_graphs(batch)
-        # The mean number of valid targets per process, as in SequenceModel; WeightedAccumulation and accel_dp read the
-        # weight.
-        weight = per_graph * _num_graphs(batch)
-        loss = measured.loss / weight
-        if is_logging_step(self):
-            self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=_num_graphs(batch))
-        return {"loss": loss, "weight": weight}
+    def _num_samples(self, batch: Data) -> int:
+        return int(getattr(batch, "num_graphs", 1))
 
     def _masked_loss(self, batch: Data, stage: str) -> MaskedLoss:
         target = self._target(batch, stage)
@@ -388,7 +322,7 @@ class RelationalGNN(L.LightningModule):
         x = batch.x
         if x is None:
             x = torch.ones(batch.num_nodes, 1, device=batch.edge_index.device, dtype=self.dtype)  # type: ignore[arg-type]
-        size = None if batch.batch is None else _num_graphs(batch)
+        size = None if batch.batch is None else self._num_samples(batch)
         return x, batch.edge_index, self._edges(batch), batch.batch, size, getattr(batch, "triangle_index", None)
 
     @property
@@ -437,27 +371,6 @@ class RelationalGNN(L.LightningModule):
             return batch.target_index
         return slice(batch.batch_size if "batch_size" in batch else None)  # not the property, which counts graphs
 
-    def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
-        self.val_loss.reset()
-        self.val_score.reset()
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_loss, self.val_score)
-
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_loss, self.test_score)
-
-    def _evaluate(self, batch: Data, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
-        measured = self._masked_loss(batch, stage)
-        count = measured.valid.clamp(min=1)
-        loss.update(measured.loss / count, weight=measured.valid)
-        score.update(measured.score / count, weight=measured.valid)
-        graphs = _num_graphs(batch)
-        self.log(f"{stage}/loss", loss, batch_size=graphs)
-        name = "mse" if self.target_kind == "regression" else "accuracy"
-        self.log(f"{stage}/{name}", score, prog_bar=True, batch_size=graphs)
-
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, Any]:
         """Return the predictions for each graph or node.
 
@@ -474,7 +387,3 @@ class RelationalGNN(L.LightningModule):
         best = mean.argmax(dim=-1, keepdim=True)
         predictions = name_classes(mean, self.class_names)
         return {**predictions, "score": mean.gather(1, best)[:, 0], "standard_error": error.gather(1, best)[:, 0]}
-
-
-def _num_graphs(batch: Data) -> int:
-    return int(getattr(batch, "num_graphs", 1))

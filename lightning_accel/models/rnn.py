@@ -2,32 +2,21 @@
 
 from collections.abc import Sequence
 from operator import index
-from os import PathLike
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves, tree_map
-from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
-from lightning_accel.models.hooks import (
-    is_logging_step,
-    keep_plain_hyperparameters,
-    list_of_str,
-    take_from_datamodule,
-)
-from lightning_accel.models.masked_loss import MaskedLoss, is_valid, masked_loss
-from lightning_accel.models.sequence_export import export_sequence, export_step
+from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, require_class_names
+from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
-from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.recurrent import DynamicRNN, RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
-from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 from lightning_accel.strategies.rank_states import RankStates
 
@@ -103,7 +92,7 @@ class SequenceOutput(NamedTuple):
     state: States  # a list with the state of each layer's DynamicRNN
 
 
-class SequenceModel(L.LightningModule):
+class SequenceModel(SupervisedModel):
     """Classify sequences, predict values of them, label their steps, or forecast them, by recurrent layers and a head.
 
     Batches are :class:`lightning_accel.data.SequenceBatch`, or plain tuples of the same: ``x`` (B, T, F) floating or
@@ -137,16 +126,12 @@ class SequenceModel(L.LightningModule):
         num_targets: K; 1 if the datamodule does not provide it.
         target_kind: see above.
         dim: width of token embeddings; with ``residual`` it is that of the layers.
-        cell: see :class:`lightning_accel.nn.DynamicRNN`, as for the options down to ``execution``.
+        cell: see :class:`lightning_accel.nn.DynamicRNN`.
         hidden_size: hidden width of each direction.
         num_layers: number of recurrent layers.
         bidirectional: not for ``forecasting``, which must not see the future.
         pooling: how ``classification`` and ``regression`` summarize the steps; other kinds use each step.
         dropout: share of the input of each layer but the first, and of the head, that is dropped in training.
-        weight_drop: share of the recurrent weights that is dropped in training.
-        zoneout: share of the state that keeps its previous value in training.
-        layer_norm: whether cells use layer norm.
-        execution: how samples of unequal lengths are computed.
         residual: normalize the input of each layer, and add it to its output: for many layers, and for scan cells,
             which would be linear otherwise.
         horizon: number of steps that ``predict`` forecasts.
@@ -164,6 +149,7 @@ class SequenceModel(L.LightningModule):
 
     value_mean: Tensor  # (S,), of the training targets, or, in forecasting, of the unscaled features
     value_std: Tensor
+    from_datamodule: ClassVar = dict.fromkeys(_SIZES, index) | {"target_kind": str, "class_names": list_of_str}
 
     def __init__(
         self,
@@ -180,20 +166,12 @@ class SequenceModel(L.LightningModule):
         bidirectional: bool = False,
         pooling: Literal["last", "mean", "max", "attention"] = "last",
         dropout: float = 0.0,
-        weight_drop: float = 0.0,
-        zoneout: float = 0.0,
-        layer_norm: bool = False,
-        execution: Literal["auto", "padded", "staircase", "packed", "lanes"] = "auto",
         residual: bool = False,
         horizon: int = 1,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        # NumPy numbers and arrays would make the checkpoint unsafe to load
-        num_features, num_classes, vocab_size, num_targets = (
-            None if size is None else index(size) for size in (num_features, num_classes, vocab_size, num_targets)
-        )
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
         hint_at_removed_channels(self)
@@ -211,19 +189,14 @@ class SequenceModel(L.LightningModule):
         self._width = hidden_size * (2 if bidirectional else 1)
         self._dim = self._width if residual else dim
         self._dropout = dropout
-        self._cell_options: dict[str, Any] = {"cell": cell, "bidirectional": bidirectional, "weight_drop": weight_drop}
-        self._cell_options |= {"zoneout": zoneout, "layer_norm": layer_norm, "execution": execution}
         self._hidden_size, self._num_layers = hidden_size, num_layers
         self.head: nn.Module | None = None
         self._carried = _CarriedState()
-        self._valid_per_row: Tensor | None = None
-        self.val_loss, self.val_score = MeanMetric(), MeanMetric()
-        self.test_loss, self.test_score = MeanMetric(), MeanMetric()
         if target_kind is not None and self._num_scores() and (num_features or vocab_size):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
-        self._read_datamodule()
+        super().setup(stage)
         if stage == "fit":
             self._carried.forget("train")  # states of another run; a resumed run loads its own later
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -236,26 +209,14 @@ class SequenceModel(L.LightningModule):
                 "on one device, from the checkpoint"
             )
 
-    def _read_datamodule(self) -> None:
-        take_from_datamodule(self, **dict.fromkeys(_SIZES, index), target_kind=str, class_names=list_of_str)
-        if self.target_kind == "regression" and self.num_targets is None:
-            self.num_targets = self.hparams["num_targets"] = 1
-
     def _num_scores(self) -> int | None:
         """Return S, the number of scores."""
         if self.target_kind in ("classification", "labelling"):
             return self.num_classes
         return self.num_targets if self.target_kind == "regression" else self.vocab_size or self.num_features
 
-    def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, once they are known."""
-        reject_tensor_parallelism(self)
-        if self.head is not None:
-            return
-        if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._read_datamodule()
-        self._require_sizes()
-        self._build()
+    def _is_built(self) -> bool:
+        return self.head is not None
 
     def _require_sizes(self) -> None:
         given = {name: getattr(self, name) for name in (*_SIZES, "target_kind") if getattr(self, name) is not None}
@@ -270,9 +231,8 @@ class SequenceModel(L.LightningModule):
                 f"out; got {given}. Pass them, or train with a datamodule that has attributes so named, as "
                 "SequenceDataModule has"
             )
-        names = self.class_names if self.target_kind in ("classification", "labelling") else None
-        if names is not None and len(names) != self.num_classes:
-            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(names)} class_names")
+        if self.target_kind in ("classification", "labelling"):
+            require_class_names(self.class_names, self.num_classes)
         if self.target_kind == "forecasting" and self.bidirectional:
             raise ValueError("target_kind='forecasting' cannot be bidirectional: the model would see what it forecasts")
 
@@ -289,8 +249,8 @@ class SequenceModel(L.LightningModule):
         blocks = []
         for number in range(self._num_layers):
             pools = number == self._num_layers - 1 and self.target_kind in ("classification", "regression")
-            pooling: Any = self.pooling if pools else "none"
-            rnn = DynamicRNN(size, self._hidden_size, pooling=pooling, **self._cell_options)
+            options: dict[str, Any] = {"cell": self.cell, "bidirectional": self.bidirectional}
+            rnn = DynamicRNN(size, self._hidden_size, pooling=self.pooling if pools else "none", **options)
             blocks.append(RecurrentBlock(rnn, size, self._dropout if number else 0.0, self.residual))
             size = self._width
         self.blocks = nn.ModuleList(blocks)
@@ -310,9 +270,6 @@ class SequenceModel(L.LightningModule):
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.head is not None
         return [self.encoder, *self.blocks, self.norm, self.dropout, self.head]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters())
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput:
         """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, continuing from ``state``."""
@@ -347,8 +304,13 @@ class SequenceModel(L.LightningModule):
         scores: Tensor = self.head(self.dropout(self.norm(features)))
         return self._unscale(scores) if self.target_kind == "regression" else scores
 
-    def _unscale(self, values: Tensor) -> Tensor:
-        return values.to(torch.promote_types(values.dtype, torch.float32)) * self.value_std + self.value_mean
+    @property
+    def _unit(self) -> tuple[Tensor, Tensor]:
+        return self.value_mean, self.value_std
+
+    @property
+    def _has_values(self) -> bool:
+        return self.target_kind == "regression" or (self.target_kind == "forecasting" and self.vocab_size is None)
 
     def require_streaming(self) -> None:
         """Reject a model whose scores cannot be computed from the last step and a state."""
@@ -360,70 +322,16 @@ class SequenceModel(L.LightningModule):
                 "sequence at once. Take bidirectional=False and pooling='last'"
             )
 
-    def export(self, path: str | PathLike[str], streaming: bool = False) -> ExportedProgram:
-        """Save the model as a program of ``torch.export``, in evaluation mode, for any number of samples.
-
-        The program takes ``x`` and ``lengths``, of any number of steps, and returns scores. With ``streaming`` it takes
-        one step of ``x`` and a list of states, (1, B, hidden_size) each, zeros at first, and returns scores and
-        new states. Run ``import lightning_accel.ops`` before ``torch.export.load``.
-
-        Raises:
-            ValueError: if torch has no kernel for the cell and its steps are computed one after another, so that a
-                program cannot have any number of steps; or if ``streaming`` a model that needs the whole sequence.
-        """
-        if streaming:
-            self.require_streaming()
-        elif self.cell not in ("mingru", "minlstm") and (
-            self._cell_options["zoneout"] or self._cell_options["layer_norm"]
-        ):
-            raise ValueError(
-                f"a program of {self.cell!r} cells with zoneout or layer_norm would run a fixed number of steps alone: "
-                "torch.export unrolls them. Export with streaming=True, one step at a time, or take cell='mingru' or "
-                "'minlstm'"
-            )
-        if self.head is None:
-            raise RuntimeError("the sizes of this SequenceModel are not known yet; export a trained or loaded one")
-        shape = (3, 5) if self.vocab_size is not None else (3, 5, self.num_features)
-        dtype = torch.int64 if self.vocab_size is not None else self.dtype
-        x = torch.zeros(shape, dtype=dtype, device=self.device)  # type: ignore[arg-type]
-        with evaluating(self):
-            return export_step(self, x[:, 0], path) if streaming else export_sequence(self, x, path)
-
-    def on_fit_start(self) -> None:
-        """Copy the mean and standard deviation of values from the datamodule, if it provides them."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        of = "target" if self.target_kind == "regression" else "feature"
-        mean, std = getattr(datamodule, f"{of}_mean", None), getattr(datamodule, f"{of}_std", None)
-        if self.target_kind in ("regression", "forecasting") and mean is not None and std is not None:
-            self.value_mean.copy_(torch.as_tensor(mean))
-            self.value_std.copy_(torch.as_tensor(std))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Count the valid targets on all processes, before a strategy splits the batch further."""
-        batch = SequenceBatch(*batch)
+    def _target(self, batch: Any, stage: str) -> Tensor:
         assert self.target_kind is not None
-        valid = is_valid(_target_of(batch, self.target_kind)).sum().float()
-        self._valid_per_row = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1) / len(batch.x)
+        return _target_of(SequenceBatch(*batch), self.target_kind)
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        batch = SequenceBatch(*batch)
-        measured = self._masked_loss(batch, "train")
-        per_row = self._valid_per_row
-        if per_row is None:  # a subclass may override on_train_batch_start
-            per_row = measured.valid.clamp(min=1) / len(batch.x)
-        # The mean number of valid targets per process: the mean over processes of loss = sum / weight is then the mean
-        # over all targets, and so is the mean over the samples of splits of this batch. WeightedAccumulation reads the
-        # weight.
-        weight = per_row * len(batch.x)
-        loss = measured.loss / weight
-        if is_logging_step(self):
-            self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.x))
-        return {"loss": loss, "weight": weight}
+    def _num_samples(self, batch: Any) -> int:
+        return len(batch[0])
 
-    def _masked_loss(self, batch: SequenceBatch, stage: str) -> MaskedLoss:
-        assert self.target_kind is not None
+    def _masked_loss(self, batch: Any, stage: str) -> MaskedLoss:
         unit = self.value_std if self.target_kind == "regression" else None
-        return masked_loss(self._scores(batch, stage), _target_of(batch, self.target_kind), unit)
+        return masked_loss(self._scores(SequenceBatch(*batch), stage), self._target(batch, stage), unit)
 
     def _scores(self, batch: SequenceBatch, stage: str) -> Tensor:
         if batch.carried is None:
@@ -452,9 +360,7 @@ class SequenceModel(L.LightningModule):
             self._carried.load(checkpoint, self.trainer, self.device)
 
     def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
-        self.val_loss.reset()
-        self.val_score.reset()
+        super().on_validation_epoch_start()
         self._carried.forget("val")
 
     def on_test_epoch_start(self) -> None:
@@ -462,22 +368,6 @@ class SequenceModel(L.LightningModule):
 
     def on_predict_epoch_start(self) -> None:
         self._carried.forget("predict")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_loss, self.val_score)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_loss, self.test_score)
-
-    def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
-        measured = self._masked_loss(SequenceBatch(*batch), stage)
-        count = measured.valid.clamp(min=1)
-        loss.update(measured.loss / count, weight=measured.valid)
-        score.update(measured.score / count, weight=measured.valid)
-        forecasts_values = self.target_kind == "forecasting" and self.vocab_size is None
-        of_values = self.target_kind == "regression" or forecasts_values
-        self.log(f"{stage}/loss", loss)
-        self.log(f"{stage}/{'mse' if of_values else 'accuracy'}", score, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Return the predictions for each sample, by kind of target.

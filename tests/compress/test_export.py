@@ -14,7 +14,7 @@ from lightning_accel.compress import ExportError, Probabilities, compressed, exp
 from lightning_accel.compress import export as package_export
 from lightning_accel.compress.quant_layers import find_layers
 from lightning_accel.compress.quant_onnx import onnx_dynamic
-from lightning_accel.nn import MixtureOfExperts
+from lightning_accel.nn import DynamicRNN, MixtureOfExperts
 
 FORMATS = [("pt2", "m.pt2"), ("onnx", "m.onnx")]
 
@@ -206,9 +206,9 @@ def test_a_file_for_the_traced_rows_alone_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_unrolled_loops_and_values_are_refused_with_a_way_out(tmp_path):
-    model = SequenceModel(3, 4, target_kind="classification", cell="gru", hidden_size=4, layer_norm=True)
+    model = DynamicRNN(3, 4, cell="gru", layer_norm=True)
     calls = [((torch.randn(4, steps, 3), torch.tensor([2, 1, 2, 2])), {}) for steps in (5, 4)]
-    with pytest.raises(ExportError, match=r"SequenceModel .* size 5 .*pad sequences.* dynamic=False"):
+    with pytest.raises(ExportError, match=r"DynamicRNN .* size 5 .*pad sequences.* dynamic=False"):
         export(model.eval(), calls, tmp_path / "m.pt2")
     graphs = RelationalGNN(num_features=3, num_classes=4, target_kind="classification", level="graph")
     graphs.configure_model()

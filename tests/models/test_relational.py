@@ -69,14 +69,14 @@ def test_two_triangles_and_a_hexagon(options, learns):
 
 
 def test_matches_the_layers_called_one_by_one():
-    model = RelationalGNN(3, 4, **GRAPHS, conv="GINConv", dim=5, num_layers=2, norm="layer", readout="mean").eval()
+    model = RelationalGNN(3, 4, **GRAPHS, conv="GINConv", dim=5, num_layers=2, norm="layer").eval()
     x = torch.randn(6, 3)
     nodes = model.layers.encoder(x)
     for block in model.layers.blocks:
         mlp = block.conv.nn
         summed = nodes + torch.zeros_like(nodes).index_add(0, HEXAGON[1], nodes[HEXAGON[0]])
         nodes = F.layer_norm(mlp(summed), (5,)).relu()
-    expected = model.head(torch.stack([nodes[:2].mean(0), nodes[2:].mean(0), torch.zeros(5)]))
+    expected = model.head(torch.stack([nodes[:2].sum(0), nodes[2:].sum(0), torch.zeros(5)]))
     actual = model(x, HEXAGON, batch=torch.tensor([0, 0, 1, 1, 1, 1]), size=3)
     torch.testing.assert_close(actual, expected)
 
@@ -213,13 +213,6 @@ def test_features_of_edges_that_it_was_not_made_for_are_not_looked_at():
     torch.testing.assert_close(model(torch.ones(6, 1), HEXAGON, torch.rand(6)), model(torch.ones(6, 1), HEXAGON))
 
 
-def test_blocks_add_what_comes_in():
-    model = RelationalGNN(1, 2, **GRAPHS, dim=4, num_layers=1, norm="none", residual=True)
-    (block,) = model.layers.blocks
-    x = torch.randn(6, 4)
-    torch.testing.assert_close(block(x, HEXAGON), x + block.conv(x, HEXAGON).relu())
-
-
 def test_marks_in_a_pipeline_are_refused():
     model = RelationalGNN(1, 2, **GRAPHS, dim=4, marks=1)
     model._trainer = SimpleNamespace(strategy=PipelineStrategy(), datamodule=None)
@@ -331,22 +324,20 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tuples": "edges"}, "say which nodes are marked, but marks=0"),
+        ({"samples": 3}, "say which nodes are marked, but marks=0"),
         ({"marks": 1, "triple_readout": True}, "with marks the readout is the sum"),
-        ({"marks": 1, "readout": "mean"}, "with marks the readout is the sum"),
         ({"num_layers": 0}, "num_layers=0 leaves the edges out"),
-        ({"num_layers": -1}, "num_layers and marks must be at least 0"),
+        ({"num_layers": -1}, "num_layers must be at least 0, dim at least 1 and marks from 0 to 3"),
         ({"train_samples": None}, "say which nodes are marked, but marks=0"),
         ({"conv": "GINKonv"}, "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
         ({"conv": "no-module.Conv"}, "got 'no-module.Conv': no import path"),
         ({"conv": "GATConv", "conv_options": {"heads": 3}}, r"gave \(2, 192\).*concat: false"),
         ({"conv": "GCNConv", "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
         ({"conv": "PNAConv"}, "PNAConv cannot be built of.*aggregators"),
-        ({"conv": "ChebConv", "conv_options": {"K": 2, "normalization": None}}, "ChebConv gives the nodes .* heed it"),
-        ({"conv": "tests.models.test_relational.Mixing"}, "something else beside another .* needs a parameter batch"),
         ({"conv": "GraphNorm"}, "GraphNorm takes x and batch, and no edge_index"),
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
-        ({"level": "node", "readout": "max"}, "no effect on level='node'"),
+        ({"level": "node", "triple_readout": True}, "no effect on level='node'"),
+        ({"marks": 4}, "marks from 0 to 3; got num_layers=4, dim=64, marks=4"),
     ],
 )
 def test_refused(options, message):
@@ -498,8 +489,3 @@ class Own(nn.Module):
 
     def forward(self, x, edge_index):
         return self.linear(x)
-
-
-class Mixing(Own):
-    def forward(self, x, edge_index):
-        return self.linear(x - x.mean(0))

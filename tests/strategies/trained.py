@@ -76,7 +76,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         return model, TensorDataset(tokens, lengths, labels)
     if name == "graphs":
         sizes = {"num_features": 3, "num_classes": 4, "level": "graph", "target_kind": "classification"}
-        layers = {"dim": 8, "num_layers": 2, "norm": "layer", "readout": "mean"}
+        layers = {"dim": 8, "num_layers": 2, "norm": "layer"}
         return RelationalGNN(**sizes, **layers, optimizer=optimizer), Graphs(num_rows, generator)
     x = torch.randn(num_rows, 5, generator=generator)
     target = torch.randint(3, (num_rows,), generator=generator)
