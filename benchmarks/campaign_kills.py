@@ -21,7 +21,7 @@ KILLS_OF_A_RUN = 5
 TIME_LIMIT_S = 240
 _COMMAND = ["fit", "--config", "config.yaml", "--ckpt_path", "auto"]
 _PLATEAU = {"class_path": "lightning.pytorch.cli.ReduceLROnPlateau"}
-_STOPPING = "lightning_accel.EarlyStopping"
+_STOPPING = "lightning_accel.RestoringEarlyStopping"
 
 
 class Subject(NamedTuple):
@@ -79,7 +79,7 @@ SUBJECTS: dict[str, Subject] = {
     "recurrent, fsdp2": Subject("rnn_digits", _STEPS, {"hidden_size": 16}, strategy="accel_fsdp2", world_size=2),
     "perceptron, pipeline": Subject(
         "compress_mlp", {**_DIGITS, "max_epochs": 2}, {"hidden_dims": [24, 16]}, strategy="accel_pipeline",
-        world_size=2, without=("Pruning", "Distillation", "EarlyStopping"),
+        world_size=2, without=("Pruning", "Distillation", "RestoringEarlyStopping"),
     ),
 }  # fmt: skip
 

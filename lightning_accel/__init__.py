@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_accel.callbacks import Pruning as Pruning
     from lightning_accel.callbacks import Quantization as Quantization
     from lightning_accel.callbacks import RBMMonitor as RBMMonitor
+    from lightning_accel.callbacks import RestoringEarlyStopping as RestoringEarlyStopping
     from lightning_accel.callbacks import SamplerCheck as SamplerCheck
     from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
     from lightning_accel.callbacks import StallMonitor as StallMonitor
@@ -76,7 +77,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "callbacks": (
         "CompressionReport Distillation EarlyStopping ExactResume ExpertLoadMonitor Export PredictionWriter "
-        "Pruning Quantization RBMMonitor SamplerCheck SaveOnSignal StallMonitor WeightedAccumulation"
+        "Pruning Quantization RBMMonitor RestoringEarlyStopping SamplerCheck SaveOnSignal StallMonitor "
+        "WeightedAccumulation"
     ),
     "compress": "load_compressed load_pruned",
     "data": (

@@ -27,8 +27,8 @@ from lightning_accel import (
     PredictionWriter,
     Pruning,
     RBMMonitor,
+    RestoringEarlyStopping,
 )
-from lightning_accel import EarlyStopping as RestoringEarlyStopping
 from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, fit
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruning, Quantization
+from lightning_accel.callbacks import Distillation, Export, Pruning, Quantization
 from lightning_accel.callbacks.pruning import exclusion_names
 from lightning_accel.callbacks.teacher import Teacher
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
@@ -55,7 +55,6 @@ TAKERS = {
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
     "Export outputs": ("logits", lambda names: Export(outputs=names).outputs),
     "export outputs": ("logits", kept_outputs),
-    "EarlyStopping": ("val/loss", lambda names: list(EarlyStopping(names).goals)),
     "Distillation": ("net", lambda names: Distillation("initial", features=names).features),
     "Teacher": ("first", lambda names: Teacher(net(), names).features),
     "Pruning": ("head", lambda names: exclusion_names(Pruning(0.5, exclude=names)._options.exclude)),

@@ -2,7 +2,7 @@
 
 from lightning_accel.callbacks.compression_report import CompressionReport
 from lightning_accel.callbacks.distillation import Distillation
-from lightning_accel.callbacks.early_stopping import EarlyStopping
+from lightning_accel.callbacks.early_stopping import EarlyStopping, RestoringEarlyStopping
 from lightning_accel.callbacks.exact_resume import ExactResume
 from lightning_accel.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_accel.callbacks.export import Export
@@ -26,6 +26,7 @@ __all__ = [
     "Pruning",
     "Quantization",
     "RBMMonitor",
+    "RestoringEarlyStopping",
     "SamplerCheck",
     "SaveOnSignal",
     "StallMonitor",

@@ -2,18 +2,15 @@
 
 import math
 import re
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from statistics import median
-from typing import Any, Literal, TypeAlias, get_args
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping as LightningsEarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -22,38 +19,19 @@ from lightning_accel.callbacks.compression_phase import current_phase, in_final_
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.metric_names import require_logged
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
-from lightning_accel.ops.names import list_of_names
-
-Unit: TypeAlias = Literal["checks", "steps", "epochs", "seconds", "minutes", "hours"]
-Smoothing: TypeAlias = Literal["none", "average", "median"]
-RunProgress: TypeAlias = dict[str, float]  # progress of the run: checks, steps, epochs, seconds
-_SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
-
-
-class _Unlisted(LightningsEarlyStopping):
-    """Hide subclasses from configs that name a class without its package, where ``EarlyStopping`` is Lightning's.
-
-    It inherits from Lightning's callback only for its place in the order: the Trainer calls such callbacks after the
-    module's own hooks, which may log metrics. jsonargparse would find two classes of that name and reject it. It
-    ignores classes that are defined in functions, and their subclasses; a full name, ``lightning_accel.EarlyStopping``,
-    is imported from its package.
-    """
-
-    __qualname__ = "unlisted.<locals>._Unlisted"
-
 
 _AT_EPOCH_END = " What is logged at the end of training epochs alone needs check_on_train_epoch_end=True"
 
 
-class EarlyStopping(_Unlisted):
-    """Stop training when metrics no longer improve, and restore the best weights.
+class RestoringEarlyStopping(LightningEarlyStopping):
+    """Stop training when a metric no longer improves, and restore the best weights.
 
-    Compared with Lightning's callback of this name, which works as before, it adds: the best weights at the end of a
-    fit, unless an error or Ctrl-C ended it; patience in steps or time; a minimum duration; smoothing; several metrics;
-    one decision for all processes; and training phases. If a callback that prunes or quantizes changes the model in
-    phases, patience and best values are reset with each phase, only a metric that is not finite stops the run before
-    the last phase, and the best weights are from the last phase. Metrics are checked after each validation, or, in a
-    run without validation, at the end of each training epoch.
+    Compared with Lightning's ``EarlyStopping``, it adds: the best weights at the end of a fit, unless an error or
+    Ctrl-C ended it; smoothing; one decision for all processes, by the mean of their values; and training phases. If a
+    callback that prunes or quantizes changes the model in phases, patience and best values are reset with each phase,
+    only a metric that is not finite stops the run before the last phase, and the best weights are from the last phase.
+    Before the Trainer's ``min_epochs`` and ``min_steps``, too, only such a metric stops the run. The metric is checked
+    after each validation, or, in a run without validation, at the end of each training epoch.
 
     The best weights (parameters and buffers) are kept in host memory, each process holding its own shards. They are
     saved in checkpoints, which grow by the size of a model, and restored in ``on_train_end``. Under ``WeightAveraging``
@@ -61,128 +39,88 @@ class EarlyStopping(_Unlisted):
     was never validated, stays.
 
     Args:
-        monitor: name of the metric, several names, or a mapping from names to options that override the arguments
-            ``mode`` to ``divergence_threshold``: ``{"val/loss": {}, "val/accuracy": {"mode": "max"}}``. The first
-            metric determines the best weights.
+        monitor: name of the metric.
         mode: ``min`` if lower values are better, ``max`` if higher values are.
         min_delta: minimum change that counts as an improvement; the best weights ignore it.
+        patience: number of checks without improvement after which the run stops.
+        smooth_over: number of checks that the value is averaged over, exponentially; 1 takes it as it is. Only
+            ``check_finite`` uses the raw value.
         stopping_threshold: stop once the value is better than this.
         divergence_threshold: stop once the value is worse than this.
-        patience: duration without improvement after which the run stops.
-        unit: unit of ``patience``.
-        stop_when: stop when ``all`` metrics have stalled, or ``any`` of them.
-        min_steps: number of optimizer steps before which only a value that is not finite stops the run.
-        min_seconds: training time before which only a value that is not finite stops the run.
-        smoothing: ``average`` (exponential, bias-corrected) or ``median`` of the values of the last checks; only
-            ``check_finite`` uses the raw value.
-        smooth_over: number of checks to smooth over.
         check_finite: stop at once when a value is NaN or infinite; otherwise that is a check without improvement.
         restore_best: restore the best weights at the end.
-        strict: raise an error if a validation does not log the metrics; otherwise such a validation is ignored, for
-            metrics that only some validations log.
-        check_on_train_epoch_end: check metrics at the end of training epochs if True, after validations if False.
+        strict: raise an error if a validation does not log the metric; otherwise such a validation is ignored, for a
+            metric that only some validations log.
+        check_on_train_epoch_end: check the metric at the end of training epochs if True, after validations if False.
 
     Attributes:
-        reason: why the run was stopped; empty if this callback did not stop it.
         best_step: the ``global_step`` of the best weights; None before there are any.
-        stopping_reason: the category of ``reason`` in Lightning's terms; with several metrics, that of the first that
-            fulfils it.
-        best_score: the last smoothed value of the first metric that was an improvement by ``min_delta``.
-        wait_count: number of checks since then.
+        best_value: the best smoothed value in the current phase.
 
     Raises:
         ValueError: if an argument is out of range; before training, if two of these callbacks would restore weights, or
-            no metric would ever be checked; at the first check, or already in the sanity check, if a metric is not
-            logged or not a single number.
+            the metric would never be checked; at the first check, or already in the sanity check, if it is not logged
+            or not a single number.
     """
 
     def __init__(
         self,
-        monitor: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        monitor: str,
         *,
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
+        patience: int = 3,
+        smooth_over: int = 1,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
-        patience: float = 3,
-        unit: Unit = "checks",
-        stop_when: Literal["all", "any"] = "all",
-        min_steps: int = 0,
-        min_seconds: float = 0.0,
-        smoothing: Smoothing = "none",
-        smooth_over: int = 5,
         check_finite: bool = True,
         restore_best: bool = True,
         strict: bool = True,
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
-        names = list_of_names(monitor)
-        if not names:
-            raise ValueError("EarlyStopping needs the name of a metric to monitor, such as 'val/loss'; got none")
-        if len(set(names)) < len(names):
-            raise ValueError(f"monitor names a metric twice: {', '.join(names)}")
-        goal = Goal(mode, min_delta, stopping_threshold, divergence_threshold)
-        options = monitor if isinstance(monitor, Mapping) else {}
-        self.goals = {name: goal.with_options(name, options.get(name) or {}) for name in names}
-        super().__init__(names[0], mode=self.goals[names[0]].mode)
-        _require_patience(patience, unit)
-        if stop_when not in ("all", "any"):
-            raise ValueError(f"stop_when must be 'all' or 'any'; got {stop_when!r}")
-        if min_steps < 0 or min_seconds < 0:
-            raise ValueError(f"min_steps and min_seconds must be at least 0; got {min_steps} and {min_seconds}")
-        Smoother(smoothing, smooth_over)  # validates the arguments
-        self.patience: float = patience  # type: ignore[assignment]  # Lightning's counts checks alone
-        self.unit, self.stop_when = unit, stop_when
-        self.min_steps, self.min_seconds = min_steps, min_seconds
-        self.smoothing, self.smooth_over = smoothing, smooth_over
-        self.check_finite, self.restore_best, self.strict = check_finite, restore_best, strict
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max'; got {mode!r}")
+        if not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta must be at least 0, in either mode; got {min_delta}")
+        if patience < 1 or smooth_over < 1:
+            raise ValueError(
+                f"patience and smooth_over must be at least 1 check; got patience={patience}, smooth_over={smooth_over}"
+            )
+        super().__init__(
+            monitor,
+            min_delta,
+            patience,
+            mode=mode,
+            strict=strict,
+            check_finite=check_finite,
+            stopping_threshold=stopping_threshold,
+            divergence_threshold=divergence_threshold,
+        )
+        self.smooth_over = smooth_over
+        self.restore_best = restore_best
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self._reset()
 
     def _reset(self) -> None:
-        self.reason = ""
-        self.stopping_reason_message, self.stopped_epoch = None, 0  # attributes of Lightning's callback
+        self.stopped_epoch, self.stopping_reason_message = 0, None
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
-        self.best_step: int | None = None
         self._best = BestWeights()
         self._loaded: Mapping[str, Any] = {}  # unsharded best weights of a checkpoint
-        self._checks = 0
-        self._seconds = 0.0  # training time before _started_at
-        self._started_at: float | None = None
         self._phase: str | None = None
-        self._warned_of: set[str] = set()
-        self._at_epoch_end = False
-        self._was_stopped = False
-        self._now: RunProgress = {"checks": 0, "steps": 0, "epochs": 0, "seconds": 0.0}  # at the last check
-        self._start_tracking(self._now)
+        self._warned, self._has_checked = False, False
+        self._start_phase()
 
-    def _start_tracking(self, start: RunProgress) -> None:
-        self.watches = {
-            name: MetricTracker(name, goal, self.smoothing, self.smooth_over, start)
-            for name, goal in self.goals.items()
-        }
-        self._set_lightning_attributes()
-
-    def _set_lightning_attributes(self) -> None:
-        """Set the attributes of Lightning's callback of this name, for code that reads them."""
-        watch = next(iter(self.watches.values()))
-        worst = math.inf if watch.goal.mode == "min" else -math.inf
-        self.best_score = torch.tensor(worst if watch.reference is None else watch.reference)
-        self.wait_count = int(watch.stalled_for(self._now, "checks"))
+    def _start_phase(self) -> None:
+        self.best_value = math.inf if self.mode == "min" else -math.inf
+        self.best_score, self.wait_count = torch.tensor(self.best_value), 0
+        self.best_step: int | None = None
+        self._best.clear()  # from another phase, and perhaps of other shapes
+        self._average, self._count = 0.0, 0  # biased moving average, and the number of values in it
+        self._smoothed = math.nan
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(monitor={name: goal.mode for name, goal in self.goals.items()})
-
-    @property
-    def best(self) -> dict[str, float | None]:
-        """Return the best smoothed value of each metric in the current phase."""
-        return {name: watch.best for name, watch in self.watches.items()}
-
-    @property
-    def smoothed(self) -> dict[str, float | None]:
-        """Return the smoothed value of each metric at the last check."""
-        return {name: watch.smoothed for name, watch in self.watches.items()}
+        return f"RestoringEarlyStopping{ {'monitor': self.monitor, 'mode': self.mode}!r}"
 
     # ---- when to check
 
@@ -190,183 +128,143 @@ class EarlyStopping(_Unlisted):
         if stage != "fit":
             return
         self._reset()
-        restoring = [one for one in callbacks_of(trainer, EarlyStopping) if one.restore_best]
+        restoring = [one for one in callbacks_of(trainer, RestoringEarlyStopping) if one.restore_best]
         if self.restore_best and len(restoring) > 1:
             raise ValueError(
-                f"{len(restoring)} EarlyStopping callbacks would put back best weights, each its own; give all but one "
-                "restore_best=False, or one callback all metrics: monitor=[...]"
+                f"{len(restoring)} RestoringEarlyStopping callbacks would put back best weights, each its own; give "
+                "all but one restore_best=False"
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.check_on_train_epoch_end is False and not trainer.enable_validation:
-            raise ValueError(
-                "EarlyStopping(check_on_train_epoch_end=False) looks at metrics after validations, but this run has "
-                "none: give it validation data, or leave the argument out"
-            )
         asked = self.check_on_train_epoch_end
-        self._at_epoch_end = not trainer.enable_validation if asked is None else asked
+        if asked is False and not trainer.enable_validation:
+            raise ValueError(
+                "RestoringEarlyStopping(check_on_train_epoch_end=False) looks at the metric after validations, but "
+                "this run has none: give it validation data, or leave the argument out"
+            )
+        self._check_on_train_epoch_end = not trainer.enable_validation if asked is None else asked
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Reject a name that nothing logs, before training, if validation logs others with the same first part."""
-        if self.strict and not self._at_epoch_end and trainer.callback_metrics:
-            stems = {_stage(name) for name in trainer.callback_metrics}
-            missing = [name for name in self.goals if _stage(name) in stems and name not in trainer.callback_metrics]
-            require_logged("EarlyStopping", missing, trainer.callback_metrics, _AT_EPOCH_END)
+        logged = trainer.callback_metrics
+        is_due = self.strict and not self._check_on_train_epoch_end and _stage(self.monitor) in map(_stage, logged)
+        if is_due and self.monitor not in logged:
+            require_logged("RestoringEarlyStopping", [self.monitor], logged, _AT_EPOCH_END)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._loaded:
             self._best.scatter(trainer, self._validated_module(trainer, pl_module), self._loaded)
             self._loaded = {}
-        self._started_at = time.monotonic()
+        was_stopped = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
-        self.stopped_epoch = 0
-        if self._was_stopped and (verdict := self._reason_to_stop(self._now)):
-            rank_zero_info("EarlyStopping: the checkpoint is of a run that was stopped; more patience lets it go on")
-            self._stop(trainer, *verdict)
+        if was_stopped and math.isfinite(self._smoothed):  # judge it again, since patience may be higher now
+            waited, self.wait_count = self.wait_count, self.wait_count - 1
+            should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(self._smoothed, dtype=torch.float64))
+            self.wait_count = waited
+            if should_stop:
+                rank_zero_info("the checkpoint is of a run that was stopped; more patience lets it go on")
+                self._stop(trainer, reason)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._update_phase(trainer)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not self._at_epoch_end:
-            self._check(trainer, pl_module)
+    # ---- checks
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._at_epoch_end:
-            self._check(trainer, pl_module)
-
-    # ---- checks and decisions
-
-    def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _run_early_stopping_check(self, trainer: L.Trainer) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
         self._update_phase(trainer)
-        values, seconds = self._gather_metrics(trainer)
-        if not values:
+        value = self._mean_over_processes(trainer)
+        if value is None:
             return
-        self._checks += 1
-        epochs = trainer.current_epoch + int(trainer.is_last_batch)
-        now: RunProgress = {"checks": self._checks, "steps": trainer.global_step, "epochs": epochs, "seconds": seconds}
-        self._now = now
-        are_best = [watch.add(values[name], now) for name, watch in self.watches.items()]
-        self._set_lightning_attributes()
-        final = in_final_phase(trainer)
-        if are_best[0] and final:
-            self.best_step = trainer.global_step
-            if self.restore_best:
-                self._best.store(trainer, self._validated_module(trainer, pl_module))
-        broken = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-        if self.check_finite and broken:
-            why = ", ".join(broken) + ", which is not finite"
-            self._stop(trainer, why, EarlyStoppingReason.NON_FINITE_METRIC)
-        elif final and self._is_long_enough(trainer, now) and (verdict := self._reason_to_stop(now)):
-            self._stop(trainer, *verdict)
+        self._has_checked = True
+        is_final = in_final_phase(trainer)
+        if math.isfinite(value):
+            value = self._smoothed = self._smooth(value)
+            if value < self.best_value if self.mode == "min" else value > self.best_value:
+                self.best_value = value
+                if is_final:
+                    self.best_step = trainer.global_step
+                    if self.restore_best:
+                        self._best.store(trainer, self._validated_module(trainer, trainer.lightning_module))
+        should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64))
+        is_broken = self.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC
+        if should_stop and (is_broken or (is_final and _is_long_enough(trainer))):
+            self._stop(trainer, reason)
+        elif should_stop:
+            self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
 
-    def _reason_to_stop(self, now: RunProgress) -> tuple[str, EarlyStoppingReason] | None:
-        """Return why to stop, judged by smoothed values; None if there is no reason."""
-        for watch in self.watches.values():
-            if crossed := watch.crossed_threshold():
-                name, text = crossed
-                return text, EarlyStoppingReason[name.upper()]
-        clock, size = ("seconds", _SECONDS[self.unit]) if self.unit in _SECONDS else (self.unit, 1)
-        waits = {name: watch.stalled_for(now, clock) / size for name, watch in self.watches.items()}
-        stalled = [name for name, wait in waits.items() if wait >= self.patience]
-        if len(stalled) < (len(waits) if self.stop_when == "all" else 1):
-            return None
-        described = [f"{name} for {waits[name]:.6g} {self.unit} (best {self._format_best(name)})" for name in stalled]
-        text = f"no improvement of {', of '.join(described)}, patience is {self.patience:g}"
-        return text, EarlyStoppingReason.PATIENCE_EXHAUSTED
+    def _smooth(self, value: float) -> float:
+        """Return the exponential moving average, bias-corrected as Adam's moments are (Kingma and Ba 2015)."""
+        decay = 1 - 2 / (self.smooth_over + 1)
+        self._count += 1
+        self._average = decay * self._average + (1 - decay) * value
+        return self._average / (1 - decay**self._count)
 
-    def _format_best(self, name: str) -> str:
-        best = self.watches[name].best
-        return "none" if best is None else f"{best:.6g}"
-
-    def _stop(self, trainer: L.Trainer, reason: str, kind: EarlyStoppingReason) -> None:
-        if not self.reason:
-            self.stopping_reason = kind
-            self.reason = self.stopping_reason_message = reason
-            self.stopped_epoch = trainer.current_epoch
-            rank_zero_info(f"EarlyStopping stops the run at step {trainer.global_step}: {reason}")
+    def _stop(self, trainer: L.Trainer, reason: str | None) -> None:
+        self.stopping_reason_message, self.stopped_epoch = reason, trainer.current_epoch
+        rank_zero_info(f"RestoringEarlyStopping stops the run at step {trainer.global_step}: {reason}")
         trainer.should_stop = True
-
-    def _is_long_enough(self, trainer: L.Trainer, now: RunProgress) -> bool:
-        """Return whether all minimum durations are over.
-
-        The Trainer's own are included: once asked to stop, it would stop at their end, whether improved or not.
-        """
-        steps, epochs = max(self.min_steps, trainer.min_steps or 0), trainer.min_epochs or 0
-        return now["steps"] >= steps and now["epochs"] >= epochs and now["seconds"] >= self.min_seconds
 
     def _update_phase(self, trainer: L.Trainer) -> None:
         phase = current_phase(trainer)
         if self._phase is not None and phase != self._phase:
-            epochs = trainer.current_epoch + int(trainer.is_last_batch)
-            steps, seconds = trainer.global_step, self._training_time()
-            self._start_tracking({"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": seconds})
-            self._best.clear()  # from another phase, and perhaps of other shapes
-            self.best_step = None
+            self._start_phase()
         self._phase = phase
 
-    def _training_time(self) -> float:
-        running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
-        return self._seconds + running
-
-    def _gather_metrics(self, trainer: L.Trainer) -> tuple[dict[str, float], float]:
-        """Return each metric and the training time, averaged over processes; no metrics if this is not a check."""
+    def _mean_over_processes(self, trainer: L.Trainer) -> float | None:
+        """Return the metric, averaged over processes; None if this validation does not log it."""
         logged = trainer.callback_metrics
         if not self.strict:
             connector: Any = trainer._logger_connector  # there is no public access to this validation's own metrics
             logged = connector.metrics["callback"]
-        mine = [_to_float(name, logged[name]) if name in logged else math.nan for name in self.goals]
-        row = [*mine, *(float(name not in logged) for name in self.goals), self._training_time()]
+        mine = _to_float(self.monitor, logged[self.monitor]) if self.monitor in logged else 0.0
         device = trainer.strategy.root_device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        rows = trainer.strategy.all_gather(torch.tensor(row, device=device, dtype=dtype)).reshape(-1, len(row)).tolist()
-        columns = list(zip(*rows, strict=True))
-        names = list(self.goals)
-        missing = [name for name, gone in zip(names, columns[len(names) :], strict=False) if any(gone)]
-        if missing and not self.strict:
-            return {}, 0.0
-        require_logged("EarlyStopping", missing, trainer.callback_metrics, _AT_EPOCH_END)
-        for name, column in zip(names, columns, strict=False):
-            if len(set(map(repr, column))) > 1 and name not in self._warned_of:
-                self._warned_of.add(name)
-                rank_zero_warn(
-                    f"EarlyStopping: {name} differs between processes ({', '.join(f'{one:.6g}' for one in column)}); "
-                    "their mean decides. Log it with sync_dist=True, so that all see the same"
-                )
-        means = [column[0] if len(set(map(repr, column))) == 1 else sum(column) / len(column) for column in columns]
-        return dict(zip(names, means, strict=False)), means[-1]
+        row = torch.tensor([mine, self.monitor not in logged], device=device, dtype=dtype)
+        values, missing = zip(*trainer.strategy.all_gather(row).reshape(-1, 2).tolist(), strict=True)
+        if any(missing):
+            if self.strict:
+                require_logged("RestoringEarlyStopping", [self.monitor], trainer.callback_metrics, _AT_EPOCH_END)
+            return None
+        if len(set(map(repr, values))) == 1:  # with NaN, too
+            return float(values[0])
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"RestoringEarlyStopping: {self.monitor} differs between processes "
+                f"({', '.join(f'{one:.6g}' for one in values)}); their mean decides. Log it with sync_dist=True, so "
+                "that all see the same"
+            )
+        return float(sum(values) / len(values))
 
     # ---- the best weights
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the best weights, whether weight-averaging callbacks come before or after this one."""
-        self._seconds, self._started_at = self._training_time(), None
-        if not self.strict and not self._checks and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not self.strict and not self._has_checked and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(
-                f"EarlyStopping never looked at {', '.join(self.goals)}: no validation logged all of them. Logged: "
+                f"RestoringEarlyStopping never looked at {self.monitor}, which no validation logged. Logged: "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"
             )
         # a stage of a pipeline may have no weights of its own
         if not self.restore_best or not trainer.strategy.reduce_boolean_decision(bool(self._best), all=False):
             return
         if any(trainer.current_epoch - 1 >= one.swa_end for one in callbacks_of(trainer, StochasticWeightAveraging)):
-            rank_zero_info("EarlyStopping leaves the weights that StochasticWeightAveraging has averaged")
+            rank_zero_info("RestoringEarlyStopping leaves the weights that StochasticWeightAveraging has averaged")
             return
-        name = next(iter(self.watches))
-        what = f"the weights of step {self.best_step}, the best by {name} ({self._format_best(name)})"
+        what = f"the weights of step {self.best_step}, the best by {self.monitor} ({self.best_value:.6g})"
         # WeightAveraging copies it to the module in its on_train_end
         measured = self._validated_module(trainer, pl_module)
         targets = [pl_module] if measured is pl_module else [pl_module, measured]
         fits = all(self._best.matches(trainer, target) for target in targets)
         if not trainer.strategy.reduce_boolean_decision(fits):  # else processes would mix weights of different steps
-            rank_zero_warn(f"EarlyStopping cannot restore {what}: names or shapes have changed since")
+            rank_zero_warn(f"RestoringEarlyStopping cannot restore {what}: names or shapes have changed since")
             return
-        with failures_as_warnings(f"EarlyStopping could not restore {what}"):
+        with failures_as_warnings(f"RestoringEarlyStopping could not restore {what}"):
             for target in targets:
                 self._best.copy_to(trainer, target)
-            rank_zero_info(f"EarlyStopping restored {what}")
+            rank_zero_info(f"RestoringEarlyStopping restored {what}")
         self._best.clear()
 
     def _validated_module(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
@@ -376,201 +274,108 @@ class EarlyStopping(_Unlisted):
                 return one._average_model.module
         return pl_module
 
+    # ---- resuming
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "checks": self._checks,
-            "seconds": self._training_time(),
-            "phase": self._phase,
-            "now": dict(self._now),
-            "is_stopped": bool(self.reason),
-            "stopping_reason": self.stopping_reason.value,
-            "stopping_reason_message": self.stopping_reason_message,
-            "stopped_epoch": self.stopped_epoch,
-            "best_step": self.best_step,
-            "watches": {name: watch.state_dict() for name, watch in self.watches.items()},
-        }
+        mine = {"best_value": self.best_value, "best_step": self.best_step, "phase": self._phase}
+        return {**super().state_dict(), **mine, "smoothed": [self._smoothed, self._average, self._count]}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue from the state of Lightning's callback of this name, if the checkpoint was written with that one."""
-        callbacks = checkpoint.get("callbacks", {})
-        key = LightningsEarlyStopping.state_key.fget(self)  # type: ignore[attr-defined]  # a property
+        """Continue from the state of Lightning's callback, or of an earlier version of this one, if there is one."""
+        states = checkpoint.get("callbacks", {})
         present = {one.state_key for one in callbacks_of(trainer, L.Callback)}
-        if self.state_key in callbacks or key not in callbacks or key in present:
-            return
-        epochs = checkpoint["epoch"] + 1  # the running epoch counts as completed
-        self._load_lightning_state(callbacks[key], checkpoint["global_step"], epochs)
-
-    def _load_lightning_state(self, state: Mapping[str, Any], steps: int = 0, epochs: int = 0) -> None:
-        if len(self.goals) > 1:
-            raise ValueError(
-                f"the state of Lightning's EarlyStopping is of one metric, and this one monitors {len(self.goals)}: "
-                f"{', '.join(self.goals)}; start without that state, or monitor one"
-            )
-        self._checks = state["wait_count"]
-        self._now = {"checks": self._checks, "steps": steps, "epochs": epochs, "seconds": 0.0}
-        self._start_tracking({**self._now, "checks": 0})
-        if math.isfinite(best := float(state["best_score"])):
-            watch = next(iter(self.watches.values()))
-            watch.best = watch.reference = best
-        self._set_lightning_attributes()
+        for monitored in ({"monitor": {self.monitor: self.mode}}, {"monitor": self.monitor, "mode": self.mode}):
+            key = f"EarlyStopping{monitored!r}"
+            if self.state_key not in states and key in states and key not in present:
+                states[self.state_key] = states[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "watches" not in state_dict:
-            self._load_lightning_state(state_dict)
-            return
-        self._checks, self._seconds = state_dict["checks"], state_dict["seconds"]
-        self._phase, self.best_step = state_dict["phase"], state_dict["best_step"]
-        self._now, self._was_stopped = dict(state_dict["now"]), state_dict["is_stopped"]
-        for name, state in state_dict["watches"].items():
-            self.watches[name].load_state_dict(state)
-        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
-        self.stopping_reason_message = state_dict.get("stopping_reason_message")
-        self.stopped_epoch = state_dict.get("stopped_epoch", 0)
-        self._set_lightning_attributes()
-        self._loaded = state_dict.get("best_weights", {}) if self.restore_best else {}
+        state = _convert_earlier(state_dict, float(self.best_score)) if "watches" in state_dict else state_dict
+        super().load_state_dict({**state, "patience": self.patience})
+        self.best_value = state.get("best_value", float(self.best_score))
+        self.best_step, self._phase = state.get("best_step"), state.get("phase")
+        self._smoothed, self._average, self._count = state.get("smoothed", [math.nan, 0.0, 0])
+        self._loaded = state.get("best_weights", {}) if self.restore_best else {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         weights = self._best.gather(trainer, self._validated_module(trainer, pl_module))
         checkpoint["callbacks"][self.state_key]["best_weights"] = weights
 
 
-def _require_patience(patience: float, unit: str) -> None:
-    if unit not in get_args(Unit):
-        raise ValueError(f"unit of patience must be one of {', '.join(get_args(Unit))}; got {unit!r}")
-    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < math.inf:
-        raise ValueError(f"patience must be a number above 0, of the unit {unit!r}; got {patience!r}")
-    if unit not in _SECONDS and patience != int(patience):
-        raise ValueError(f"patience={patience} cannot be counted in {unit}; give a whole number, or a unit of time")
+def EarlyStopping(
+    monitor: str,
+    *,
+    mode: Literal["min", "max"] = "min",
+    patience: float = 3,
+    unit: str = "checks",
+    stop_when: str = "all",
+    min_steps: int = 0,
+    min_seconds: float = 0.0,
+    smoothing: str = "none",
+    smooth_over: int = 5,
+    min_delta: float = 0.0,
+    stopping_threshold: float | None = None,
+    divergence_threshold: float | None = None,
+    check_finite: bool = True,
+    restore_best: bool = True,
+    strict: bool = True,
+    check_on_train_epoch_end: bool | None = None,
+) -> RestoringEarlyStopping:
+    """Return a :class:`RestoringEarlyStopping`, with a warning: the earlier name, which saved configs hold.
+
+    Raises:
+        ValueError: if an option is set that there is no longer.
+    """
+    warnings.warn("lightning_accel.EarlyStopping is now RestoringEarlyStopping", FutureWarning, stacklevel=2)
+    gone = {
+        "unit": unit != "checks",
+        "min_steps": min_steps,
+        "min_seconds": min_seconds,
+        "stop_when": stop_when != "all",
+    }
+    if set_ones := [name for name, is_set in {**gone, "smoothing='median'": smoothing == "median"}.items() if is_set]:
+        raise ValueError(f"EarlyStopping has {', '.join(set_ones)} no longer; take RestoringEarlyStopping without")
+    return RestoringEarlyStopping(
+        monitor,
+        mode=mode,
+        min_delta=min_delta,
+        patience=int(patience),
+        smooth_over=smooth_over if smoothing == "average" else 1,
+        stopping_threshold=stopping_threshold,
+        divergence_threshold=divergence_threshold,
+        check_finite=check_finite,
+        restore_best=restore_best,
+        strict=strict,
+        check_on_train_epoch_end=check_on_train_epoch_end,
+    )
+
+
+def _convert_earlier(state: Mapping[str, Any], worst: float) -> dict[str, Any]:
+    """Convert the state of an earlier version of this callback, which tracked several metrics; keep the first."""
+    watch = next(iter(state["watches"].values()))
+    last = math.nan if watch["smoothed"] is None else watch["smoothed"]
+    return {
+        "stopped_epoch": 0,
+        **state,
+        "wait_count": state["now"]["checks"] - watch["improved_at"]["checks"],
+        "best_score": torch.tensor(worst if watch["reference"] is None else watch["reference"]),
+        "best_value": worst if watch["best"] is None else watch["best"],
+        "smoothed": [last, watch["smoother"]["moment"], watch["smoother"]["count"]],
+    }
+
+
+def _is_long_enough(trainer: L.Trainer) -> bool:
+    """Return whether the Trainer's own minima are over; told to stop earlier, it would stop then, improved or not."""
+    epochs = trainer.current_epoch + int(trainer.is_last_batch)
+    return trainer.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0)
 
 
 def _to_float(name: str, value: Any) -> float:
     value = torch.as_tensor(value).detach()
     if value.numel() != 1:
-        raise ValueError(f"EarlyStopping needs a single number of {name}; got shape {tuple(value.shape)}")
+        raise ValueError(f"RestoringEarlyStopping needs a single number of {name}; got shape {tuple(value.shape)}")
     return float(value)
 
 
 def _stage(name: str) -> str:
     return re.split(r"[/_.]", name)[0]
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Hold the options of a monitored metric."""
-
-    mode: Literal["min", "max"] = "min"
-    min_delta: float = 0.0
-    stopping_threshold: float | None = None
-    divergence_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max'; got {self.mode!r}")
-        if not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"min_delta must be at least 0, in either mode; got {self.min_delta}")
-
-    def is_better(self, value: float, other: float) -> bool:
-        return value < other if self.mode == "min" else value > other
-
-    def with_options(self, name: str, options: Mapping[str, Any]) -> "Goal":
-        """Return a copy in which ``options`` of the metric ``name`` override the fields.
-
-        Raises:
-            ValueError: if there is no such option.
-        """
-        known = [field.name for field in fields(self)]
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(f"{name} has no option {', '.join(unknown)}; there are {', '.join(known)}")
-        return Goal(**{**asdict(self), **options})
-
-
-class Smoother:
-    """Smooth values by an exponential moving average, or by the median of the last ones.
-
-    The average is bias-corrected like Adam's moments (Kingma and Ba 2015, section 3), so that the first result is the
-    first value itself. The last ``over`` values have 1 - 1/e^2 of the total weight.
-    >>> one = Smoother("average", over=3)
-    >>> [round(one.add(value), 3) for value in (4.0, 1.0, 1.0)]
-    [4.0, 2.0, 1.429]
-    """
-
-    def __init__(self, kind: Smoothing, over: int) -> None:
-        if kind not in get_args(Smoothing):
-            raise ValueError(f"smoothing must be one of {', '.join(get_args(Smoothing))}; got {kind!r}")
-        if isinstance(over, bool) or not isinstance(over, int) or over < 1:
-            raise ValueError(f"smooth_over must be a number of checks, at least 1; got {over!r}")
-        self.kind, self.over = kind, over
-        self.count, self.moment = 0, 0.0
-        self.last: list[float] = []
-
-    def add(self, value: float) -> float:
-        if self.kind == "none":
-            return value
-        if self.kind == "median":
-            self.last = [*self.last, value][-self.over :]
-            return median(self.last)
-        decay = 1 - 2 / (self.over + 1)
-        self.count += 1
-        self.moment = decay * self.moment + (1 - decay) * value
-        return self.moment / (1 - decay**self.count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "moment": self.moment, "last": list(self.last)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self.moment, self.last = state["count"], state["moment"], list(state["last"])
-
-
-class MetricTracker:
-    """Track one metric towards its goal.
-
-    Attributes:
-        best: best smoothed value, None before there is one.
-        smoothed: smoothed value of the last check.
-    """
-
-    def __init__(self, name: str, goal: Goal, smoothing: Smoothing, over: int, start: RunProgress) -> None:
-        self.name, self.goal = name, goal
-        self.smoother = Smoother(smoothing, over)
-        self.best: float | None = None
-        self.smoothed: float | None = None
-        self.reference: float | None = None  # the value to improve on by min_delta
-        self.improved_at = dict(start)
-
-    def add(self, value: float, now: RunProgress) -> bool:
-        """Add a value and return whether it is the best so far; a value that is not finite is ignored."""
-        if not math.isfinite(value):
-            return False
-        self.smoothed = smoothed = self.smoother.add(value)
-        margin = self.goal.min_delta if self.goal.mode == "min" else -self.goal.min_delta
-        if self.reference is None or self.goal.is_better(smoothed + margin, self.reference):
-            self.reference, self.improved_at = smoothed, dict(now)
-        if self.best is None or self.goal.is_better(smoothed, self.best):
-            self.best = smoothed
-            return True
-        return False
-
-    def stalled_for(self, now: RunProgress, unit: str) -> float:
-        return now[unit] - self.improved_at[unit]
-
-    def crossed_threshold(self) -> tuple[str, str] | None:
-        """Return the threshold that the smoothed value has passed, by name and as a message; None if there is none."""
-        goal, value = self.goal, self.smoothed
-        if value is None:
-            return None
-        if goal.stopping_threshold is not None and goal.is_better(value, goal.stopping_threshold):
-            text = f"{self.name} = {value:.6g} has reached stopping_threshold={goal.stopping_threshold}"
-            return "stopping_threshold", text
-        if goal.divergence_threshold is not None and goal.is_better(goal.divergence_threshold, value):
-            text = f"{self.name} = {value:.6g} is beyond divergence_threshold={goal.divergence_threshold}"
-            return "divergence_threshold", text
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in ("best", "smoothed", "reference")}
-        return {**values, "improved_at": dict(self.improved_at), "smoother": self.smoother.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.smoothed, self.reference = state["best"], state["smoothed"], state["reference"]
-        self.improved_at = dict(state["improved_at"])
-        self.smoother.load_state_dict(state["smoother"])

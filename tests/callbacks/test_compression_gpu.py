@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruning, Quantization
+from lightning_accel.callbacks import Distillation, Export, Pruning, Quantization, RestoringEarlyStopping
 from lightning_accel.compress import load_compressed, quantize
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_float8_follows_the_float_module():
 
 
 def test_teacher_and_best_weights_are_on_the_gpu(tmp_path):
-    stopping = EarlyStopping("val/loss", patience=2)
+    stopping = RestoringEarlyStopping("val/loss", patience=2)
     distillation = Distillation("initial")
     module = fit(tmp_path, distillation, stopping, Export(compare=False))
     x = ROWS.tensors[0][:5]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_accel import Classifier, DigitsDataModule
-from lightning_accel.callbacks import Distillation, EarlyStopping, Export, Pruning, Quantization
+from lightning_accel.callbacks import Distillation, Export, Pruning, Quantization, RestoringEarlyStopping
 from lightning_accel.compress import load_compressed
 
 
@@ -19,7 +19,7 @@ def fit(folder, order):
         Pruning(0.8, end=0.4),
         distillation := Distillation("initial", weight=0.1),
         quantization := Quantization(mode="qat", start=0.5, backend="pt2e", seconds=0.05),
-        stopping := EarlyStopping("val/accuracy", mode="max", patience=2),
+        stopping := RestoringEarlyStopping("val/accuracy", mode="max", patience=2),
         Export("pt2", compare=False),
     ]
     trainer = L.Trainer(

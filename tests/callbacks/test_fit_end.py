@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import RBM, MixtureOfExperts
 from lightning_accel.callbacks import (
     CompressionReport,
-    EarlyStopping,
     ExpertLoadMonitor,
     Export,
     PredictionWriter,
     Pruning,
     Quantization,
     RBMMonitor,
+    RestoringEarlyStopping,
     SaveOnSignal,
 )
 from lightning_accel.callbacks.best_weights import BestWeights
@@ -102,18 +102,18 @@ def test_pictures_tables_and_weights_that_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(SaveOnSignal, "on_train_batch_end", lambda *_: None)
     monkeypatch.setattr(SaveOnSignal, "_remove_outdated", fails)
     pruning = Pruning(0.5, schedule="one_shot", begin=0)
-    callbacks = [RBMMonitor(), ExpertLoadMonitor(), EarlyStopping("val/loss"), pruning, SaveOnSignal()]
+    callbacks = [RBMMonitor(), ExpertLoadMonitor(), RestoringEarlyStopping("val/loss"), pruning, SaveOnSignal()]
     run = trainer(tmp_path, callbacks)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.fit(Mixed(), DataLoader(ROWS, 3), DataLoader(ROWS, 3))
     assert run.state.finished
-    best = callbacks[2]._format_best("val/loss")
+    best = f"{callbacks[2].best_value:.6g}"
     full = "OSError: No space left on device"
     texts = [str(one.message).partition(": ") for one in told]
     assert {title for title, _, _ in texts} >= {"RBMMonitor drew no picture", "ExpertLoadMonitor drew no picture"}
     assert {title for title, _, reason in texts if reason == full} == {
-        f"EarlyStopping could not restore the weights of step 4, the best by val/loss ({best})",
+        f"RestoringEarlyStopping could not restore the weights of step 4, the best by val/loss ({best})",
         "SaveOnSignal left a file that a later checkpoint replaces",
         "Pruning could not tell what is left of each layer",
     }

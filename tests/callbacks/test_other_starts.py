@@ -58,7 +58,7 @@ MODULES = {
 ARGUMENTS = {
     "CompressionReport": {"compiled": False, "seconds": 0.01},
     "Distillation": {"teacher": "initial"},
-    "EarlyStopping": {"monitor": "val/loss", "patience": 9},
+    "RestoringEarlyStopping": {"monitor": "val/loss", "patience": 9},
     "Export": {"compare": False},
     "Pruning": {"target": 0.5, "end": 3},
     "Quantization": {"mode": "dynamic", "backend": "torchao", "seconds": 0.01},

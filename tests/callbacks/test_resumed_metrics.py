@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
-from lightning_accel.callbacks import EarlyStopping, ExactResume, SaveOnSignal
+from lightning_accel.callbacks import ExactResume, RestoringEarlyStopping, SaveOnSignal
 from tests.ranks import run_ranks
 from tests.resumption import Killed, StopAfterWriting, StopAt, assert_same_end, ended, newest, run_until_stopped
 
@@ -105,8 +105,9 @@ def fit(folder, scheduler="cycle", accumulated=1, stop=(), disk=None, resume=Non
         log_every_n_steps=2, logger=CSVLogger(folder, name="", version=f"part_{len(list(folder.glob('part_*')))}"),
         enable_progress_bar=False, enable_model_summary=False, plugins=[disk or StopAfterWriting()],
         callbacks=[
-            *stop, *more(), SaveOnSignal(), EarlyStopping("train/loss", patience=9, check_on_train_epoch_end=True),
-            ExactResume(), EarlyStopping("val/loss", patience=9, restore_best=False), AsUnderAuto(),
+            *stop, *more(), SaveOnSignal(),
+            RestoringEarlyStopping("train/loss", patience=9, check_on_train_epoch_end=True),
+            ExactResume(), RestoringEarlyStopping("val/loss", patience=9, restore_best=False), AsUnderAuto(),
             ModelCheckpoint(folder, "best", monitor="val/loss"),
             ModelCheckpoint(folder, "validated-{step}", "val/metric", save_on_train_epoch_end=False),
             ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last=True),
