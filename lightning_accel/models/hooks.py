@@ -35,6 +35,9 @@ class SizedModel(L.LightningModule):
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, once they are known."""
         reject_tensor_parallelism(self, self.unlike_tensor_parallelism)
+        self._build_once()
+
+    def _build_once(self) -> None:
         if self._is_built():
             return
         if self._trainer is not None:  # callbacks that copy the model call this before setup

@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from operator import index
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -17,10 +15,10 @@ from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.models.hooks import (
     EpochLoad,
+    SizedModel,
     is_logging_step,
     keep_plain_hyperparameters,
     num_replicas,
-    take_from_datamodule,
 )
 from lightning_accel.models.tensor_parallel import shard_weights_, tensor_parallel_mesh
 from lightning_accel.nn import (
@@ -46,7 +44,7 @@ class LanguageModelOutput(NamedTuple):
     reports: list[GateReport]  # one for each mixture
 
 
-class MoELanguageModel(L.LightningModule):
+class MoELanguageModel(SizedModel):
     """Predict the next token by RMSNorm, rotary positions, causal attention, and mixtures of SwiGLU experts.
 
     Batches are token numbers (B, T + 1) int64: the model sees the first T and predicts the last T. The loss is cross
@@ -66,10 +64,8 @@ class MoELanguageModel(L.LightningModule):
         num_experts: number of experts in a mixture.
         k: number of experts for each token.
         expert_dim: hidden width of each expert.
-        shared_dim: hidden width of an expert that is applied to every token; 0 for none.
-        moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model.
-        dense_dim: hidden width in the blocks without a mixture; by default ``k * expert_dim + shared_dim``, of the same
-            cost.
+        moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model. The others have a
+            hidden width of ``k * expert_dim``, of the same cost.
         gate: creates a gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
         dropout: share of the output of a layer that is dropped in training.
@@ -91,6 +87,7 @@ class MoELanguageModel(L.LightningModule):
     """
 
     tokens_seen: Tensor
+    from_datamodule: ClassVar = {"vocab_size": int}
 
     def __init__(
         self,
@@ -102,9 +99,7 @@ class MoELanguageModel(L.LightningModule):
         num_experts: int = 8,
         k: int = 2,
         expert_dim: int = 256,
-        shared_dim: int = 0,
         moe_every: int = 1,
-        dense_dim: int | None = None,
         gate: GateFactory = TopKGate,
         dropout: float = 0.0,
         balance_weight: float = 0.01,
@@ -117,10 +112,7 @@ class MoELanguageModel(L.LightningModule):
     ) -> None:
         super().__init__()
         _require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=max_new_tokens)
-        _require_at_least(
-            0, moe_every=moe_every, shared_dim=shared_dim, temperature=temperature, sample_from=sample_from
-        )
-        vocab_size = None if vocab_size is None else index(vocab_size)
+        _require_at_least(0, moe_every=moe_every, temperature=temperature, sample_from=sample_from)
         self.save_hyperparameters(ignore=["optimizer"])
         hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
@@ -133,13 +125,13 @@ class MoELanguageModel(L.LightningModule):
         self.temperature = temperature
         self.sample_from = sample_from
         self.make_optimizer = optimizer
-        dense_dim = k * expert_dim + shared_dim if dense_dim is None else dense_dim
 
         def feed_forward(number: int) -> nn.Module:
             if not moe_every or (number + 1) % moe_every:
-                return FeedForward(dim, dense_dim)
-            options: dict[str, Any] = {"activation": "silu", "gated": True, "bias": False}
-            return MixtureOfExperts(dim, expert_dim, num_experts, k, shared_dim=shared_dim, gate=gate, **options)
+                return FeedForward(dim, k * expert_dim)
+            return MixtureOfExperts(
+                dim, expert_dim, num_experts, k, activation="silu", gated=True, bias=False, gate=gate
+            )
 
         self.blocks = nn.ModuleList(
             TransformerBlock(dim, num_heads, feed_forward(number), dropout) for number in range(num_layers)
@@ -161,19 +153,25 @@ class MoELanguageModel(L.LightningModule):
         if vocab_size is not None:
             self.configure_model()
 
-    def setup(self, stage: str) -> None:
-        self._read_datamodule()
-
     def _read_datamodule(self) -> None:
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         self.bytes_per_token = getattr(datamodule, "bytes_per_token", None)
         self.tokenizer = getattr(datamodule, "tokenizer", None)
-        take_from_datamodule(self, vocab_size=int)
+        super()._read_datamodule()
+
+    def _is_built(self) -> bool:
+        return self.embedding is not None
+
+    def _require_sizes(self) -> None:
+        if self.vocab_size is None:
+            raise ValueError(
+                "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute, as "
+                "TextDataModule has"
+            )
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, and shard weights if there is a mesh for it."""
-        if self.embedding is None:
-            self._build()
+        self._build_once()
         mesh = tensor_parallel_mesh(self.device_mesh)
         if mesh is not None and not isinstance(self.head.weight, DTensor):
             shard_weights_(self, self.tensor_parallel_plan(mesh.size()), mesh)
@@ -197,13 +195,7 @@ class MoELanguageModel(L.LightningModule):
 
     def _build(self) -> None:
         """Create and initialize the layers whose sizes depend on the vocabulary, and scale the blocks' outputs."""
-        if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._read_datamodule()
-        if self.vocab_size is None:
-            raise ValueError(
-                "MoELanguageModel needs vocab_size; pass it, or train with a datamodule that has such an attribute, as "
-                "TextDataModule has"
-            )
+        assert self.vocab_size is not None
         self.embedding = nn.Embedding(self.vocab_size, self.dim)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
@@ -224,9 +216,6 @@ class MoELanguageModel(L.LightningModule):
             clip_grad_norm_(self.parameters(), gradient_clip_val)
         else:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters())
 
     def pipeline_layers(self) -> list[nn.Module]:
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""

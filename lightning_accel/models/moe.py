@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -15,17 +14,16 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel.models.hooks import (
     EpochLoad,
+    SizedModel,
     is_logging_step,
     keep_plain_hyperparameters,
     list_of_str,
-    take_from_datamodule,
+    require_class_names,
 )
-from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
-from lightning_accel.ops.expert_mlp import Activation
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -37,7 +35,7 @@ class ClassifierOutput(NamedTuple):
     report: GateReport
 
 
-class MoEClassifier(L.LightningModule):
+class MoEClassifier(SizedModel):
     """Classify samples by an encoder, a residual mixture that routes each sample to ``k`` experts, and a head.
 
     Batches are pairs of samples, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
@@ -54,10 +52,6 @@ class MoEClassifier(L.LightningModule):
         k: number of experts for each sample.
         expert_dim: hidden width of each expert.
         dropout: share of the mixture's output that is dropped in training.
-        activation: activation of the experts: ``gelu``, ``relu`` or ``silu``.
-        gated: whether the first layer of an expert is gated.
-        shared_dim: hidden width of an expert that is applied to every sample; 0 for none.
-        capacity_factor: bounds the slots of an expert, see :class:`lightning_accel.nn.MixtureOfExperts`.
         gate: creates the gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
         balance_weight: weight of the balance loss.
@@ -76,6 +70,9 @@ class MoEClassifier(L.LightningModule):
     torch.Size([5, 3])
     """
 
+    from_datamodule: ClassVar = {"num_features": int, "num_classes": int, "class_names": list_of_str}
+    unlike_tensor_parallelism = "'accel_expert_parallel', which deals its experts to them"
+
     def __init__(
         self,
         num_features: int | None = None,
@@ -86,10 +83,6 @@ class MoEClassifier(L.LightningModule):
         k: int = 2,
         expert_dim: int = 256,
         dropout: float = 0.0,
-        activation: Activation = "gelu",
-        gated: bool = False,
-        shared_dim: int = 0,
-        capacity_factor: float | None = None,
         gate: GateFactory = TopKGate,
         balance_weight: float = 0.01,
         z_weight: float = 0.0,
@@ -98,11 +91,7 @@ class MoEClassifier(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        # NumPy numbers and arrays would make the checkpoint unsafe to load
-        num_features = None if num_features is None else index(num_features)
-        num_classes = None if num_classes is None else index(num_classes)
-        dim, num_experts, k, expert_dim, shared_dim = map(index, (dim, num_experts, k, expert_dim, shared_dim))
-        dropout, balance_weight, z_weight = float(dropout), float(balance_weight), float(z_weight)
+        dim, num_experts, k, expert_dim = map(index, (dim, num_experts, k, expert_dim))
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
         hint_at_removed_channels(self)
@@ -116,53 +105,42 @@ class MoEClassifier(L.LightningModule):
         self.dim = dim
         self.encoder = encoder
         self.takes_rows = encoder is None  # a given encoder checks its own input
-        self.mixture = MixtureOfExperts(
-            dim,
-            expert_dim,
-            num_experts,
-            k,
-            activation=activation,
-            gated=gated,
-            shared_dim=shared_dim,
-            capacity_factor=capacity_factor,
-            gate=gate,
-        )
+        self.mixture = MixtureOfExperts(dim, expert_dim, num_experts, k, gate=gate)
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.head: nn.Module | None = None
         self.expert_load = ExpertLoad([self.mixture.gate])
         self.epoch_load = EpochLoad(1, num_experts)
-        if num_classes is not None and (encoder is not None or num_features is not None):
+        if self._sizes_are_known():
             self.configure_model()
 
-    def setup(self, stage: str) -> None:
-        self._read_datamodule()
-
-    def _read_datamodule(self) -> None:
-        take_from_datamodule(self, num_features=int, num_classes=int, class_names=list_of_str)
+    def _is_built(self) -> bool:
+        return self.head is not None
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
-        reject_tensor_parallelism(self, "'accel_expert_parallel', which deals its experts to them")
-        if self.head is not None:
-            return
-        if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._read_datamodule()
-        if self.num_classes is None or (self.encoder is None and self.num_features is None):
-            if self._trainer is None:  # load_from_checkpoint, which calls load_state_dict next
-                return
+        if self._trainer is not None or self._sizes_are_known():  # load_from_checkpoint calls load_state_dict next
+            super().configure_model()
+
+    def _sizes_are_known(self) -> bool:
+        return self.num_classes is not None and (self.encoder is not None or self.num_features is not None)
+
+    def _require_sizes(self) -> None:
+        if not self._sizes_are_known():
             raise ValueError(
                 f"MoEClassifier needs num_features and num_classes; got num_features={self.num_features}, "
                 f"num_classes={self.num_classes}. Pass them, or train with a datamodule that has attributes so named, "
                 "as TabularDataModule, DigitsDataModule and IdxDataModule have"
             )
-        if self.class_names is not None and len(self.class_names) != self.num_classes:
-            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(self.class_names)} class_names")
+        require_class_names(self.class_names, self.num_classes)
+
+    def _build(self) -> None:
+        assert self.num_classes is not None
         if self.encoder is None:
             assert self.num_features is not None
             self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(self.num_features, self.dim), nn.GELU())
         self.head = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.num_classes))
-        self.train_accuracy = MulticlassAccuracy(self.num_classes, average="micro")
+        self.train_accuracy = MulticlassAccuracy(int(self.num_classes), average="micro")
         self.val_loss, self.val_accuracy = MeanMetric(), self.train_accuracy.clone()
         self.test_loss, self.test_accuracy = MeanMetric(), self.train_accuracy.clone()
 
@@ -174,9 +152,6 @@ class MoEClassifier(L.LightningModule):
                 self.num_features = state_dict["encoder.1.weight"].shape[-1]
             self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters())
 
     def pipeline_layers(self) -> list[nn.Module]:
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""

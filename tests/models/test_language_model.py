@@ -63,10 +63,10 @@ def test_overfits_one_batch():
 
 @pytest.mark.parametrize(("moe_every", "kinds"), [(1, "MMM"), (2, "DMD"), (3, "DDM"), (0, "DDD")])
 def test_every_so_many_blocks_have_a_mixture(moe_every, kinds):
-    model = MoELanguageModel(5, **SMALL | {"num_layers": 3}, moe_every=moe_every, shared_dim=3)
+    model = MoELanguageModel(5, **SMALL | {"num_layers": 3}, moe_every=moe_every)
     layers = [block.feed_forward for block in model.blocks]
     assert "".join("M" if isinstance(layer, MixtureOfExperts) else "D" for layer in layers) == kinds
-    assert all(layer.down.in_features == 2 * 8 + 3 for layer in layers if isinstance(layer, FeedForward))
+    assert all(layer.down.in_features == 2 * 8 for layer in layers if isinstance(layer, FeedForward))
     assert model.training_step(torch.randint(5, (2, 4)), 0).requires_grad
 
 
