@@ -203,7 +203,7 @@ def test_parameters_in_several_places_stay_one():
 
 
 class Spy(L.Callback):
-    """Dtypes in which a module sees its weights."""
+    """Dtypes in which a module sees its weights, and whether its gradients have the digits of bfloat16 alone."""
 
     def on_fit_start(self, trainer, pl_module):
         self.seen = {}
@@ -214,6 +214,10 @@ class Spy(L.Callback):
     def note(self, name, layer, inputs):
         weight = layer._parameters.get("weight", layer._parameters.get("up_weight"))
         self.seen[name] = weight.dtype, weight.shape
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradient = pl_module.blocks[1].attention.out.weight.grad.to_local()
+        self.has_digits_of_float32 = bool((gradient != gradient.bfloat16()).any())
 
 
 def check_dtypes(rank):
@@ -228,12 +232,13 @@ def check_dtypes(rank):
         optimizer=SGD,
     )
     master = {parameter.dtype for parameter in run.lightning_module.parameters()}
-    return spy.seen, master, whole_weights(run)
+    return spy.seen, spy.has_digits_of_float32, master, whole_weights(run)
 
 
-def test_mixed_precision_gathers_low_and_keeps_gates_and_master_weights():
+def test_mixed_precision_gathers_low_reduces_in_float32_and_keeps_gates_and_master_weights():
     expected = whole_weights(fit("language_model", precision="bf16-mixed", optimizer=SGD))
-    for seen, master, weights in run_ranks(check_dtypes):
+    for seen, has_digits_of_float32, master, weights in run_ranks(check_dtypes):
+        assert has_digits_of_float32  # a mean of two numbers of bfloat16 often has more digits
         assert seen["blocks.0.feed_forward.gate"] == (torch.float32, (4, 16))
         assert seen["blocks.1.attention.out"] == (torch.bfloat16, (16, 16))
         assert seen["blocks.0.feed_forward.experts"] == (torch.bfloat16, (4, 12, 16))
