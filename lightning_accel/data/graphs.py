@@ -6,7 +6,6 @@ nodes of one graph.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
-from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.graph_dataset import GraphDataset, NeighbourDataset, NodeDataset
 from lightning_accel.data.graph_features import Features, Scale, apply_features, features_of, fit_scale, scale_features
@@ -47,10 +45,7 @@ _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for 
     "target_kind": {"path", "dataset"},
     "target": {"path", "substructures"},
     "nodes_path": {"path"},
-    "graphs_path": {"path"},
     "undirected": {"path"},
-    "separator": {"path"},
-    "decimal": {"path"},
     "fold": {"csl", "dataset"},
     "family": {"substructures"},
     "num_graphs": {"substructures"},
@@ -58,10 +53,8 @@ _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for 
     "val_share": {"path", "dataset", "karate", "substructures"},
     "test_share": {"path", "dataset", "karate", "substructures"},
     "predict_path": {"path"},
-    "predict_nodes_path": {"path"},
-    "max_bytes": {"path"},
 }
-_DEFAULTS: dict[str, Any] = {"undirected": True, "separator": ",", "decimal": ".", "fold": 0, "family": "erdos_renyi"}
+_DEFAULTS: dict[str, Any] = {"undirected": True, "fold": 0, "family": "erdos_renyi"}
 
 
 def _require_effect(source: str, options: Mapping[str, Any]) -> None:
@@ -83,8 +76,6 @@ def _require_effect(source: str, options: Mapping[str, Any]) -> None:
         raise ValueError("val_dataset and test_dataset go together, beside dataset; got one of them")
     if parts[0] and shares:
         raise ValueError(f"{', '.join(shares)} would have no effect beside val_dataset and test_dataset; leave it out")
-    if options["predict_nodes_path"] is not None and options["predict_path"] is None:
-        raise ValueError("predict_nodes_path goes with predict_path, the edges; got none")
 
 
 def _require_sizes(
@@ -115,15 +106,13 @@ class GraphDataModule(L.LightningDataModule):
     ``y`` is (N,) or (N, K), and **``target_index`` (S,) lists the nodes that count**: a loss is
     ``loss(out[i], y[i])`` with ``i = batch.target_index``, and ``predict`` returns ``out[i]``.
 
-    **Files.** ``.csv`` and ``.parquet`` files have one edge per row: ``source`` and ``target``, ``graph`` if there are
-    several graphs, optionally ``type``, and numeric columns as edge features. ``nodes_path`` is a table with ``node``,
-    ``graph`` and node features; its text columns are one-hot encoded. The target is a column there, or of
-    ``graphs_path``, a table with ``graph``. ``.jsonl`` files have one graph per line, ``{"edges": [[0, 1], [1, 2]],
-    "num_nodes": 3, "x": [[0.5], [1], [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``; only ``edges`` is
+    **Files.** ``.csv`` and ``.parquet`` files have one edge per row, of one graph: ``source`` and ``target``,
+    optionally ``type``, and numeric columns as edge features. ``nodes_path`` is a table with ``node``, the target and
+    node features; its text columns are one-hot encoded. ``.jsonl`` files have one graph per line, ``{"edges": [[0, 1],
+    [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``; only ``edges`` is
     required, and no further field but the target is allowed; whole numbers in ``edge_attr`` are types, lists or
-    fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a blank or in
-    ``graphs_path``. Features are standardized to mean 0 and variance 1 over the training data, except those of only
-    zeros and ones.
+    fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a blank. Features are
+    standardized to mean 0 and variance 1 over the training data, except those of only zeros and ones.
 
     **Data sets** of PyG are not standardized. Whole numbers in ``x`` are one-hot encoded; whole numbers in
     ``edge_attr``, or ``edge_type`` if there is no ``edge_attr``, are edge types. A single graph with node targets is
@@ -157,10 +146,7 @@ class GraphDataModule(L.LightningDataModule):
         target: column or field of the target in a file, by default ``y``, or several with one number each; for
             ``substructures``, which of them to count, by default all seven.
         nodes_path: table of nodes that accompanies an edge list.
-        graphs_path: table of the graphs' targets.
         undirected: whether to add the reverse of each edge where a file lacks it.
-        separator: separator of the fields of a CSV file.
-        decimal: decimal mark of a CSV file.
         fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
         family: random graphs of ``substructures``: ``erdos_renyi`` or ``regular``.
         num_graphs: number of graphs of ``substructures``, for training, validation and test; by default 5,000.
@@ -177,9 +163,6 @@ class GraphDataModule(L.LightningDataModule):
         num_workers: workers that load batches.
         predict_path: file to predict, in the format of ``path``, with or without targets; by default the test graphs,
             or all nodes of a single graph.
-        predict_nodes_path: table of nodes that accompanies ``predict_path``.
-        max_bytes: largest size in bytes of an unpacked compressed file, and of the nodes of a file at 64 bytes each; 32
-            times the size of the file if that is more.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -217,10 +200,7 @@ class GraphDataModule(L.LightningDataModule):
         target_kind: TargetKind | None = None,
         target: str | Sequence[str] | None = None,
         nodes_path: str | Path | None = None,
-        graphs_path: str | Path | None = None,
         undirected: bool = True,
-        separator: str = ",",
-        decimal: str = ".",
         fold: int = 0,
         family: Family = "erdos_renyi",
         num_graphs: int | None = None,
@@ -233,8 +213,6 @@ class GraphDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
-        predict_nodes_path: str | Path | None = None,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
         sources = {"path": path, "task": task, "dataset": dataset}
@@ -248,11 +226,9 @@ class GraphDataModule(L.LightningDataModule):
             self.task or named[0],
             {
                 "val_dataset": val_dataset, "test_dataset": test_dataset, "level": level, "target_kind": target_kind,
-                "target": names or None, "nodes_path": nodes_path, "graphs_path": graphs_path, "undirected": undirected,
-                "separator": separator, "decimal": decimal, "fold": fold, "family": family, "num_graphs": num_graphs,
-                "num_neighbors": num_neighbors, "val_share": val_share, "test_share": test_share,
-                "predict_path": predict_path, "predict_nodes_path": predict_nodes_path,
-                "max_bytes": None if max_bytes == MAX_BYTES else max_bytes,
+                "target": names or None, "nodes_path": nodes_path, "undirected": undirected, "fold": fold,
+                "family": family, "num_graphs": num_graphs, "num_neighbors": num_neighbors, "val_share": val_share,
+                "test_share": test_share, "predict_path": predict_path,
             },
         )  # fmt: skip
         for name, value, choices in (
@@ -262,7 +238,7 @@ class GraphDataModule(L.LightningDataModule):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
         _require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
-        require_loading_options(batch_size or 1, seed, num_workers, max_bytes)
+        require_loading_options(batch_size or 1, seed, num_workers)
         named_shares = {"val_share": val_share, "test_share": test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
         usual = (0.2, 0.5) if self.task == "substructures" else (0.1, 0.2)  # the former of Chen et al. 2020
@@ -276,12 +252,12 @@ class GraphDataModule(L.LightningDataModule):
             raise ValueError(f"fold of csl must be from 0 to 4; got {fold}")
         if self.task == "substructures" and (unknown := set(names) - set(SUBSTRUCTURES)):
             raise ValueError(f"target must be among {', '.join(SUBSTRUCTURES)}; got {', '.join(sorted(unknown))}")
-        self.path, self.predict_path, self.predict_nodes_path, nodes, graphs = (
-            None if file is None else existing_file(file)
-            for file in (path, predict_path, predict_nodes_path, nodes_path, graphs_path)
+        self.path, self.predict_path, nodes = (
+            None if file is None else existing_file(file) for file in (path, predict_path, nodes_path)
         )
-        separator = separator.replace("\\t", "\t")  # as a shell passes it
-        self.layout = GraphLayout(level, names or ("y",), nodes, graphs, undirected, separator, decimal, max_bytes)
+        if nodes is not None and self.predict_path is not None:
+            raise ValueError("predict_path has no effect beside nodes_path: all nodes of the graph are predicted")
+        self.layout = GraphLayout(level, names or ("y",), nodes, undirected)
         self.datasets = [part for part in (dataset, val_dataset, test_dataset) if part is not None]
         self.transform = transform
         self.counted = names or tuple(SUBSTRUCTURES)
@@ -323,8 +299,8 @@ class GraphDataModule(L.LightningDataModule):
         rows = [self._rows(splits, part) for part in (splits.train, splits.val, splits.test)]
         self._sampler(rows[0], shuffle=True)  # raises for a graph beyond a budget
         self.predict_rows, self.predict_ids = self._rows_to_predict(splits)
-        if self.predict_path is not None and read is not None:
-            self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, read, features, scales)
+        if self.predict_path is not None:
+            self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, features, scales)
         self.train_rows, self.val_rows, self.test_rows = rows
 
     def _source_name(self) -> str:
@@ -432,11 +408,8 @@ class GraphDataModule(L.LightningDataModule):
             f"{of}:{name}" for of, inside in zip(ids, names, strict=True) for name in inside
         ]
 
-    def _file_to_predict(
-        self, path: Path, trained: FileGraphs, features: Features, scales: dict[str, Scale]
-    ) -> tuple[Items, list[str]]:
-        layout = replace(self.layout, nodes_path=self.predict_nodes_path, graphs_path=None)
-        read = read_graphs(path, layout, with_target=False, like=trained)
+    def _file_to_predict(self, path: Path, features: Features, scales: dict[str, Scale]) -> tuple[Items, list[str]]:
+        read = read_graphs(path, self.layout, with_target=False)
         graphs = [self._transform_graph(graph) for graph in read.graphs]
         places = [f"line {line} of {path}" for line in read.lines] or [str(path)] * len(graphs)
         graphs = [apply_features(graph, features, place) for graph, place in zip(graphs, places, strict=True)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_accel.data.bounds import MAX_BYTES, require_allowed
+from lightning_accel.data.bounds import require_allowed
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import InMemoryDataModule, require_loading_options
 from lightning_accel.data.quoting import shown
@@ -26,12 +26,8 @@ Limits: TypeAlias = tuple[float, float]
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> np.ndarray:
+def read_idx(path: str | Path) -> np.ndarray:
     """Read the array of an IDX file, gzipped or not, whatever its name.
-
-    Args:
-        path: the file.
-        max_bytes: largest size of an unpacked gzipped file in bytes; 32 times its packed size if that is more.
 
     Returns:
         A writable array of the file's type (uint8, int8, int16, int32, float32 or float64) in the machine's byte order.
@@ -53,7 +49,7 @@ def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> np.ndarray:
             if promised == 0:
                 raise ValueError(f"{path} holds no values: its shape is {shape}")
             if is_packed:
-                require_allowed(promised, path, max_bytes, f"{path}, whose header says {shown(shape, 100)},")
+                require_allowed(promised, path, f"{path}, whose header says {shown(shape, 100)},")
             found = promised if is_packed else path.stat().st_size - file.tell()
             if found == promised:
                 values = np.empty(math.prod(shape), dtype)
@@ -94,36 +90,28 @@ def _read_header(file: BufferedIOBase, path: Path) -> tuple[np.dtype, tuple[int,
     return np.dtype(_DTYPES[magic[2]]), tuple(np.frombuffer(sizes, ">u4").tolist())
 
 
-def _matching_files(folder: Path, part: IdxPart) -> list[Path]:
-    """Return the files of ``part`` in ``folder`` by their usual names; a file goes before its gzipped copy."""
-    pattern = rf"(.+-)?{part.replace('test-', '(t10k|test)-')}[-.]idx\d+-\w+(\.gz)?"
-    found = sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
-    return [path for path in found if path.suffix != ".gz" or path.with_suffix("") not in found]
-
-
-def _find_idx(folder: Path, part: IdxPart, remedy: str = "") -> Path:
-    """Return the only file of ``part`` in ``folder``.
+def _find_idx(folder: Path, part: IdxPart) -> Path | None:
+    """Return the only file of ``part`` in ``folder`` by its usual names, if any; a file goes before its gzipped copy.
 
     Raises:
-        FileNotFoundError: if there is none, naming the expected names; ``remedy`` ends the message.
         ValueError: if several files match.
     """
-    option = part.replace("-", "_")
-    found = _matching_files(folder, part)
+    pattern = rf"(.+-)?{part.replace('test-', '(t10k|test)-')}[-.]idx\d+-\w+(\.gz)?"
+    found = sorted(path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
+    found = [path for path in found if path.suffix != ".gz" or path.with_suffix("") not in found]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise ValueError(f"{folder} has several files of {part}: {names}. Say which with {option}")
-    if found:
-        return found[0]
-    prefix, kind = part.split("-")
-    expected = [
-        f"{start}-{kind}{mark}idx{3 if kind == 'images' else 1}-ubyte"
-        for start in (("train",) if prefix == "train" else ("t10k", "test"))
-        for mark in "-."
-    ]
-    below = [sub for depth in ("*/", "*/*/") for sub in sorted(folder.glob(depth)) if _matching_files(sub, part)]
-    hint = f"There is one in {below[0]}; give that folder" if below else f"Or name it with {option}"
-    raise FileNotFoundError(f"no {' or '.join(expected)}, gzipped or not, in the folder {folder}. {hint}{remedy}")
+        raise ValueError(f"{folder} has several files of {part}: {names}. Move all but one elsewhere")
+    return found[0] if found else None
+
+
+def _require_idx(folder: Path, part: IdxPart) -> Path:
+    if (found := _find_idx(folder, part)) is not None:
+        return found
+    names = [f"{start}-{part.partition('-')[2]}-idx{3 if part.endswith('images') else 1}-ubyte"
+             for start in (["train"] if part.startswith("train") else ["t10k", "test"])]  # fmt: skip
+    remedy = "; for images alone, set labelled to False" if part.endswith("labels") else ""
+    raise FileNotFoundError(f"no {' or '.join(names)}, gzipped or not, in the folder {folder}{remedy}")
 
 
 class IdxDataModule(InMemoryDataModule):
@@ -147,10 +135,6 @@ class IdxDataModule(InMemoryDataModule):
 
     Args:
         path: folder of the files.
-        train_images: name of the file in the folder, or its absolute path, if it has none of the usual names.
-        train_labels: like ``train_images``.
-        test_images: like ``train_images``.
-        test_labels: like ``train_images``.
         labelled: False to read no labels; batches are then ``(images,)``.
         binarize: make every value exactly 0 or 1, 1 above 0.5.
         val_share: share of the training images that validate.
@@ -158,7 +142,6 @@ class IdxDataModule(InMemoryDataModule):
         batch_size: samples per process and step.
         num_workers: workers that load batches; 0 is fastest, since the images are in memory.
         predict_path: IDX file of images to predict; by default the test images.
-        max_bytes: largest size of an unpacked gzipped file in bytes; 32 times its packed size if that is more.
 
     Raises:
         FileNotFoundError: if the folder does not exist; in ``setup``, if a file does not, naming the expected names.
@@ -178,10 +161,6 @@ class IdxDataModule(InMemoryDataModule):
         self,
         path: str | Path,
         *,
-        train_images: str | None = None,
-        train_labels: str | None = None,
-        test_images: str | None = None,
-        test_labels: str | None = None,
         labelled: bool = True,
         binarize: bool = False,
         val_share: float = 0.1,
@@ -189,27 +168,21 @@ class IdxDataModule(InMemoryDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers, max_bytes)
+        require_loading_options(batch_size, split_seed, num_workers)
         if not 0 < val_share < 1:
             raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no folder {path}; path is the folder of the IDX files")
         self.path = Path(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
-        self.train_images = train_images
-        self.train_labels = train_labels
-        self.test_images = test_images
-        self.test_labels = test_labels
         self.labelled = labelled
         self.binarize = binarize
         self.val_share = val_share
         self.split_seed = split_seed
         self.batch_size = batch_size
         self.num_workers = num_workers
-        self.max_bytes = max_bytes
 
     def setup(self, stage: str | None = None) -> None:
         if not hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
@@ -217,12 +190,12 @@ class IdxDataModule(InMemoryDataModule):
             self._set_up_held_out()
         needed = {"test": self.test_rows, "predict": self.predict_rows}
         if stage in needed and needed[stage] is None:
-            _find_idx(self.path, "test-images")  # raises
+            _require_idx(self.path, "test-images")  # raises
 
     def _set_up_training(self) -> None:
-        path = self._file("train-images", self.train_images)
+        path = _require_idx(self.path, "train-images")
         images = self._read_images(path)
-        labels = self._read_labels("train-labels", self.train_labels, images, path)
+        labels = self._read_labels("train-labels", images, path)
         if labels is not None:
             classes, labels = np.unique(labels, return_inverse=True)
             self.class_names, self.num_classes = [str(label) for label in classes], len(classes)
@@ -232,7 +205,7 @@ class IdxDataModule(InMemoryDataModule):
         self._mean = float(images.mean(dtype=np.float64))
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
-        split_by = path if labels is None else self._file("train-labels", self.train_labels)
+        split_by = path if labels is None else _require_idx(self.path, "train-labels")
         train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, split_by)
         self._digest = digest_of(images, *([] if labels is None else [labels]))
         every = self._rows(images, labels)
@@ -240,27 +213,20 @@ class IdxDataModule(InMemoryDataModule):
 
     def _set_up_held_out(self) -> None:
         self.test_rows = None
-        if self.test_images is not None or _matching_files(self.path, "test-images"):
-            path = self._file("test-images", self.test_images)
+        if (path := _find_idx(self.path, "test-images")) is not None:
             images = self._read_like_training(path)
-            labels = self._read_labels("test-labels", self.test_labels, images, path)
+            labels = self._read_labels("test-labels", images, path)
             self.test_rows = self._rows(images, None if labels is None else self._encode_labels(labels, path))
         if self.predict_path is not None:
             self.predict_rows = self._rows(self._read_like_training(self.predict_path), None)
         else:
             self.predict_rows = None if self.test_rows is None else replace(self.test_rows, labels=None)
 
-    def _file(self, part: IdxPart, name: str | None) -> Path:
-        if name is not None:
-            return existing_file(self.path / name)
-        without = "; for images alone, set labelled to False" if part.endswith("labels") else ""
-        return _find_idx(self.path, part, without)
-
-    def _read_labels(self, part: IdxPart, name: str | None, images: np.ndarray, of: Path) -> np.ndarray | None:
+    def _read_labels(self, part: IdxPart, images: np.ndarray, of: Path) -> np.ndarray | None:
         if not self.labelled:
             return None
-        path = self._file(part, name)
-        labels = read_idx(path, self.max_bytes)
+        path = _require_idx(self.path, part)
+        labels = read_idx(path)
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise ValueError(
                 f"labels must be one whole number for each image, (N,); {path} holds {labels.shape} {labels.dtype}"
@@ -270,7 +236,7 @@ class IdxDataModule(InMemoryDataModule):
         return labels
 
     def _read_images(self, path: Path) -> np.ndarray:
-        images = read_idx(path, self.max_bytes)
+        images = read_idx(path)
         if images.ndim < 2:
             raise ValueError(f"images must be (N, H, W), or rows (N, D); {path} holds {images.shape} {images.dtype}")
         if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():

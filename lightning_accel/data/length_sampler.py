@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from lightning_accel.data.in_memory import identity_collate
 from lightning_accel.data.planned_sampler import Plan, PlannedSampler, integer_sizes, share_indices
 from lightning_accel.data.samplers import ResumableLoader
-from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch, collate_sequences
+from lightning_accel.data.sequence_batch import collate_sequences
 
 _UNBOUNDED = 2**62
 
@@ -325,14 +323,15 @@ def length_batch_loader(
     Args:
         dataset: data set with ``len`` and integer indices; its ``__getitems__``, if any, gets the indices of a batch.
         sampler: sampler of as many sequences.
-        collate_fn: collates a list of items, or the result of ``__getitems__``. With ``chunk_steps`` it must return a
-            :class:`~lightning_accel.data.sequence_batch.SequenceBatch`, which the loader splits into chunks.
+        collate_fn: collates a list of items, or the result of ``__getitems__``.
         num_workers: workers that load batches.
         pin_memory: whether to pin memory, for copies to a GPU.
 
     Raises:
-        ValueError: if ``dataset`` and ``sampler`` differ in length.
+        ValueError: if ``dataset`` and ``sampler`` differ in length, or the sampler has ``chunk_steps``.
     """
+    if sampler.chunk_steps is not None:
+        raise ValueError("chunk_steps needs a data set that takes a Chunk, as those of SequenceDataModule do")
     if len(dataset) != len(sampler.lengths):  # type: ignore[arg-type]  # a dataset with a length
         raise ValueError(
             f"the sampler knows the lengths of {len(sampler.lengths)} sequences, the dataset holds {len(dataset)}; "  # type: ignore[arg-type]
@@ -350,7 +349,7 @@ def length_batch_loader(
 
 
 class _Batches(Dataset[Any]):
-    """Load batches of ``dataset`` by a list of indices, or by a chunk."""
+    """Load batches of ``dataset`` by a list of indices."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
@@ -359,8 +358,7 @@ class _Batches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: list[int] | int | Chunk) -> Any:
-        rows = key.rows if isinstance(key, Chunk) else key
+    def __getitem__(self, rows: list[int] | int) -> Any:
         if isinstance(rows, int):
             raise TypeError(
                 "this loader needs its LengthBatchSampler, but found another sampler in its place, as "
@@ -368,32 +366,4 @@ class _Batches(Dataset[Any]):
                 "LengthBatchSampler(..., shuffle=False) for the same batches in each epoch"
             )
         fetch = getattr(self.dataset, "__getitems__", None)
-        batch = self.collate_fn(fetch(rows) if fetch else [self.dataset[row] for row in rows])
-        return _slice_steps(batch, key) if isinstance(key, Chunk) else batch
-
-
-def _slice_steps(batch: Any, chunk: Chunk) -> SequenceBatch:
-    """Return the steps of ``chunk``; the target of a sequence is in its last chunk, and unknown in earlier ones."""
-    if not isinstance(batch, SequenceBatch):
-        raise TypeError(
-            f"chunk_steps needs a collate_fn that makes a SequenceBatch; got a {type(batch).__name__}. "
-            "Return lightning_accel.data.sequence_batch.SequenceBatch(x, lengths, target)"
-        )
-    lengths = (batch.lengths - chunk.start).clamp(0, chunk.stop - chunk.start)
-    x, target = batch.x[:, chunk.start : chunk.stop], batch.target
-    if x.shape[1] == 0:  # all sequences of this process have ended, but not those of another
-        x = F.pad(x, (0,) * (2 * x.ndim - 3) + (1,))
-    if target is not None:
-        target = _slice_target(target, batch, chunk, x.shape[1])
-    return SequenceBatch(x, lengths, target, torch.tensor(chunk.carried))
-
-
-def _slice_target(target: Tensor, batch: SequenceBatch, chunk: Chunk, steps: int) -> Tensor:
-    of_steps = target.ndim == 2 and not target.is_floating_point()
-    if of_steps:
-        part = target[:, chunk.start : chunk.stop]
-        return F.pad(part, (0, steps - part.shape[1]), value=IGNORED)
-    ends = (batch.lengths > chunk.start) | (chunk.start == 0)
-    ends &= batch.lengths <= chunk.stop
-    unknown = torch.nan if target.is_floating_point() else IGNORED
-    return target.masked_fill(~ends.view(-1, *[1] * (target.ndim - 1)), unknown)
+        return self.collate_fn(fetch(rows) if fetch else [self.dataset[row] for row in rows])

@@ -1,7 +1,8 @@
 """Short texts of values of any size, for messages."""
 
+import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,6 +30,16 @@ def listed(names: Sequence[object], most: int = 20) -> str:
     """
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(cut(name) for name in islice(names, most)) + rest
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that ends a message about ``name``, with the most similar of the known names, or a full stop.
+
+    >>> did_you_mean("targt", ["target", "x"]), did_you_mean("y", ["target", "x"])
+    ("; did you mean 'target'?", '.')
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {shown(near[0])}?" if near else "."
 
 
 def cut(name: object, most: int = 60) -> str:

@@ -1,6 +1,5 @@
 """Readers of sequences from files. Shapes: R sequences, N steps of all, F features, K values of a target."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lightning_accel.data.bounds import MAX_BYTES, allowed_bytes, require_allowed
+from lightning_accel.data.bounds import allowed_bytes, require_allowed
 from lightning_accel.data.quoting import cut, listed, shown
-from lightning_accel.data.tables import LARGEST, as_numbers, as_text, read_table, require_columns
-from lightning_accel.data.text_lines import holds_booleans, lines_of, parse_object
+from lightning_accel.data.tables import LARGEST, as_numbers, as_text, read_table, require_columns, require_present
+from lightning_accel.data.text_lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
 
 TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 
@@ -23,30 +22,13 @@ _TOKEN_BYTES = 256  # per token of the vocabulary, as in a narrow embedding
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe which columns of a table, or fields of a JSON line, hold what.
-
-    Args:
-        kind: kind of the target.
-        target: column or field of the target.
-        values: columns of the features, or the field of the sequence; by default all columns without another role, or
-            the field ``values``, ``tokens``, ``input_ids`` or ``text``.
-        id: column with the id of a row's sequence, or field with the id of a line.
-        step: column that orders the rows of a sequence; None for the order of the file.
-        ignore: columns to ignore.
-        separator: separator of the fields of a CSV file.
-        decimal: decimal mark of a CSV file.
-        max_bytes: largest size of an unpacked compressed file, and of the vocabulary of its tokens at 256 bytes each.
-    """
+    """Describe which columns of a table, or fields of a JSON line, hold what, as ``SequenceDataModule`` takes it."""
 
     kind: TargetKind = "classification"
     target: str = "target"
     values: Sequence[str] = ()
     id: str = "id"
     step: str | None = "step"
-    ignore: Sequence[str] = ()
-    separator: str = ","
-    decimal: str = "."
-    max_bytes: int = MAX_BYTES
 
 
 @dataclass
@@ -63,8 +45,7 @@ class FileSequences:
 def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> FileSequences:
     """Read sequences from a file, by its suffix, which ``.gz`` may follow.
 
-    ``.jsonl`` and ``.ndjson`` files have one object per line, ``.csv`` and ``.parquet`` files one row per step. Lines
-    of ``.txt`` files are a label, a tab and a text, whose bytes are the steps.
+    ``.jsonl`` and ``.ndjson`` files have one object per line, ``.csv`` and ``.parquet`` files one row per step.
 
     Raises:
         ValueError: if the suffix is another, the file is empty, or its content does not match the layout; the message
@@ -77,11 +58,8 @@ def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> File
             return _read_json_lines(path, layout, with_target)
         case [".csv" | ".parquet"]:
             return _read_long_table(path, layout, with_target)
-        case [".txt"]:
-            return _read_text_lines(path, layout, with_target)
     raise ValueError(
-        "need a .jsonl file with an object a line, a .csv or .parquet file with a row a step, or a .txt file with a "
-        f"text a line; got {path}"
+        f"need a .jsonl file with an object a line, or a .csv or .parquet file with a row a step; got {path}"
     )
 
 
@@ -90,22 +68,21 @@ def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
     sequences: list[np.ndarray] = []
     targets, ids, places = [], [], []
     field = ""
-    most_tokens = allowed_bytes(path, layout.max_bytes) // _TOKEN_BYTES
-    for where, line in lines_of(path, "a sequence", layout.max_bytes):
+    most_tokens = allowed_bytes(path) // _TOKEN_BYTES
+    for where, line in lines_of(path, "a sequence"):
         entry = parse_object(line, where, '{"values": [1, 2], "target": 0}')
         field = field or _sequence_field(entry, layout, where)
-        _require_field(entry, field, where)
+        require_field(entry, field, where)
         sequences.append(_read_sequence(entry[field], field, where))
         if field in _TOKEN_FIELDS and len(sequences[-1]) and (largest := int(sequences[-1].max())) >= most_tokens:
             what = f"a vocabulary up to the token {largest} in {where}, of {_TOKEN_BYTES} bytes each,"
-            require_allowed((largest + 1) * _TOKEN_BYTES, path, layout.max_bytes, what)
+            require_allowed((largest + 1) * _TOKEN_BYTES, path, what, "number the tokens from 0 without gaps")
         ids.append(str(entry.get(layout.id, where.split()[1])))
         places.append(where)
         if with_target:
-            _require_field(entry, layout.target, where)
+            require_field(entry, layout.target, where)
             targets.append(_validated_target(entry[layout.target], len(sequences[-1]), layout, where))
-    if twice := pd.Series(ids)[pd.Series(ids).duplicated()].tolist():
-        raise ValueError(f"{path} has two lines with {layout.id} {shown(twice[0])}; give each sequence its own")
+    require_distinct_ids(ids, [place.split()[1] for place in places], path)
     steps = _concatenate(sequences, places)
     names = [field] if steps.ndim == 1 else [f"{field}_{i}" for i in range(steps.shape[1])]
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
@@ -124,64 +101,16 @@ def _sequence_field(entry: dict[str, Any], layout: Layout, where: str) -> str:
     )
 
 
-def _require_field(entry: dict[str, Any], name: str, where: str) -> None:
-    if name not in entry:
-        near = difflib.get_close_matches(name, entry, n=1)
-        hint = f"; did you mean {shown(near[0])}?" if near else "."
-        raise ValueError(f"{where} has no field {name!r}{hint} Its fields: {listed(list(entry))}")
-
-
 def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
     """Convert a field to tokens (T,), or values (T, F), (0, 0) for an empty sequence."""
     if isinstance(found, str) and field not in _TOKEN_FIELDS:
         return np.frombuffer(found.encode(), dtype=np.uint8)
-    if not isinstance(found, list):
-        raise ValueError(f"{field!r} in {where} must hold a list or a text; got {shown(found)}")
-    if holds_booleans(found):
-        raise ValueError(
-            f"{field!r} in {where} must hold numbers; got booleans among them, which would count as 1 and 0"
-        )
-    try:
-        steps = np.array(found)
-    except (ValueError, OverflowError):  # numpy's message does not name the step
-        raise ValueError(
-            f"{field!r} in {where} must hold equally many numbers for each step; {_describe_mismatch(found)}"
-        ) from None
-    if field in _TOKEN_FIELDS:
-        if steps.size and (steps.ndim != 1 or steps.dtype.kind not in "iu" or steps.min() < 0):
-            raise ValueError(
-                f"{field!r} in {where} must hold whole numbers from 0; got {shown(found)}. Number words by a "
-                f"tokenizer, "
-                "or give the text itself in a field text"
-            )
-        return steps.reshape(-1) if steps.size else np.zeros(0, np.int64)
-    if steps.size and (steps.dtype.kind not in "biuf" or steps.ndim > 2):
-        raise ValueError(
-            f"{field!r} in {where} must hold numbers, or a list of numbers for each step; {_describe_mismatch(found)}"
-        )
-    if steps.size and not (np.abs(steps) <= LARGEST).all():  # NaN too
-        step = int(np.argwhere(~(np.abs(steps) <= LARGEST))[0][0])
-        raise ValueError(
-            f"{field!r} in {where} must hold numbers of at most {LARGEST:g}; got {shown(found[step])} in step {step}, "
-            "counted from 0. Fill what is missing, or leave the step out"
-        )
-    steps = steps.astype(np.float64)
-    return steps.reshape(len(steps), -1 if steps.size else 0)
-
-
-def _describe_mismatch(found: list[Any]) -> str:
-    """Describe, for a message, the first step that is no number or is not as long as the first one."""
-
-    def like(step: Any) -> object:
-        return len(step) if isinstance(step, list) else None
-
-    for number, step in enumerate(found):
-        inner = step if isinstance(step, list) else [step]
-        if wrong := [value for value in inner if not isinstance(value, int | float)]:
-            return f"got {shown(wrong[0])} in step {number}, counted from 0"
-        if like(step) != like(found[0]):
-            return f"step {number}, counted from 0, is {shown(step)} and the first one {shown(found[0])}"
-    return f"got {shown(found)}"
+    steps = numbers_of(found, field, where, whole=field in _TOKEN_FIELDS)
+    if field not in _TOKEN_FIELDS:
+        return steps.astype(np.float64).reshape(len(steps), -1 if steps.size else 0)
+    if steps.ndim != 1 or (steps.size and steps.min() < 0):
+        raise ValueError(f"{field!r} in {where} must hold whole numbers from 0; got {shown(found)}")
+    return steps
 
 
 def _concatenate(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.ndarray:
@@ -234,45 +163,21 @@ def _join_targets(targets: Sequence[Any], places: Sequence[str], layout: Layout)
     return pd.Series(targets, name=layout.target, dtype=object)
 
 
-def _read_text_lines(path: Path, layout: Layout, with_target: bool) -> FileSequences:
-    if layout.kind == "labelling":
-        raise ValueError(
-            f"{path} holds a text a line, which has no room for labels of steps; write a .jsonl file with the fields "
-            "text and target"
-        )
-    texts, targets, ids = [], [], []
-    for where, line in lines_of(path, "a sequence", layout.max_bytes):
-        label, tab, text = line.partition("\t")
-        if with_target and not tab:
-            raise ValueError(f"{where} has no tab between a label and its text; got {shown(line)}")
-        whole = layout.kind == "forecasting" or not tab
-        texts.append((line if whole else text).encode())
-        targets.append(label)
-        ids.append(where.split()[1])
-    read: Any = None
-    if with_target:
-        read = pd.Series(targets, name=layout.target, dtype=object).replace("", None)
-        if layout.kind == "regression":
-            read = _present_numbers(read, path, "Give each text a number").to_numpy()[:, None]
-    lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    return FileSequences(np.frombuffer(b"".join(texts), dtype=np.uint8), lengths, ids, ["text"], read)
-
-
 def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSequences:
     """Read a table with one row per step, in any order; rows of a sequence share its target unless it labels steps."""
     targets = [layout.target] if with_target else []
     as_written = [layout.id, *([] if layout.kind == "regression" else targets)]
-    table = read_table(path, layout.separator, layout.decimal, text_columns=as_written, max_bytes=layout.max_bytes)
+    table = read_table(path, text_columns=as_written)
     steps = [] if layout.step is None else [layout.step]
-    require_columns(table, [layout.id, *steps, *targets, *layout.values, *layout.ignore], path)
-    others = [layout.id, *steps, layout.target, *layout.ignore]
+    require_columns(table, [layout.id, *steps, *targets, *layout.values], path)
+    others = [layout.id, *steps, layout.target]
     names = list(layout.values) or [name for name in table.columns if name not in others]
     if not names:
         raise ValueError(f"{path} has no column left for values beside {listed(others)}")
-    remedy = "Fill what is missing, leave the row out, or list a column that is no feature under ignore"
+    remedy = "Fill what is missing, leave the row out, or name the columns of the features in values"
     values = np.stack([_present_numbers(table[name], path, remedy) for name in names], axis=1)
     sequence, ids = pd.factorize(
-        as_text(_require_present(table[layout.id], path, "Name the sequence of each row"), path)
+        as_text(require_present(table[layout.id], path, "Name the sequence of each row"), path)
     )
     order = _row_order(table, sequence, layout, path)
     sequence = sequence[order]
@@ -281,23 +186,14 @@ def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSeque
     return FileSequences(values[order], lengths, list(ids), names, read)
 
 
-def _require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
-    if (missing := column.isna()).any():
-        raise ValueError(
-            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
-            f"{int(missing.to_numpy().argmax()) + 1}. {remedy}"
-        )
-    return column
-
-
 def _present_numbers(column: pd.Series, path: Path, remedy: str) -> pd.Series:
-    return as_numbers(_require_present(column, path, remedy), path, remedy)
+    return as_numbers(require_present(column, path, remedy), path, remedy)
 
 
 def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: Layout, path: Path) -> np.ndarray:
     if layout.step is None:
         return np.argsort(sequence, kind="stable")
-    step = _sort_key(_require_present(table[layout.step], path, "Number the steps, or set step_column to null"), path)
+    step = _sort_key(require_present(table[layout.step], path, "Number the steps, or set step_column to null"), path)
     order = np.lexsort((step, sequence))
     same = (np.diff(sequence[order]) == 0) & (step[order][1:] == step[order][:-1])
     if same.any():
@@ -328,7 +224,7 @@ def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, la
     if layout.kind == "regression":
         column = _present_numbers(column, path, "Give every row the target of its sequence")
     else:
-        column = _require_present(
+        column = require_present(
             column, path, "Give every row the target of its sequence, or predict it with predict_path"
         )
     values = column.iloc[order].reset_index(drop=True)

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import in_memory_loader, require_loading_options, resumable_loader
 from lightning_accel.data.length_sampler import LengthBatchSampler
@@ -39,8 +38,8 @@ class SequenceDataModule(L.LightningDataModule):
     **Files.** ``.jsonl`` files have one object per line, with ``values`` (a list of numbers, or of lists of F numbers),
     ``tokens`` (a list of whole numbers) or ``text`` (whose bytes are the steps), a ``target``, and optionally an
     ``id``. ``.csv`` and ``.parquet`` files have one row per step, with ``id``, ``step``, ``target`` and numeric
-    columns, in any order. Lines of ``.txt`` files are a label, a tab and a text. All but Parquet may be gzipped,
-    ``.gz``. Values are standardized to mean 0 and variance 1 over the steps of the training sequences.
+    columns, in any order. All but Parquet may be gzipped, ``.gz``. Values are standardized to mean 0 and variance 1
+    over the steps of the training sequences.
 
     **Splits** consist of whole sequences, stratified by class; the same file and ``seed`` give the same splits.
 
@@ -70,12 +69,8 @@ class SequenceDataModule(L.LightningDataModule):
             the field ``values``, ``tokens``, ``input_ids`` or ``text``.
         id_column: column with the id of a row's sequence, or field with the id of a line.
         step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
-        ignore: columns that are no features.
-        separator: separator of the fields of a CSV file.
-        decimal: decimal mark of a CSV file.
         batch_size: sequences per step, over all processes; with ``max_tokens``, the largest number.
         max_tokens: largest number of steps of a batch, including padding.
-        window: number of length bins, see :class:`LengthBatchSampler`.
         chunk_steps: steps per chunk of training sequences, for truncated back-propagation through time.
         val_share: share of the sequences that validate.
         test_share: share of the sequences that test.
@@ -83,8 +78,6 @@ class SequenceDataModule(L.LightningDataModule):
         num_workers: workers that load batches; 0 is fastest, since the sequences are in memory.
         predict_path: file of sequences to predict, in the format of ``path``, with or without targets; by default the
             test sequences.
-        max_bytes: largest size in bytes of an unpacked compressed file, and of the vocabulary of its tokens at 256
-            bytes each; 32 times the size of the file if that is more.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -118,22 +111,17 @@ class SequenceDataModule(L.LightningDataModule):
         values: str | Sequence[str] = (),
         id_column: str = "id",
         step_column: str | None = "step",
-        ignore: str | Sequence[str] = (),
-        separator: str = ",",
-        decimal: str = ".",
         batch_size: int = 64,
         max_tokens: int | None = None,
-        window: int | None = 50,
         chunk_steps: int | None = None,
         val_share: float = 0.1,
         test_share: float = 0.2,
         seed: int = 0,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers, max_bytes)
+        require_loading_options(batch_size, seed, num_workers)
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "val_share and test_share must be above 0 and leave sequences to train on; "
@@ -144,26 +132,15 @@ class SequenceDataModule(L.LightningDataModule):
         self.path = None if path is None else existing_file(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
-        self.layout = Layout(
-            target_kind,
-            target,
-            tuple(list_of_names(values)),
-            id_column,
-            step_column,
-            tuple(list_of_names(ignore)),
-            separator.replace("\\t", "\t"),  # as a shell passes it
-            decimal,
-            max_bytes,
-        )
+        self.layout = Layout(target_kind, target, tuple(list_of_names(values)), id_column, step_column)
         self.lengths = None if self.task is None else task_lengths(self.task, length, test_length)
         generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
         self._require_effect([name for name, value in generated.items() if value is not None])
         self.num_sequences = 10_000 if num_sequences is None else num_sequences
         # raises for a size out of range, before anything is read
-        LengthBatchSampler([1], batch_size, max_tokens=max_tokens, window=window, chunk_steps=chunk_steps)
+        LengthBatchSampler([1], batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
         self.batch_size = batch_size
         self.max_tokens = max_tokens
-        self.window = window
         self.chunk_steps = chunk_steps
         self.shares = val_share, test_share
         self.seed = seed
@@ -182,7 +159,7 @@ class SequenceDataModule(L.LightningDataModule):
             raise ValueError(f"{', '.join(given)} would have no effect on {what}, which is not generated")
         if self.path is None and (self.layout != Layout() or self.predict_path is not None):
             raise ValueError(
-                "target_kind, target, columns, max_bytes and predict_path describe files; without a path, "
+                "target_kind, target, columns and predict_path describe files; without a path, "
                 f"task={self.task!r} alone is read. Give path, or leave them out"
             )
 
@@ -250,7 +227,6 @@ class SequenceDataModule(L.LightningDataModule):
             rows.lengths,
             self.batch_size,
             max_tokens=self.max_tokens,
-            window=self.window,
             seed=self.seed,
             chunk_steps=self.chunk_steps,
             num_replicas=replicas,

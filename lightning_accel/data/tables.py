@@ -11,11 +11,12 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from sklearn.model_selection import train_test_split
 
-from lightning_accel.data.bounds import MAX_BYTES, allowed_bytes, require_allowed, require_unpackable
-from lightning_accel.data.quoting import cut, listed, shown
+from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
+from lightning_accel.data.quoting import cut, did_you_mean, listed, shown
 
 LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
+_UNPACKED_PARQUET = "write it without compression and dictionaries"
 
 
 def read_table(
@@ -24,24 +25,24 @@ def read_table(
     decimal: str = ".",
     missing: Sequence[str] = (),
     text_columns: Sequence[str] = (),
-    max_bytes: int = MAX_BYTES,
 ) -> pd.DataFrame:
-    """Read a CSV or Parquet file with at least one row; ``text_columns`` of a CSV file are not converted to numbers.
+    """Read a CSV file, gzipped or not, or a Parquet file; ``text_columns`` of a CSV file are not converted to numbers.
 
     Raises:
         ValueError: if it is neither, cannot be read, has no rows, has two columns of one name, or is too large
             unpacked, see :mod:`lightning_accel.data.bounds`.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if ".csv" not in suffixes and ".parquet" not in suffixes:
-        raise ValueError(f"need a .csv or .parquet file; got {path}")
+    name = path.name.lower()
+    if not name.endswith((".csv", ".csv.gz", ".parquet")):
+        raise ValueError(f"need a .csv, .csv.gz or .parquet file; got {path}")
     try:
-        if suffixes[-1] == ".parquet":
-            _require_bounded(path, max_bytes)
+        if name.endswith(".parquet"):
+            _require_bounded(path)
             table = pd.read_parquet(path)
             table = table.mask(table.isin([*missing, *_numbers_among(missing)])) if missing else table
         else:
-            require_unpackable(path, max_bytes)
+            if name.endswith(".gz"):
+                require_unpackable(path)
             _require_distinct_names(pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str), path)
             with warnings.catch_warnings():
                 # If rows are longer than the header, pandas would use their first fields as index, or drop the last
@@ -116,26 +117,31 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> N
     for name in needed:
         if name in columns:
             continue
-        near = difflib.get_close_matches(name, columns, n=1)
-        hint = f"; did you mean {shown(near[0])}?" if near else "."
+        hint = did_you_mean(name, columns)
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
             hint += " There is one column only: set separator to what stands between the fields."
         raise ValueError(f"{path} has no column {shown(name)}{hint} Its columns: {listed(columns)}")
+
+
+def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
+    """Return ``column``; raise a ValueError that ends in ``remedy`` if it lacks a value."""
+    if (missing := column.isna()).any():
+        raise ValueError(
+            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"{_first_row(missing)}. {remedy}"
+        )
+    return column
 
 
 def read_classes(
     column: pd.Series, path: Path, quantity: str = "a target that is a quantity is not supported"
 ) -> tuple[np.ndarray, list[str]]:
     """Return the class of each row, (rows,) int64, and the sorted class names; ``quantity`` ends a message."""
+    require_present(column, path, "Remove those rows, or predict them with predict_path")
     where = f"the target column {shown(column.name)} of {path}"
-    if (missing := column.isna()).any():
-        raise ValueError(
-            f"{where} lacks {missing.sum()} of {len(column)} values, the first in row {_first_row(missing)}; remove "
-            "those rows, or predict them with predict_path"
-        )
     text = as_text(column, path)
     _require_one_kind(column, text, where)
-    classes = sorted(text.unique(), key=_numbers_first)
+    classes = sorted(text.unique(), key=numbers_first)
     labels = pd.Categorical(text, categories=classes).codes
     if len(classes) < 2:
         raise ValueError(f"{where} holds one class only, {shown(classes[0])}; two or more are needed")
@@ -160,7 +166,7 @@ def _require_one_kind(column: pd.Series, text: pd.Series, where: str) -> None:
         raise ValueError(f"{where} holds {cut(both[0])} as a number and as a text; write it in one way")
 
 
-def _numbers_first(name: str) -> tuple[float, str]:
+def numbers_first(name: str) -> tuple[float, str]:
     """Return a sort key that puts 2 before 10, and numbers before words."""
     try:
         return float(name), name
@@ -261,7 +267,7 @@ def _first_row(mask: pd.Series) -> int:
     return int(mask.to_numpy().argmax()) + 1
 
 
-def _require_bounded(path: Path, max_bytes: int) -> None:
+def _require_bounded(path: Path) -> None:
     """Raise a ValueError if the rows of a Parquet file need more memory than :func:`allowed_bytes` permits.
 
     Columns of text or bytes are decoded only if their longest possible value, repeated in every row, would be too much.
@@ -277,8 +283,8 @@ def _require_bounded(path: Path, max_bytes: int) -> None:
                 if column.physical_type not in _PARQUET_WIDTHS:
                     name = column.path_in_schema
                     texts[name] = texts.get(name, 0) + column.num_values * unpacked
-        require_allowed(needed, path, max_bytes, f"{path}, unpacked,")
-        suspects = [name for name, most in texts.items() if needed + most > allowed_bytes(path, max_bytes)]
+        require_allowed(needed, path, f"{path}, unpacked,", _UNPACKED_PARQUET)
+        suspects = [name for name, most in texts.items() if needed + most > allowed_bytes(path)]
     for name in suspects:
         with pq.ParquetFile(path, read_dictionary=[name]) as file:
             for batch in file.iter_batches(batch_size=1 << 16, columns=[name]):
@@ -286,4 +292,4 @@ def _require_bounded(path: Path, max_bytes: int) -> None:
                     if hasattr(values, "dictionary"):
                         lengths = pc.take(pc.binary_length(values.dictionary), values.indices)
                         needed += pc.sum(lengths).as_py() or 0
-                require_allowed(needed, path, max_bytes, f"{path}, unpacked, up to column {shown(name)}")
+                require_allowed(needed, path, f"{path}, unpacked, up to column {shown(name)}", _UNPACKED_PARQUET)

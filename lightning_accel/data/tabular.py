@@ -14,7 +14,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 
-from lightning_accel.data.bounds import MAX_BYTES
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
 from lightning_accel.data.preprocessing import RawColumns
@@ -48,7 +47,7 @@ class TabularDataModule(InMemoryDataModule):
     error, since the model would read features it was not trained on, or be tested on rows it was trained on.
 
     Args:
-        path: file with a header, ``.csv`` (also compressed, ``.csv.gz``) or ``.parquet``.
+        path: file with a header: ``.csv``, ``.csv.gz`` or ``.parquet``.
         target: column of the classes.
         categorical: columns of numbers, or of numbers and text, to read as categories.
         ignore: columns that are no features, such as a key.
@@ -63,8 +62,6 @@ class TabularDataModule(InMemoryDataModule):
         num_workers: workers that load batches; 0 is fastest, since the rows are in memory.
         predict_path: file of rows to predict, with the same feature columns, with or without the target; by default the
             test rows.
-        max_bytes: largest size of an unpacked compressed or Parquet file in bytes; 32 times its packed size if that is
-            more.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -96,10 +93,9 @@ class TabularDataModule(InMemoryDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers, max_bytes)
+        require_loading_options(batch_size, split_seed, num_workers)
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "val_share and test_share must be above 0 and leave rows to train on; "
@@ -118,7 +114,6 @@ class TabularDataModule(InMemoryDataModule):
         self.split_seed = split_seed
         self.batch_size = batch_size
         self.num_workers = num_workers
-        self.max_bytes = max_bytes
 
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
@@ -176,7 +171,7 @@ class TabularDataModule(InMemoryDataModule):
         require_same_data(state_dict, self.state_dict(), f"data than {self.path}", remedy)
 
     def _read(self, path: Path, text_columns: Sequence[str]) -> pd.DataFrame:
-        return read_table(path, self.separator, self.decimal, self.missing, text_columns, self.max_bytes)
+        return read_table(path, self.separator, self.decimal, self.missing, text_columns)
 
     def _read_features(
         self, table: pd.DataFrame, path: Path, is_number: dict[str, bool] | None = None

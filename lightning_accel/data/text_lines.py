@@ -3,30 +3,33 @@
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.data.bounds import MAX_BYTES, require_unpackable
-from lightning_accel.data.quoting import shown
+import numpy as np
+
+from lightning_accel.data.bounds import require_unpackable
+from lightning_accel.data.quoting import did_you_mean, listed, shown
+from lightning_accel.data.tables import LARGEST
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def lines_of(path: Path, entry: str, max_bytes: int = MAX_BYTES) -> Iterator[tuple[str, str]]:
+def lines_of(path: Path, entry: str) -> Iterator[tuple[str, str]]:
     """Yield the location (``line 3 of FILE``, for messages) and the text of each line that is not blank.
 
     Args:
         path: UTF-8, gzipped if its name ends in ``.gz``.
         entry: what a line holds, for the error of an empty file.
-        max_bytes: largest size of an unpacked gzipped file, see :mod:`lightning_accel.data.bounds`.
 
     Raises:
         ValueError: if the file is empty, cannot be read, or is too large unpacked.
     """
     is_packed = path.suffix.lower() == ".gz"
     if is_packed:
-        require_unpackable(path, max_bytes)
+        require_unpackable(path)
     opened = gzip.open if is_packed else open
     found = False
     try:
@@ -77,7 +80,59 @@ def parse_object(line: str, where: str, example: str) -> dict[str, Any]:
     return entry
 
 
-def holds_booleans(found: list[Any]) -> bool:
+def require_field(entry: dict[str, Any], name: str, where: str) -> None:
+    if name not in entry:
+        raise ValueError(f"{where} has no field {name!r}{did_you_mean(name, entry)} Its fields: {listed(list(entry))}")
+
+
+def require_distinct_ids(ids: Sequence[str], lines: Sequence[str], path: Path) -> None:
+    if len({*ids}) < len(ids):
+        twice = Counter(ids).most_common(1)[0][0]
+        numbers = [line for name, line in zip(ids, lines, strict=True) if name == twice]
+        raise ValueError(
+            f"{path} has two lines with id {shown(twice)}, {' and '.join(numbers[:2])}, where a line without an id has "
+            "its number; give each its own"
+        )
+
+
+def numbers_of(found: Any, name: str, where: str, whole: bool = False) -> np.ndarray:
+    """Convert a list of numbers, or of equally long lists of numbers, to an array of one or two dimensions.
+
+    Raises:
+        ValueError: if it is something else, mixes booleans with numbers, or holds fractions where ``whole``, or numbers
+            beyond 1e30; the message names the first wrong entry.
+    """
+    if isinstance(found, list) and _holds_booleans(found):
+        raise ValueError(f"{name!r} in {where} must be a list of numbers; got booleans among them")
+    try:
+        values = np.array(found) if isinstance(found, list) else np.array(None)
+    except (ValueError, OverflowError):
+        values = np.array(None)
+    if values.size == 0:
+        return np.zeros((len(values), *values.shape[1:]), np.int64)
+    fits = values.dtype.kind in ("iu" if whole else "biuf") and values.ndim <= 2
+    if not fits or not (np.abs(values.astype(np.float64)) <= LARGEST).all():
+        raise ValueError(
+            f"{name!r} in {where} must be a list of {'whole ' if whole else ''}numbers of at most {LARGEST:g}, or of "
+            f"equally long lists of them; {_describe_mismatch(found)}"
+        )
+    return values
+
+
+def _describe_mismatch(found: Any) -> str:
+    """Describe, for a message, the first entry that is no number or is not as long as the first one."""
+    entries = found if isinstance(found, list) else []
+    widths = [len(entry) if isinstance(entry, list) else None for entry in entries]
+    for number, entry in enumerate(entries):
+        if widths[number] != widths[0]:
+            return f"entry {number}, counted from 0, is {shown(entry)} and the first one {shown(entries[0])}"
+        inner = entry if isinstance(entry, list) else [entry]
+        if wrong := [part for part in inner if not isinstance(part, int | float) or not abs(part) <= LARGEST]:
+            return f"got {shown(wrong[0])} in entry {number}, counted from 0"
+    return f"got {shown(found)}"
+
+
+def _holds_booleans(found: list[Any]) -> bool:
     """Return whether a list, or a list of lists, mixes booleans with numbers, where they would count as 1 and 0."""
     kinds = set(map(type, found))
     if list in kinds:

@@ -118,17 +118,11 @@ def test_targets_of_nodes(make):
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
-def test_a_node_without_target_in_one_of_several_graphs_is_named(make, write, kind):
+def test_a_node_without_target_in_one_of_several_graphs_is_named(make, kind):
     found = [line | {"y": [i, 1, 2]} for i, line in enumerate(lines())]
     found[4]["y"] = [1, None, 2]
     with pytest.raises(ValueError, match=r"node 1 of graph g4 of .*graphs.jsonl has no y, nor have 0 others"):
         make(found, level="node", target_kind=kind)
-    nodes = "graph,node,y\n" + "".join(
-        f"m{i},{node},{'' if (i, node) == (7, 'b') else i % 2}\n" for node in "abc" for i in range(12)
-    )
-    data = GraphDataModule(write("edges.csv", EDGES), nodes_path=write("n.csv", nodes), target_kind=kind)
-    with pytest.raises(ValueError, match=r"node b of graph m7 of .*edges.csv has no y"):
-        data.setup()
 
 
 def test_features_of_edges(make):
@@ -167,7 +161,7 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
     [
         ("{", "line 13 of .*graphs.jsonl is no JSON"),
         ("[1]", "line 13 .* must hold an object"),
-        ({"y": "ring"}, "line 13 .* has no field 'edges', a list of pairs"),
+        ({"y": "ring"}, "line 13 .* has no field 'edges'. Its fields: y"),
         ({"edges": [[0, 1, 2]], "y": "ring"}, "'edges' in line 13 .* must hold pairs"),
         ({"edges": [[0, 1.5]], "y": "ring"}, "'edges' in line 13 .* whole numbers"),
         ({"edges": [[0, 3]], "num_nodes": 3, "y": "ring"}, r"must join nodes 0 to 2, since it has 3; got \[0, 3\]"),
@@ -180,7 +174,7 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [[0, 1]], "x": [["a"], ["b"]], "y": "ring"}, "got 'a' in entry 0"),
         ({"edges": [[0, 1]], "edge_attr": [1, 2], "y": "ring"}, "an entry for each of its 1 edges; got 2"),
         ({"edges": [[0, 1]], "num_nodes": "2", "y": "ring"}, "'num_nodes' in line 13 .* got '2'"),
-        ({"edges": [[0, 1]], "z": 1}, "line 13 .* has no field 'y', the target. Its other fields: z"),
+        ({"edges": [[0, 1]], "z": 1}, "line 13 .* has no field 'y'. Its fields: edges, z"),
         ({"edges": [[0, 1]], "y": "ring"}, r"graph 12 \(line 13\) of .* and its first one differ: one alone has x"),
         (
             {"edges": [[0, 1]], "x": [[1], [2]], "edge_attr": [0], "y": "ring"},
@@ -202,7 +196,7 @@ def test_a_wrong_line_is_named(make, wrong, said):
 
 def test_an_id_that_is_the_number_of_another_line(make):
     named = [{"edges": PATH, "y": 0, "id": "2"}, {"edges": RING, "y": 1}]
-    with pytest.raises(ValueError, match="id '2', 1 and 2, where a line without a field 'id' has its number"):
+    with pytest.raises(ValueError, match="id '2', 1 and 2, where a line without an id has its number"):
         make(named)
 
 
@@ -211,23 +205,18 @@ def test_graph6(write):
     texts = [nx.to_graph6_bytes(graph, header=False).decode().strip() for graph in graphs]
     inside = write("a.g6", ">>graph6<<" + "\n".join(f"{text} {i % 2}" for i, text in enumerate(texts)))
     beside = write("b.g6", "\n".join(texts))
-    table = write("b.csv", "y\n" + "\n".join(str(i % 2) for i in range(12)))
-    for options in ({"path": inside}, {"path": beside, "graphs_path": table}):
-        data = GraphDataModule(**options)
-        data.setup()
-        assert data.class_names == ["0", "1"]
-        found = read_graphs(inside, GraphLayout())
-        assert found.ids == [str(i) for i in range(1, 13)]
-        for graph, expected in zip(found.graphs, graphs, strict=True):
-            assert graph.num_nodes == len(expected)
-            assert {*map(tuple, graph.edge_index.t().tolist())} == {
-                p for a, b in expected.edges for p in ((a, b), (b, a))
-            }
+    data = GraphDataModule(inside, predict_path=beside)
+    data.setup()
+    assert data.class_names == ["0", "1"]
+    found = read_graphs(inside, GraphLayout())
+    assert found.ids == data.predict_ids == [str(i) for i in range(1, 13)]
+    for graph, expected in zip(found.graphs, graphs, strict=True):
+        assert graph.num_nodes == len(expected)
+        assert {*map(tuple, graph.edge_index.t().tolist())} == {p for a, b in expected.edges for p in ((a, b), (b, a))}
     for path, more, said in (
         (beside, {}, "line 1 of .*b.g6 has no target"),
-        (beside, {"graphs_path": write("c.csv", "y\n1\n")}, "has 1 rows for 12 graphs"),
         (inside, {"level": "node"}, "no room for targets of nodes"),
-        (write("d.g6", "B"), {}, "line 1 of .*d.g6 must have 1 characters"),
+        (write("d.g6", "B 0"), {}, "line 1 of .*d.g6 must have 1 characters"),
         (write("e.g6", "\n"), {}, "is empty"),
         (write("f.txt", "B"), {}, "need a .csv or .parquet"),
     ):
@@ -235,31 +224,25 @@ def test_graph6(write):
             GraphDataModule(path, **more).setup()
 
 
-EDGES = "graph,source,target,type,weight\n" + "".join(
-    f"m{i},a,b,{'single' if i % 2 else 'double'},{i}\nm{i},b,c,single,2\n" for i in range(12)
+EDGES = "source,target,type,weight\n" + "".join(
+    f"{i},{(i + 1) % 30},{'single' if i % 2 else 'double'},{i}\n" for i in range(30)
 )
-ATOMS = "graph,node,element,charge\n" + "".join(
-    f"m{i},{name},{'CNO'[(i + place) % 3]},{i + place}\n" for place, name in enumerate("cbad") for i in range(12)
-)
-TARGETS = "graph,y\n" + "".join(f"m{11 - i},{'toxic' if i % 2 else 'safe'}\n" for i in range(12))
+ATOMS = "node,y,element,charge\n" + "".join(f"{i},{'xy'[i % 2]},{'CNO'[i % 3]},{i}\n" for i in range(30))
 
 
-def test_tables_of_edges_nodes_and_graphs(write):
-    data = GraphDataModule(
-        write("edges.csv", EDGES), nodes_path=write("atoms.csv", ATOMS), graphs_path=write("y.csv", TARGETS)
-    )
+def test_tables_of_edges_and_nodes(write):
+    data = GraphDataModule(write("edges.csv", EDGES), nodes_path=write("atoms.csv", ATOMS))
     data.setup()
     assert data.feature_names == ["element=C", "element=N", "element=O", "charge"]
     assert (data.relation_names, data.edge_dim, data.num_relations) == (["double", "single"], 3, None)
-    assert data.class_names == ["safe", "toxic"]
     found = read_graphs(data.path, data.layout)
-    for i, graph in enumerate(found.graphs):
-        assert found.node_ids[i] == ["c", "b", "a", "d"]
-        assert graph.edge_index.tolist() == [[2, 1, 1, 0], [1, 0, 2, 1]]
-        assert graph.edge_attr.tolist() == [[i, i % 2 == 0, i % 2 == 1], [2, 0, 1]] * 2
-        assert graph.x[:, 3].tolist() == [i, i + 1, i + 2, i + 3]
-        assert graph.x[:, :3].argmax(1).tolist() == [(i + place) % 3 for place in range(4)]
-    assert [target[0] for target in found.target] == ["toxic" if i % 2 == 0 else "safe" for i in range(12)]
+    (graph,) = found.graphs
+    assert graph.edge_index[:, :30].tolist() == [list(range(30)), [*range(1, 30), 0]]
+    assert graph.edge_index[:, 30:].equal(graph.edge_index[:, :30].flip(0))
+    assert graph.edge_attr.tolist() == [[i, i % 2 == 0, i % 2 == 1] for i in range(30)] * 2
+    assert graph.x[:, 3].tolist() == list(range(30))
+    assert graph.x[:, :3].argmax(1).tolist() == [i % 3 for i in range(30)]
+    assert [target[0] for target in found.target] == ["xy"[i % 2] for i in range(30)]
 
 
 def test_one_network_with_labels_of_some_nodes(write):
@@ -289,55 +272,34 @@ def test_one_network_with_labels_of_some_nodes(write):
     assert sorted(seen) == parts[0]
 
 
-def test_types_alone_are_relations_and_nodes_need_no_table(write):
-    edges = "source,target,type,graph\n" + "".join(
-        f"10,9,{kind},{i}\n9,x,r10,{i}\n" for i in range(12) for kind in ["r2"]
-    )
-    data = GraphDataModule(
-        write("e.csv", edges),
-        graphs_path=write("y.csv", "graph,y\n" + "".join(f"{i},{i}.5\n" for i in range(12))),
-        target_kind="regression",
-    )
-    data.setup()
-    assert (data.num_relations, data.relation_names) == (2, ["r10", "r2"])
-    found = read_graphs(data.path, data.layout)
-    assert found.node_ids[0] == ["9", "10", "x"]  # numbers in order, then names
-    assert found.graphs[3].edge_index.tolist() == [[1, 0, 0, 2], [0, 2, 1, 0]]
+def test_types_alone_are_relations(write):
+    edges = write("e.csv", "target,type,source\nx,r10,b\nx,r2,a\n")
+    found = read_graphs(edges, GraphLayout(nodes_path=write("n.csv", "node,y\nb,1\na,2\nx,3\n")))
+    assert found.relation_names == ["r10", "r2"]
+    assert found.graphs[0].edge_index.tolist() == [[0, 1, 2, 2], [2, 2, 0, 1]]
+    assert found.graphs[0].edge_attr.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"edges": "graph,source,goal\nm1,a,b\n"}, "has no column 'target'"),
-        ({"nodes": "graph,name\nm1,a\n"}, "has no column 'node'"),
-        ({"nodes": "node,charge\na,1\n"}, "has a column 'graph' and .*nodes.csv has none"),
-        ({"nodes": ATOMS + "m1,a,C,1\n"}, "two rows of node 'a' in graph 'm1'"),
-        ({"edges": EDGES + "m3,a,z,single,1\n"}, "row 25 of .*edges.csv has the target 'z' in graph 'm3'"),
-        ({"edges": EDGES + "m3,a,b,single,x\n"}, "column 'weight' .* got 'x' in row 25"),
-        ({"edges": EDGES + "m3,a,b,single,\n"}, "column 'weight' .* lacks 1 of 25 values, the first in row 25"),
-        ({"edges": EDGES + "m3,,b,single,1\n"}, "column 'source' .* the first in row 25"),
-        ({"nodes": ATOMS + "m1,e,C,\n"}, "column 'charge' .* the first in row 49"),
-        ({"graphs": TARGETS.replace("m3,", "m33,")}, "no row of graph 'm3', nor of 0 others; did you mean 'm33'"),
-        ({"graphs": TARGETS + "m3,safe\n"}, "two rows of graph 'm3'"),
-        ({"graphs": TARGETS + "m77,safe\nm78,safe\n"}, "the graph 'm77' and 1 others that .*edges.csv has no edge of"),
-        ({"graphs": TARGETS + "m77,safe\n", "nodes": None}, "list the nodes of graphs without edges in nodes_path"),
-        ({"graphs": "y\nsafe\n"}, "has no column 'graph'"),
-        ({"graphs": TARGETS.replace("safe", "")}, "lacks 6 of 12 values"),
-        ({"graphs": None}, "no target of theirs: give a table with the columns graph and y"),
+        ({"edges": "source,goal\na,b\n"}, "has no column 'target'"),
+        ({"nodes": "name\na\n"}, "has no column 'node'"),
+        ({"nodes": "node,z\na,1\n"}, "has no column 'y'"),
+        ({"nodes": ATOMS + "1,x,C,1\n"}, "two rows of node '1'"),
+        ({"edges": EDGES + "1,z,single,1\n"}, "row 31 of .*edges.csv has the node 'z'"),
+        ({"edges": EDGES + "1,2,single,x\n"}, "column 'weight' .* got 'x' in row 31"),
+        ({"edges": EDGES + "1,2,single,\n"}, "column 'weight' .* lacks 1 of 31 values, the first in row 31"),
+        ({"edges": EDGES + ",2,single,1\n"}, "column 'source' .* the first in row 31"),
+        ({"nodes": ATOMS + "e,x,C,\n"}, "column 'charge' .* the first in row 31"),
+        ({"nodes": None}, "whose nodes have targets: give a table with the columns node and y in nodes_path"),
     ],
 )
 def test_a_wrong_table_is_named(write, change, said):
-    content = {"edges": EDGES, "nodes": ATOMS, "graphs": TARGETS} | change
+    content = {"edges": EDGES, "nodes": ATOMS} | change
     paths = {name: text and write(f"{name}.csv", text) for name, text in content.items()}
     with pytest.raises(ValueError, match=said):
-        GraphDataModule(paths["edges"], nodes_path=paths["nodes"], graphs_path=paths["graphs"]).setup()
-
-
-def test_a_graph_without_edges_stands_in_the_table_of_nodes(write):
-    paths = {"nodes_path": write("n.csv", ATOMS + "m77,a,C,1\n"), "graphs_path": write("y.csv", TARGETS + "m77,safe\n")}
-    data = GraphDataModule(write("edges.csv", EDGES), **paths)
-    data.setup()
-    assert sorted(graph.num_edges for graph in graphs_of(data)) == [0] + [4] * 12
+        GraphDataModule(paths["edges"], nodes_path=paths["nodes"]).setup()
 
 
 def test_a_file_to_predict_is_read_as_the_training_graphs_were(make, write):
@@ -389,23 +351,3 @@ def test_graphs_to_predict_have_features_if_and_only_if_those_trained_on_have(ma
         make(without, predict_path=write("new.jsonl", one))
     data = make(without, predict_path=write("new.jsonl", without))
     assert next(iter(data.predict_dataloader())).x.unique().tolist() == [1]
-
-
-def test_tables_to_predict_have_the_columns_of_those_trained_on(write):
-    trained = {
-        "path": write("edges.csv", EDGES),
-        "nodes_path": write("n.csv", ATOMS),
-        "graphs_path": write("y.csv", TARGETS),
-    }
-    edges = "graph,source,target,type,weight\nnew,p,q,single,3\n"
-    nodes = write("n2.csv", "graph,node,charge,element\nnew,q,4,N\nnew,p,5,Xe\n")
-    data = GraphDataModule(**trained, predict_path=write("e2.csv", edges), predict_nodes_path=nodes)
-    data.setup()
-    batch = next(iter(data.predict_dataloader()))
-    assert data.predict_ids == ["new"]
-    assert batch.x[:, :3].tolist() == [[0, 1, 0], [0, 0, 0]]
-    assert batch.edge_attr[:, 1:].tolist() == [[0, 1], [0, 1]]
-    with pytest.raises(ValueError, match="has the type 'triple'; those trained on are double, single"):
-        GraphDataModule(
-            **trained, predict_path=write("e3.csv", edges.replace("single", "triple")), predict_nodes_path=nodes
-        ).setup()

@@ -219,7 +219,7 @@ def test_what_a_model_is_told(make, options, expected):
         assert data.target_std == pytest.approx(size.std(dim=0, correction=0).tolist())
 
 
-def test_long_tables_and_text(make, tmp_path):
+def test_long_tables(make):
     rows = [
         {"id": line["id"], "step": step, "target": line["target"], "a": a, "b": b}
         for line in lines_of_values()
@@ -229,10 +229,6 @@ def test_long_tables_and_text(make, tmp_path):
     assert data.feature_names == ["a", "b"]
     assert sum(map(len, rows_of(data))) == 50
     assert sum(int(part.lengths.sum()) for part in rows_of(data)) == len(rows)
-    text = make([f"{'ab'[i % 2]}\tline {i}\n" for i in range(30)], "mails.txt")
-    assert text.vocab_size == 256
-    chosen = text.train_rows[[0]]
-    assert bytes(chosen.x[0].tolist()).decode().startswith("line ")
 
 
 def test_digits_are_split_as_images_are():
@@ -274,7 +270,6 @@ def test_batches_are_within_their_sizes_and_hold_each_sequence_once(make):
         [{**line, "target": 0 if i % 2 else 1} for i, line in enumerate(lines_of_values())],
         batch_size=8,
         max_tokens=12,
-        window=2,
     )
     for rows, loader in zip(
         rows_of(data), (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()), strict=True

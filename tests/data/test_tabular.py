@@ -259,7 +259,7 @@ def test_missing_file_names_the_nearest(table, tmp_path):
 
 def test_other_formats_are_refused(tmp_path):
     (tmp_path / "trees.xlsx").touch()
-    with pytest.raises(ValueError, match=r"need a .csv or .parquet file; got .*trees.xlsx"):
+    with pytest.raises(ValueError, match=r"need a .csv, .csv.gz or .parquet file; got .*trees.xlsx"):
         TabularDataModule(tmp_path / "trees.xlsx", "kind").setup()
 
 
