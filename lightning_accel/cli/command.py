@@ -3,10 +3,11 @@
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -43,8 +44,41 @@ from lightning_accel.cli.run_folder import (
     reserve_run_folder,
 )
 from lightning_accel.compress import ExportError
+from lightning_accel.ops.renames import new_names_of, rename
 from lightning_accel.strategies.atomic import NotWrittenError
 from lightning_accel.strategies.rendezvous import leave_group_at_exit
+
+
+class _Parser(LightningArgumentParser):
+    """Parse renamed arguments by their old names, too; each class of a config has a parser of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._owner = ""
+        self._new_names: dict[str, str] = {}
+
+    def add_class_arguments(self, theclass: type, nested_key: str | None = None, **kwargs: Any) -> list[str]:
+        if nested_key is None:
+            self._owner, self._new_names = theclass.__name__, new_names_of(theclass)
+            self._new_names |= {f"{old}+": f"{new}+" for old, new in self._new_names.items()}  # appends to a list
+        return super().add_class_arguments(theclass, nested_key, **kwargs)
+
+    def parse_object(self, obj: Namespace | dict[str, Any], *args: Any, **kwargs: Any) -> Namespace:
+        values = vars(obj) if isinstance(obj, Namespace) else obj
+        if not self._new_names.keys().isdisjoint(values):
+            obj = rename(values, self._new_names, self._owner)
+        return super().parse_object(obj, *args, **kwargs)
+
+    def parse_args(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+        renamed = None if args is None else [self._renamed(argument) for argument in args]
+        return super().parse_args(renamed, *more, **kwargs)
+
+    def _renamed(self, argument: str) -> str:
+        name = re.match(r"--(\w+)", argument)
+        if name is None or name[1] not in self._new_names:
+            return argument
+        (new,) = rename({name[1]: None}, self._new_names, self._owner)
+        return f"--{new}{argument[name.end() :]}"
 
 
 class AccelCLI(LightningCLI):
@@ -78,6 +112,7 @@ class AccelCLI(LightningCLI):
                 trainer_defaults={"callbacks": list(callbacks)},
                 seed_everything_default=0,
                 parser_kwargs={**strict, **{name: dict(strict) for name in self.subcommands()}},
+                parser_class=_Parser,
                 auto_configure_optimizers=False,
                 args=args,
             )

@@ -56,6 +56,12 @@ class BuildsInSetup(OwnModule):
         self.more = torch.nn.Linear(2, 2)
 
 
+class Renamed(OwnModule):
+    @__import__("lightning_accel.ops.renames", fromlist=["_"]).renamed_arguments(size="width", factors="scales")
+    def __init__(self, scales: list[float], width: int = 3):
+        super().__init__(width)
+
+
 class Broken(OwnModule):
     def __init__(self, width: int):
         super().__init__(width)

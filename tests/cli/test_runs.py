@@ -362,3 +362,34 @@ def test_both_programs_start_two_processes_with_own_module(own, program):
     assert sorted(path.name for path in own.parent.glob("lightning_logs/*")) == ["version_0"]
     assert only(own.parent, "lightning_logs/version_0/config_fit.yaml").exists()
     assert finished.stderr.count("last checkpoint") == 1
+
+
+@pytest.mark.usefixtures("own")
+def test_old_names_of_arguments_work_in_configs_and_options(command):
+    old = {"class_path": "own_module.Renamed", "init_args": {"factors": [1.0, 2.0], "size": 4}}
+    Path("old.yaml").write_text(yaml.safe_dump({"model": old}))
+
+    def printed(*options):
+        with pytest.warns(FutureWarning) as warned:
+            result = command("fit", *options, "--print_config")
+        assert {str(one.message).partition(";")[0] for one in warned} >= {
+            "Renamed: size is now called width",
+            "Renamed: factors is now called scales",
+        }
+        assert result.status == 0, result.err
+        return yaml.safe_load(result.out)["model"]["init_args"]
+
+    assert printed("--config", "old.yaml") == {"scales": [1.0, 2.0], "width": 4}
+    assert printed("--config", "old.yaml", "--model.size=5", "--model.factors+=3") == {
+        "scales": [1.0, 2.0, 3.0],
+        "width": 5,
+    }
+    assert printed("--model=own_module.Renamed", "--model.factors=[3]", "--model.init_args.size=6") == {
+        "scales": [3.0],
+        "width": 6,
+    }
+    result = command("fit", "--model.help=own_module.Renamed")
+    assert "--model.scales" in result.out
+    assert "--model.size" not in result.out
+    result = command("fit", "--model=own_module.Renamed", "--model.fators=[3]")
+    assert "no option 'fators'" in result.err

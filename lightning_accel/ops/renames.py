@@ -1,0 +1,110 @@
+"""Renamed arguments: their old names work for one release, with a warning."""
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DROPPED_IN = "0.2"  # the release without the old names
+
+
+class _NoArguments:
+    def __init__(self) -> None: ...
+
+
+def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function or a constructor accept the old names of keyword arguments, ``old="new"``, with a FutureWarning.
+
+    Its signature shows the new names alone. Checkpoints with the old names load; as for functions that are not
+    decorated, Lightning's ``load_from_checkpoint`` drops hyperparameters that are no arguments of the function.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        has_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        owner = function.__qualname__.removesuffix(".__init__")
+
+        def accept(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            if kwargs.keys() <= parameters.keys():
+                return dict(kwargs)
+            if _is_loading_checkpoint():
+                # Beside an old name, the new one has its default from a config parser, or the value of an override
+                for old, new in new_names.items():
+                    if old in kwargs and new in kwargs:
+                        is_unset = kwargs[new] == parameters[new].default
+                        kwargs = {name: kwargs[name] for name in kwargs if name != (new if is_unset else old)}
+                kwargs = rename(kwargs, new_names, owner, stacklevel=4)
+                return {name: value for name, value in kwargs.items() if has_kwargs or name in parameters}
+            return rename(kwargs, new_names, owner, stacklevel=4)
+
+        wrapper: Callable[..., R]
+        if function.__name__ == "__init__":
+
+            def __init__(self: Any, *args: Any, **kwargs: Any) -> R:
+                # save_hyperparameters walks up the frames of constructors, which it knows by their __class__
+                __class__ = _NoArguments  # noqa: F841
+                return cast(Callable[..., R], function)(self, *args, **accept(kwargs))
+
+            wrapper = __init__
+        else:
+
+            def wrapper(*args: Any, **kwargs: Any) -> R:
+                return cast(Callable[..., R], function)(*args, **accept(kwargs))
+
+        functools.update_wrapper(wrapper, function)
+        vars(wrapper)["new_names"] = new_names
+        return cast(Callable[P, R], wrapper)
+
+    return decorate
+
+
+def new_names_of(target: Any) -> dict[str, str]:
+    """Return the new names by the old names that a function, or a class and its bases, accept.
+
+    >>> @renamed_arguments(width="dim")
+    ... def make(dim: int): ...
+    >>> new_names_of(make)
+    {'width': 'dim'}
+    """
+    if not isinstance(target, type):
+        return dict(getattr(target, "new_names", {}))
+    own = inspect.signature(target).parameters
+    found: dict[str, str] = {}
+    for base in reversed(target.__mro__):
+        found |= getattr(vars(base).get("__init__"), "new_names", {})
+    return {old: new for old, new in found.items() if old not in own}
+
+
+def rename(values: Mapping[str, Any], new_names: Mapping[str, str], owner: str, stacklevel: int = 2) -> dict[str, Any]:
+    """Return ``values`` by their new names; warn of each that has an old name of ``owner``'s.
+
+    Raises:
+        TypeError: if a value has both names.
+    """
+    renamed: dict[str, Any] = {}
+    for name, value in values.items():
+        new = new_names.get(name, name)
+        if new != name:
+            if new in values:
+                raise TypeError(f"{owner} has {new} and {name}, its old name; leave {name} out")
+            warnings.warn(
+                f"{owner}: {name} is now called {new}; the old name goes in lightning_accel {DROPPED_IN}",
+                FutureWarning,
+                stacklevel=stacklevel,
+            )
+        renamed[new] = value
+    return renamed
+
+
+def _is_loading_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "lightning.pytorch.core.saving":
+            return True
+    return False
