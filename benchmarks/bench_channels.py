@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Classifier, DigitsDataModule
-from lightning_accel.callbacks.pruning import Pruning
+from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.compress import (
     apply_plan_,
     choose_channels,
@@ -36,7 +36,7 @@ from lightning_accel.compress import (
     measure_latency,
     score_channels,
 )
-from lightning_accel.compress.channel_groups import zero_channels_
+from lightning_accel.compress.channels.groups import zero_channels_
 
 BATCHES = 1, 256
 MODELS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ import torch
 
 from lightning_accel import Classifier, DigitsDataModule
 from lightning_accel.callbacks import Distillation
-from lightning_accel.callbacks.distillation_loss import divergence
+from lightning_accel.callbacks.distillation.loss import divergence
 from lightning_accel.data.in_memory import BatchTensorDataset
 
 BASELINE = "labels alone"

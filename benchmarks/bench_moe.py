@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_accel.nn import FeedForward, MixtureOfExperts
-from lightning_accel.nn.moe import write_transformers
+from lightning_accel.nn.moe.layer import write_transformers
 
 K = 2
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -32,7 +32,7 @@ from lightning_accel.nn import RBM, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
 from lightning_accel.ops.gibbs import sample_bernoulli
 from lightning_accel.ops.native import KERNELS
-from lightning_accel.ops.scan import NUM_GATES
+from lightning_accel.ops.scan.linear import NUM_GATES
 
 SUBJECTS = {"formula": KERNELS.switched_off, "kernel": contextlib.nullcontext}
 

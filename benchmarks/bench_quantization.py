@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from lightning_accel import Classifier, DigitsDataModule
 from lightning_accel.callbacks import Quantization
 from lightning_accel.compress.calls import Inputs
-from lightning_accel.compress.latency import measure_latency
-from lightning_accel.compress.quant_form import Form
-from lightning_accel.compress.quant_onnx import write_float
-from lightning_accel.compress.quantized import Limit, Quantized, quantize
+from lightning_accel.compress.quantization.form import Form
+from lightning_accel.compress.quantization.onnx import write_float
+from lightning_accel.compress.quantization.quantized import Limit, Quantized, quantize
+from lightning_accel.compress.report.latency import measure_latency
 
 BATCHES = (1, 256)
 # (model, form, batch): times faster than fp32 eager, on a CPU with AMX

@@ -38,7 +38,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GINConv
 
-from lightning_accel.nn.relational import RO3Conv, RO3Pooling
+from lightning_accel.nn.relational.layers import RO3Conv, RO3Pooling
 from lightning_accel.ops import Triples, find_triples
 
 WIDTH, PPGN_CHANNELS, PPGN_NODES = 64, 16, 1000

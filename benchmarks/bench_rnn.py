@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_accel import DynamicRNN, LengthBatchSampler
-from lightning_accel.nn.recurrent_layer import CELLS
+from lightning_accel.nn.recurrent.layer import CELLS
 
 FEATURES, HIDDEN, BATCH, STEPS = 64, 128, 64, 60
 SCANS = ("mingru", "minlstm")

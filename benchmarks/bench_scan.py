@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel.ops import linear_scan
-from lightning_accel.ops.scan import linear_scan_reference
+from lightning_accel.ops.scan.linear import linear_scan_reference
 
 SHAPES = [(64, 60, 128), (64, 500, 128), (1, 4096, 128), (8, 16384, 64)]
 Subject = Callable[[Tensor, Tensor, Tensor], Tensor]

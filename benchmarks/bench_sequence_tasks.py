@@ -23,7 +23,7 @@ import lightning as L
 import torch
 
 from lightning_accel import SequenceDataModule, SequenceModel
-from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.data.sequences.batch import IGNORED
 
 
 class Recipe(NamedTuple):

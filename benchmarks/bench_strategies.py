@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_accel import AccelDDPStrategy, FullyShardedStrategy, MixtureOfExperts, PipelineStrategy
-from lightning_accel.strategies.sharding import Sharding, shard_module
+from lightning_accel.strategies.sharding.blocks import Sharding, shard_module
 
 ROWS = 64  # a process
 MICRO_BATCHES = 4

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.nn.relational_pooling import RelationalPooling
+from lightning_accel.nn.relational.pooling import RelationalPooling
 
 RELABELLED, WIDTH, OUT, THRESHOLD = 32, 8, 16, 72.34
 EPOCHS, BATCH, LEARNING_RATE, WEIGHT_DECAY = 5, 16, 1e-4, 1e-4

@@ -14,7 +14,7 @@ import torch
 import yaml
 from campaign_process import end, output, start_ranks, wait
 
-from lightning_accel.strategies.checkpoint_io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 KILLS_OF_A_RUN = 5

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from lightning_accel.data import TextDataModule as TextDataModule
     from lightning_accel.data import length_batch_loader as length_batch_loader
     from lightning_accel.data import read_idx as read_idx
-    from lightning_accel.data.graphs import GraphDataModule as GraphDataModule
-    from lightning_accel.data.relational_transform import AddRelationalTriples as AddRelationalTriples
+    from lightning_accel.data.graphs.datamodule import GraphDataModule as GraphDataModule
+    from lightning_accel.data.graphs.transform import AddRelationalTriples as AddRelationalTriples
     from lightning_accel.models import Classifier as Classifier
     from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
     from lightning_accel.models import MoEClassifier as MoEClassifier
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from lightning_accel.nn import TopKGate as TopKGate
     from lightning_accel.nn import TreeRNN as TreeRNN
     from lightning_accel.nn import UpDown as UpDown
-    from lightning_accel.nn.invariance import assert_permutation_invariant as assert_permutation_invariant
-    from lightning_accel.nn.relational import RelationalOrder3Pooling as RelationalOrder3Pooling
-    from lightning_accel.nn.relational import RO3Conv as RO3Conv
-    from lightning_accel.nn.relational import RO3Pooling as RO3Pooling
-    from lightning_accel.nn.relational_pooling import RelationalPooling as RelationalPooling
+    from lightning_accel.nn.relational.invariance import assert_permutation_invariant as assert_permutation_invariant
+    from lightning_accel.nn.relational.layers import RelationalOrder3Pooling as RelationalOrder3Pooling
+    from lightning_accel.nn.relational.layers import RO3Conv as RO3Conv
+    from lightning_accel.nn.relational.layers import RO3Pooling as RO3Pooling
+    from lightning_accel.nn.relational.pooling import RelationalPooling as RelationalPooling
     from lightning_accel.precision import AmpPrecision as AmpPrecision
     from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
     from lightning_accel.precision import Float8Precision as Float8Precision
@@ -86,16 +86,16 @@ _NAMES = {
         "SequenceDataModule TabularDataModule TextDataModule length_batch_loader read_idx"
     ),
     "data.graphs": "GraphDataModule",
-    "data.relational_transform": "AddRelationalTriples",
+    "data.graphs.transform": "AddRelationalTriples",
     "models": "Classifier DeepBeliefNetwork MoEClassifier MoELanguageModel SequenceModel Stage",
     "models.relational": "RelationalGNN",
     "nn": (
         "ContrastiveDivergence DynamicRNN ExpertChoiceGate ExpertLoad FeedForward MixtureOfExperts RBM RBMStack "
         "TopKGate TreeRNN UpDown"
     ),
-    "nn.invariance": "assert_permutation_invariant",
+    "nn.relational.invariance": "assert_permutation_invariant",
     "nn.relational": "RO3Conv RO3Pooling RelationalOrder3Pooling",
-    "nn.relational_pooling": "RelationalPooling",
+    "nn.relational.pooling": "RelationalPooling",
     "precision": "AmpPrecision Bfloat16Precision Float8Precision",
     "strategies": (
         "AccelDDPStrategy AtomicCheckpointIO AtomicModelParallelStrategy DataParallelStrategy FSDP1Strategy "

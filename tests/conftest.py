@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
         module = getattr(item, "module", None)
         if item.path.stem in APART:
             continue
-        group = "ranks" if hasattr(module, "run_ranks") else item.path.stem
+        group = "ranks" if hasattr(module, "run_ranks") else str(item.path.relative_to(item.config.rootpath))
         item.add_marker(pytest.mark.xdist_group(group))
 
 

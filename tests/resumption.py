@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_accel.strategies import AtomicCheckpointIO
-from lightning_accel.strategies.checkpoint_io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 
 Rows = dict[tuple[int, str], str]
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lightning_accel.strategies.checkpoint_io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks import Distillation, Export, Pruning, Quantization
-from lightning_accel.callbacks.pruning import exclusion_names
-from lightning_accel.callbacks.teacher import Teacher
+from lightning_accel.callbacks.distillation.teacher import Teacher
+from lightning_accel.callbacks.pruning.callback import exclusion_names
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
-from lightning_accel.compress.export_flat import FromTensors
-from lightning_accel.compress.fake_quant import rank_layers
-from lightning_accel.compress.prunable import excluded_parameters
-from lightning_accel.compress.quant_layers import find_layers
-from lightning_accel.compress.quantized import quantize
+from lightning_accel.compress.export.flat import FromTensors
+from lightning_accel.compress.pruning.prunable import excluded_parameters
+from lightning_accel.compress.quantization.fake_quant import rank_layers
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.quantized import quantize
 from lightning_accel.models import DeepBeliefNetwork, MoEClassifier, SequenceModel
 from lightning_accel.models.relational import RelationalGNN
-from lightning_accel.nn.relational import RO3Pooling
+from lightning_accel.nn.relational.layers import RO3Pooling
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.precision import Float8Precision
 from lightning_accel.strategies import FullyShardedStrategy, find_blocks
@@ -92,7 +92,7 @@ def test_a_class_alone_is_one_class_too():
 
 def test_a_contender_is_one_form(monkeypatch):
     asked = []
-    monkeypatch.setattr("lightning_accel.compress.forms.ties", lambda latencies, names: asked.append(names) or [])
+    monkeypatch.setattr("lightning_accel.compress.report.forms.ties", lambda _, names: asked.append(names) or [])
     forms = {"a": net(), "b": net(), "ab": net()}
     measure_forms(net(), CALL, forms, plain={}, batches=[3], seconds=1e-3, contenders="ab")
     assert asked[0] == ["ab"]

@@ -27,7 +27,7 @@ SHORT_NAMES = {"RO3Pooling": "RelationalOrder3Pooling"}
 
 
 def part_of(path: Path) -> str:
-    """``nn`` for ``lightning_accel/nn/moe.py``; empty for the package's own ``__init__``."""
+    """``nn`` for ``lightning_accel/nn/moe/layer.py``; empty for the package's own ``__init__``."""
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return "" if part == "__init__" else part
 

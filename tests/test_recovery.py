@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_accel.strategies.checkpoint_io import newest_checkpoint
-from lightning_accel.strategies.checkpoint_reading import find_damage
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.reading import find_damage
 
 KILLS = 8  # of each; benchmarks/campaign.py kills more
 STEPS = 24
@@ -52,7 +52,7 @@ def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from lightning_accel import AtomicCheckpointIO, ExactResume, FullyShardedStrategy
-    from lightning_accel.strategies.atomic import write_atomically
+    from lightning_accel.strategies.checkpoints.atomic import write_atomically
     from tests import recovery_job
 
     torch.set_num_threads(1)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.callbacks.deployment import gather_to_cpu
-from lightning_accel.strategies.sharded_state import shard_like
+from lightning_accel.callbacks.deployment.copies import gather_to_cpu
+from lightning_accel.strategies.sharding.state import shard_like
 
 
 class BestWeights:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.compress.calls import first_line
-from lightning_accel.compress.export import ExportError
-from lightning_accel.compress.quantized import NothingPickedError
+from lightning_accel.compress.export.writing import ExportError
+from lightning_accel.compress.quantization.quantized import NothingPickedError
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from lightning_accel.callbacks.deployment import raise_in_all_processes
+from lightning_accel.callbacks.deployment.copies import raise_in_all_processes
 
 
 class PredictionWriter(BasePredictionWriter):

@@ -18,10 +18,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
 from lightning_accel.strategies import AtomicCheckpointIO
-from lightning_accel.strategies.checkpoint_io import newest_checkpoint
-from lightning_accel.strategies.checkpoint_reading import read_checkpoint, require_loadable
-from lightning_accel.strategies.named_code import code_named_in
-from lightning_accel.strategies.sharded_metadata import METADATA, REST, rejected_object
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.named_code import code_named_in
+from lightning_accel.strategies.checkpoints.reading import read_checkpoint, require_loadable
+from lightning_accel.strategies.sharding.metadata import METADATA, REST, rejected_object
 
 _MOST_NAMED = 5  # tensors or settings listed in a message
 

@@ -26,7 +26,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-import lightning_accel.data.graphs
+import lightning_accel.data.graphs.datamodule
 import lightning_accel.models.relational  # like data: the parser finds a class by its bare name only once imported
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
@@ -45,7 +45,7 @@ from lightning_accel.cli.run_folder import (
 )
 from lightning_accel.compress import ExportError
 from lightning_accel.ops.renames import new_names_of, rename
-from lightning_accel.strategies.atomic import NotWrittenError
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.strategies.rendezvous import leave_group_at_exit
 
 

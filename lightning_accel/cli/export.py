@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel.callbacks import Export
 from lightning_accel.cli.errors import UsageError
-from lightning_accel.compress.export import SUFFIXES, Probabilities, require_exportable
+from lightning_accel.compress.export.writing import SUFFIXES, Probabilities, require_exportable
 
 
 class ExportingTrainer(L.Trainer):

@@ -1,18 +1,18 @@
 """Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
-from lightning_accel.compress.channel_choice import choose_channels, score_channels
-from lightning_accel.compress.channel_groups import ChannelGroups, ChannelLayer, find_channel_groups
-from lightning_accel.compress.channel_plan import ChannelPlan, apply_plan_, load_pruned
-from lightning_accel.compress.compressed import Compressed, load_compressed
-from lightning_accel.compress.export import Exported, ExportError, Probabilities, export, require_exportable
-from lightning_accel.compress.forms import measure_forms, plain_forms
-from lightning_accel.compress.latency import Latency, Speedup, measure_latency, speedup
-from lightning_accel.compress.macs import Macs, count_macs
-from lightning_accel.compress.masks import prune_, sparsity_at
-from lightning_accel.compress.progress import Progress
-from lightning_accel.compress.prunable import find_prunable
-from lightning_accel.compress.quantized import NothingPickedError, Quantized, quantize
-from lightning_accel.compress.report import Layer, Report, Row, count_parameters, describe_layers
+from lightning_accel.compress.channels.choice import choose_channels, score_channels
+from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer, find_channel_groups
+from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
+from lightning_accel.compress.export.loading import Compressed, load_compressed
+from lightning_accel.compress.export.writing import Exported, ExportError, Probabilities, export, require_exportable
+from lightning_accel.compress.pruning.masks import prune_, sparsity_at
+from lightning_accel.compress.pruning.prunable import find_prunable
+from lightning_accel.compress.quantization.quantized import NothingPickedError, Quantized, quantize
+from lightning_accel.compress.report.forms import measure_forms, plain_forms
+from lightning_accel.compress.report.latency import Latency, Speedup, measure_latency, speedup
+from lightning_accel.compress.report.macs import Macs, count_macs
+from lightning_accel.compress.report.progress import Progress
+from lightning_accel.compress.report.report import Layer, Report, Row, count_parameters, describe_layers
 
 __all__ = [
     "ChannelGroups",

@@ -34,13 +34,13 @@ from lightning_accel.models.hooks import (
     take_from_datamodule,
 )
 from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
-from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.rbm import Visible
-from lightning_accel.nn.rbm_units import GaussianVisible
+from lightning_accel.nn.boltzmann.rbm import Visible
+from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.units import GaussianVisible
+from lightning_accel.nn.boltzmann.wake_sleep import UpDown
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
-from lightning_accel.nn.wake_sleep import UpDown
 from lightning_accel.strategies import DataParallelStrategy
-from lightning_accel.strategies.rank_states import RankStates
+from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
 FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
 Batch: TypeAlias = Tensor | Sequence[Tensor]

@@ -10,9 +10,9 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.partition import LogZ
-from lightning_accel.nn.rbm import RBM
+from lightning_accel.nn.boltzmann.partition import LogZ
+from lightning_accel.nn.boltzmann.rbm import RBM
+from lightning_accel.nn.boltzmann.stack import RBMStack
 
 Likelihood: TypeAlias = Literal["none", "exact", "ais"]
 

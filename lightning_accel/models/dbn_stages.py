@@ -13,9 +13,9 @@ from torch import Generator, Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from lightning_accel.nn.contrastive import ContrastiveDivergence, Sampler
-from lightning_accel.nn.dbn import RBMStack
-from lightning_accel.nn.rbm import RBM, Visible
+from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence, Sampler
+from lightning_accel.nn.boltzmann.rbm import RBM, Visible
+from lightning_accel.nn.boltzmann.stack import RBMStack
 
 Decay: TypeAlias = Literal["linear", "none"]
 _STATISTICS_BATCH_SIZE = 512  # batch size of the pass over the data

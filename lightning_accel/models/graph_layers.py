@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.utils import scatter
 
-from lightning_accel.nn.relational import RelationalOrder3Pooling, RO3Conv
+from lightning_accel.nn.relational.layers import RelationalOrder3Pooling, RO3Conv
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
-from lightning_accel.ops.triples import Triples
+from lightning_accel.ops.triples.find import Triples
 
 NormName = Literal["batch", "layer", "none"]
 

@@ -31,7 +31,7 @@ from lightning_accel.nn import (
     TransformerBlock,
     summarise_load,
 )
-from lightning_accel.nn.gating import GateFactory
+from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.strategies.gradients import clip_grad_norm_

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models.hooks import SizedModel, is_logging_step
 from lightning_accel.ops.float32 import at_least_float32
 

@@ -22,7 +22,7 @@ from lightning_accel.models.hooks import (
 )
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
-from lightning_accel.nn.gating import GateFactory
+from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 
 Batch: TypeAlias = tuple[Tensor, Tensor]

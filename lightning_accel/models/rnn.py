@@ -11,14 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
+from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
-from lightning_accel.nn.recurrent import DynamicRNN, RecurrentBlock
+from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
-from lightning_accel.strategies.rank_states import RankStates
+from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
 TargetKind: TypeAlias = Literal["classification", "regression", "labelling", "forecasting"]
 _SIZES = ("num_features", "vocab_size", "num_classes", "num_targets")

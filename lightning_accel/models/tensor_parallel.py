@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lightning_accel.strategies.sharding import broadcast_state
+from lightning_accel.strategies.sharding.blocks import broadcast_state
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
-from lightning_accel.nn.gating import GateReport
-from lightning_accel.nn.moe import MixtureOfExperts
+from lightning_accel.nn.moe.gating import GateReport
+from lightning_accel.nn.moe.layer import MixtureOfExperts
 
 
 class KeyValueCache:

@@ -1,15 +1,15 @@
 """Tensor functions with a gradient or kernel of their own; they need torch alone."""
 
-from lightning_accel.ops.csr import csr_sum
 from lightning_accel.ops.expert_mlp import expert_mlp
-from lightning_accel.ops.gated_scan import gated_scan
 from lightning_accel.ops.grouped_linear import grouped_linear
 from lightning_accel.ops.log_clip import log_clip
 from lightning_accel.ops.native import NativeLibrary
 from lightning_accel.ops.recurrent import recurrent_layer
-from lightning_accel.ops.scan import linear_scan
-from lightning_accel.ops.triple_cache import triples_of
-from lightning_accel.ops.triples import Triples, find_triples, neighbour_sum, triangle_sum
+from lightning_accel.ops.scan.gated import gated_scan
+from lightning_accel.ops.scan.linear import linear_scan
+from lightning_accel.ops.triples.cache import triples_of
+from lightning_accel.ops.triples.csr import csr_sum
+from lightning_accel.ops.triples.find import Triples, find_triples, neighbour_sum, triangle_sum
 
 __all__ = [
     "NativeLibrary",

@@ -2,15 +2,15 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_accel.strategies.atomic import write_atomically
-from lightning_accel.strategies.checkpoint_io import AtomicCheckpointIO, AtomicModelParallelStrategy
+from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO, AtomicModelParallelStrategy
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
-from lightning_accel.strategies.expert_parallel import find_experts
-from lightning_accel.strategies.fsdp1 import FSDP1Strategy
-from lightning_accel.strategies.fully_sharded import FullyShardedStrategy
-from lightning_accel.strategies.pipeline import PipelineStrategy
-from lightning_accel.strategies.sharding import find_blocks
+from lightning_accel.strategies.pipeline.strategy import PipelineStrategy
+from lightning_accel.strategies.sharding.blocks import find_blocks
+from lightning_accel.strategies.sharding.expert_parallel import find_experts
+from lightning_accel.strategies.sharding.fsdp1 import FSDP1Strategy
+from lightning_accel.strategies.sharding.strategy import FullyShardedStrategy
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
     convert_sync_batchnorm_,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.strategies.pipeline_engine import Ranks
+from lightning_accel.strategies.pipeline.engine import Ranks
 
 _BUCKET = 2**25  # bytes of gradients reduced in one message
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import MoEClassifier
 from lightning_accel.__main__ import main
-from lightning_accel.callbacks.teacher import load_teacher
+from lightning_accel.callbacks.distillation.teacher import load_teacher
 from lightning_accel.cli.checkpoints import Checkpoint
 from lightning_accel.cli.errors import UsageError, require_config_files
 from lightning_accel.cli.run_folder import require_names

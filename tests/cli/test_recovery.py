@@ -9,9 +9,9 @@ import torch
 
 from lightning_accel import Classifier
 from lightning_accel.compress import load_pruned
-from lightning_accel.strategies.checkpoint_reading import find_damage
+from lightning_accel.strategies.checkpoints.reading import find_damage
 from tests.cli.test_runs import OWN, QUIET
-from tests.strategies.test_checkpoint_reading import (
+from tests.strategies.checkpoints.test_reading import (
     beside_the_parts,
     damage,
     in_a_plain_value,

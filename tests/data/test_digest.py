@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_accel.data import IdxDataModule, SequenceDataModule, TabularDataModule, TextDataModule, tokens
+from lightning_accel.data import IdxDataModule, SequenceDataModule, TabularDataModule, TextDataModule
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.graphs import GraphDataModule
+from lightning_accel.data.graphs.datamodule import GraphDataModule
+from lightning_accel.data.text import tokens
 
 
 def write_table(folder, change):

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_accel.data import IdxDataModule, SequenceDataModule, TabularDataModule, TextDataModule, read_idx
 from lightning_accel.data.bounds import allowed_bytes
-from lightning_accel.data.graphs import GraphDataModule
+from lightning_accel.data.graphs.datamodule import GraphDataModule
 from lightning_accel.data.quoting import cut, listed, shown
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
 from lightning_accel.models.dbn_stages import redistribute_states
 from lightning_accel.nn import RBM
-from lightning_accel.nn.partition import LogZ
+from lightning_accel.nn.boltzmann.partition import LogZ
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer, whole_weights
 

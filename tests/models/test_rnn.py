@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_accel import ExactResume, SequenceDataModule, SequenceModel, WeightedAccumulation
-from lightning_accel.data.sequence_batch import IGNORED, SequenceBatch
+from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.sequence_predictions import forecast
 from tests.ranks import run_ranks
 

@@ -5,8 +5,8 @@ import torch
 from torch_geometric.nn import GIN
 
 from lightning_accel.nn import RBM, ContrastiveDivergence, DynamicRNN, ExpertChoiceGate, MixtureOfExperts, TopKGate
-from lightning_accel.nn.relational import RO3Conv, RO3Pooling
-from lightning_accel.nn.relational_pooling import RelationalPooling
+from lightning_accel.nn.relational.layers import RO3Conv, RO3Pooling
+from lightning_accel.nn.relational.pooling import RelationalPooling
 from lightning_accel.ops import gated_scan, linear_scan
 
 

@@ -24,8 +24,8 @@ from lightning_accel.nn import (
     TransformerBlock,
     TreeRNN,
 )
-from lightning_accel.nn.relational import RO3Conv, RO3Pooling
-from lightning_accel.nn.relational_pooling import RelationalPooling
+from lightning_accel.nn.relational.layers import RO3Conv, RO3Pooling
+from lightning_accel.nn.relational.pooling import RelationalPooling
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # of a block's norm, once a process
 

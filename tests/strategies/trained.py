@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from torch_geometric.data import Batch, Data
 
 from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel, Stage
-from lightning_accel.data.sequence_batch import IGNORED
+from lightning_accel.data.sequences.batch import IGNORED
 from tests.tolerance import ADAM_EPS
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS)

@@ -1,0 +1,394 @@
+"""Export of the trained model to a self-contained file, with a report. Shapes: B samples."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal, get_args
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_accel.callbacks.deployment.copies import (
+    Deployed,
+    WholeCopy,
+    dry_run,
+    evaluate,
+    find_deployed,
+    reasons_left_out,
+    require_deployable,
+    require_validation,
+    run_folder,
+    run_in_first_process,
+    undistributed,
+)
+from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
+from lightning_accel.compress.calls import Inputs, Run, smallest_call
+from lightning_accel.compress.export.loading import load_compressed
+from lightning_accel.compress.export.structure import named_tensors, restore
+from lightning_accel.compress.export.writing import (
+    SUFFIXES,
+    Exported,
+    ExportError,
+    Format,
+    Probabilities,
+    export,
+    require_exportable,
+    try_export,
+)
+from lightning_accel.compress.report.forms import measure_forms, plain_forms
+from lightning_accel.compress.report.progress import Progress
+from lightning_accel.compress.report.report import Report, describe_layers
+from lightning_accel.ops.names import list_of_names
+
+
+class Export(L.Callback):
+    """Write the trained model to one file that runs without its class or this package, and verify it before it is kept.
+
+    The exported module is the one that ``validation_step`` calls: the module itself, or the submodule with the most
+    parameters; with a :class:`~lightning_accel.callbacks.Quantization` in the Trainer, its quantized form. At the end
+    of ``fit``, in the first process, a copy with the current weights is exported, loaded from the file, and compared
+    with the copy on validation batches as they are, and on 1 and on an odd number of samples. A file with other outputs
+    is removed, an earlier file stays, and a warning gives the reason; ``fit`` still succeeds. As much as possible is
+    checked on a batch before training. Read the file with :func:`lightning_accel.load_compressed`.
+
+    The length of token sequences, integers (B, T), is dynamic if the module can be traced so; otherwise, as with
+    transformers' T5, the file takes sequences of the length of the validation batches, which is announced before
+    training. With a ``Quantization`` that makes an ONNX file, labels that the module is called with stay inputs.
+
+    A report beside it, in ``figures/`` of the run folder and in the terminal, lists parameters, size,
+    multiply-accumulates, latency at batch size 1 and at the validation batch size, and the metrics that
+    ``validation_step`` logs, for the file and for the model as it is, compiled, and in bfloat16.
+
+    Args:
+        format: ``pt2`` (``torch.export``) or ``onnx``; ``auto`` is ``onnx`` where Quantization made an ONNX file, else
+            ``pt2``.
+        filename: path, absolute, or relative to the run folder (the Trainer's ``log_dir``, or its
+            ``default_root_dir``); a missing suffix is added.
+        module: name of the submodule to export, to override the rule above.
+        preprocess: module placed before the model in the file, such as a normalisation; needs a method ``inverse`` from
+            the model's input to the file's input, to compare on validation batches. ``datamodule`` takes it from the
+            datamodule's method ``preprocessing()``, as the digits and tables of this package have it.
+        postprocess: ``probabilities`` of the scores, a module, or None for the model's output.
+        class_names: names of the classes; by default those of the datamodule or the module, if either has them.
+        dynamic: whether the file accepts batches of any size.
+        outputs: names of the tensors that the file returns; by default those whose first dimension is the batch.
+        verify: whether the file is compared with the model.
+        num_batches: number of validation batches to compare on.
+        tolerance: of the comparison, as a share of the largest value; by default 0.001, and for quantized models 0.02,
+            or more where rounding alone may cause it (see :func:`lightning_accel.compress.export.writing`).
+        compare: whether the report measures the plain forms, too; compiling takes about a minute.
+
+    Raises:
+        ValueError: before training, if the format or ``postprocess`` is unknown, ``filename`` has another suffix, the
+            folder cannot be written, or there are no validation data.
+        TypeError: before training, if the module has no ``validation_step``, or ``preprocess`` no ``inverse``.
+        ModuleNotFoundError: before training, if a package is missing.
+        RuntimeError: before training, if the model cannot be traced, or translated, on a validation batch; at the end
+            of a validation run, if it cannot be exported or the file has other outputs.
+    """
+
+    def __init__(
+        self,
+        format: Literal["auto", "pt2", "onnx"] = "auto",
+        filename: str = "model",
+        *,
+        module: str | None = None,
+        preprocess: nn.Module | Literal["datamodule"] | None = None,
+        postprocess: nn.Module | Literal["probabilities"] | None = None,
+        class_names: Sequence[str] | None = None,
+        dynamic: bool = True,
+        outputs: Sequence[str] | None = None,
+        verify: bool = True,
+        num_batches: int = 2,
+        tolerance: float | None = None,
+        compare: bool = True,
+    ) -> None:
+        if format != "auto" and format not in get_args(Format):
+            raise ValueError(f"format must be one of auto, {', '.join(get_args(Format))}; got {format!r}")
+        if isinstance(postprocess, str) and postprocess != "probabilities":
+            raise ValueError(f"postprocess must be 'probabilities', a module or None; got {postprocess!r}")
+        if isinstance(preprocess, str) and preprocess != "datamodule":
+            raise ValueError(f"preprocess must be 'datamodule', a module or None; got {preprocess!r}")
+        if isinstance(preprocess, nn.Module):
+            _require_inverse(preprocess)
+        if num_batches < 1:
+            raise ValueError(f"num_batches must be at least 1, to compare on; got {num_batches}")
+        if tolerance is not None and not tolerance >= 0:
+            raise ValueError(f"tolerance must be at least 0, a share of the largest value; got {tolerance}")
+        self.format = format
+        self.filename = filename
+        self.module = module
+        self.preprocess = preprocess
+        self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
+        self.class_names = None if class_names is None else list_of_names(class_names)
+        self.dynamic = dynamic
+        self.outputs = None if outputs is None else list_of_names(outputs)
+        self.verify = verify
+        self.num_batches = num_batches
+        self.tolerance = tolerance
+        self.compare = compare
+        self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds VALIDATING
+        self.exported: Exported | None = None
+        self.report: Report | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.state.fn not in self.exports_on:
+            return
+        require_exportable("pt2" if self.format == "auto" else self.format)
+        self._require_path(trainer)
+        self._copy = WholeCopy(pl_module)
+        require_deployable(pl_module, "Export", self.module)
+        if self.preprocess == "datamodule" and not callable(getattr(trainer.datamodule, "preprocessing", None)):  # type: ignore[attr-defined]
+            raise TypeError(
+                "preprocess='datamodule' needs a datamodule with a method preprocessing(), which returns a module from "
+                "what the file takes to what the model takes, with a method inverse; or give Export(preprocess=module)"
+            )
+        move_last(trainer, self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        require_validation(trainer, "Export")
+        dry_run(
+            trainer, pl_module, self._copy, lambda found: self._check_exportable(trainer, found), "export", self.module
+        )
+
+    def _check_exportable(self, trainer: L.Trainer, deployed: Deployed) -> None:
+        """Raise before training what would fail in the export after it."""
+        preprocess = self._preprocess(trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
+        raw = None if preprocess is None else _FileInputs(preprocess)
+        inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
+        options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess, "outputs": self.outputs}
+        format: Format = "pt2" if self.format == "auto" else self.format
+        try:
+            specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
+        except (TypeError, ExportError) as error:
+            own = sum(one.numel() for one in deployed.module.parameters())
+            parts = [name for name, one in deployed.module.named_children()
+                     if 2 * sum(value.numel() for value in one.parameters()) > own]  # fmt: skip
+            prefix = f"{deployed.name}." if deployed.name else ""
+            hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
+            raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
+        fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]
+        if fixed and self.dynamic:
+            rank_zero_info(f"the file that Export writes will take {', '.join(fixed)} of the length of now alone")
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            self._run(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING and TrainerFn.VALIDATING in self.exports_on:
+            self._run(trainer, pl_module)
+
+    def _run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.exported = None
+        folder = run_folder(trainer)
+        with self._failure_handling(trainer, "Export wrote no file"):
+            make = partial(self._copy.make, trainer, pl_module)
+            run_in_first_process(trainer, make, lambda made: self._export(trainer, made, folder), "export")
+
+    def _failure_handling(self, trainer: L.Trainer, failed: str) -> AbstractContextManager[None]:
+        """Reduce errors to a warning in a fit; let a validation run, whose purpose is the file, fail."""
+        return failures_as_warnings(failed) if trainer.state.fn == TrainerFn.FITTING else nullcontext()
+
+    def _export(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loader = undistributed(trainer.val_dataloaders)
+        result = _quantization_result(trainer)
+        if result is not None:
+            copied = copied.to(result.device)
+        name = self.module if self.module is not None or result is None else result.deployed
+        deployed = find_deployed(copied, loader, name, self.num_batches, datamodule)
+        result = result if result is not None and result.deployed == deployed.name else None
+        format = self._format(result)
+        preprocess = self._preprocess(datamodule)
+        names = self.class_names or getattr(datamodule, "class_names", None) or getattr(copied, "class_names", None)
+        raw = None if preprocess is None else _FileInputs(preprocess)
+        self.exported = export(
+            deployed.module,
+            deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs],
+            _with_suffix(folder / self.filename, SUFFIXES[format]),
+            format,
+            dynamic=self.dynamic,
+            preprocess=preprocess,
+            postprocess=self.postprocess,
+            outputs=self.outputs,
+            class_names=names,
+            metadata={
+                "model": type(copied).__name__,
+                "submodule": deployed.name,
+                "step": trainer.global_step,
+                "columns": getattr(preprocess, "columns", None),
+            },
+            quantized=None if result is None else _quantized_content(result, format),
+            reference=None if result is None else result.run,
+            verify=self.verify,
+            tolerance=self.tolerance,
+        )
+        _log_export(self.exported)
+        label = f"{format} file" if result is None else f"{result.name}, {format} file"
+        with self._failure_handling(trainer, f"Export wrote {self.exported.path}, but made no report of it"):
+            self.report = self._measure(trainer, copied, deployed, loader, label, raw)
+            self.report.print()
+            self.report.save(folder)
+
+    def _measure(
+        self,
+        trainer: L.Trainer,
+        copied: L.LightningModule,
+        deployed: Deployed,
+        loader: Any,
+        label: str,
+        raw: "_FileInputs | None",
+    ) -> Report:
+        assert self.exported is not None
+        files: dict[str, Run] = {label: load_compressed(self.exported.path)}
+        if self.compare and self.exported.format == "pt2":
+            files[f"{label}, compiled"] = load_compressed(self.exported.path, compiled=True)
+        if raw is not None:
+            files = {name: raw.wrap(run) for name, run in files.items()}
+        plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
+        progress = Progress(rank_zero_info, "export")
+        rows = measure_forms(deployed.module, deployed.inputs[0], files, plain=plain, progress=progress)
+        judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
+        judged |= {name: _FileAsModule(deployed.module, run, self.postprocess) for name, run in files.items()}
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
+        report = Report("export")
+        for name, row in rows.items():
+            comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
+            if not row.note and comparable:
+                progress(f"validates {name}", if_slow=True)
+                metrics = evaluate(copied, loader, deployed.name, judged[name], limits, datamodule)
+                row = row._replace(metrics=metrics)
+            report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
+        call = smallest_call(deployed.module, deployed.inputs[0])
+        report.layers = describe_layers(deployed.module, *call, reasons_left_out(trainer, deployed.name))
+        return report
+
+    def _format(self, result: Any) -> Format:
+        if self.format != "auto":
+            return self.format
+        return "onnx" if result is not None and result.onnx is not None and result.program is None else "pt2"
+
+    def _preprocess(self, datamodule: Any) -> nn.Module | None:
+        if not isinstance(self.preprocess, str):
+            return self.preprocess
+        found: nn.Module = datamodule.preprocessing()
+        _require_inverse(found)
+        return found
+
+    def _require_path(self, trainer: L.Trainer) -> None:
+        path = run_folder(trainer) / self.filename
+        if self.format != "auto":
+            require_exportable(self.format, _with_suffix(path, SUFFIXES[self.format]))
+        if not trainer.is_global_zero:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Export cannot write to {path.parent}: {error.strerror or error}; give filename"
+            ) from error
+
+
+class _FileInputs:
+    """Convert the model's inputs to the file's inputs."""
+
+    def __init__(self, preprocess: nn.Module) -> None:
+        self.inverse: Callable[[Any], Any] = preprocess.inverse  # type: ignore[assignment]
+        self._last: tuple[Any, Any] = None, None
+
+    def from_call(self, call: Inputs) -> Inputs:
+        args, kwargs = call
+        if args:
+            return (self._invert(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return (), {**kwargs, first: self._invert(kwargs[first])}
+
+    def wrap(self, run: Run) -> Run:
+        def from_model_inputs(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.from_call((args, kwargs))
+            return run(*args, **kwargs)
+
+        return from_model_inputs
+
+    def _invert(self, value: Any) -> Any:
+        """Return the inverse of ``value``, computed once per batch so that latencies do not include it."""
+        if self._last[0] is not value:
+            self._last = value, self.inverse(value)
+        return self._last[1]
+
+
+class _FileAsModule:
+    """Return a file's outputs in the module's output class, with omitted ones taken from the module."""
+
+    def __init__(self, module: nn.Module, run: Run, postprocess: nn.Module | None) -> None:
+        self.module = module
+        self.run = run
+        self.postprocess = postprocess
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = type(self.module).forward(self.module, *args, **kwargs)
+        own = named_tensors(output, others=[])
+        given = named_tensors(self.run(*args, **kwargs))
+        if self.postprocess is not None:  # the logarithms have the same softmax as the scores
+            first = next(iter(given))
+            given[first] = given[first].log()
+        return restore(output, iter({**own, **given}.values()))
+
+
+def _is_fixed_length(shape: Sequence[int | None]) -> bool:
+    return len(shape) == 2 and shape[0] is None and shape[1] is not None
+
+
+def _quantization_result(trainer: L.Trainer) -> Any:
+    """Return the result of a ``Quantization``: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
+    for callback in callbacks_of(trainer, L.Callback):
+        result: Any = getattr(callback, "result", None)
+        if hasattr(result, "run") and hasattr(result, "deployed"):
+            if result.program is None and result.onnx is None:
+                rank_zero_warn(f"{result.name} has no form that a file can hold; Export writes the float model")
+                return None
+            return result
+    return None
+
+
+def _quantized_content(result: Any, format: Format) -> Any:
+    """Return the program of the result, or the bytes of its ONNX file."""
+    if format == "onnx" and result.onnx is not None:
+        return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
+    return result.program
+
+
+def _log_export(exported: Exported) -> None:
+    left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
+    if exported.unused:
+        left += f"; works without {', '.join(exported.unused)}"
+    checked = "not compared with the model"
+    if exported.num_checked:
+        checked = (
+            f"on {exported.num_checked} batches {exported.largest_difference:.1e} of the largest value at most off"
+        )
+    rank_zero_info(
+        f"exported {exported.path} ({exported.file_bytes:,} bytes), which gives {', '.join(exported.outputs)}{left}; "
+        f"{checked}"
+    )
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    return path if path.suffix in SUFFIXES.values() else path.with_name(path.name + suffix)
+
+
+def _require_inverse(preprocess: nn.Module) -> None:
+    if not callable(getattr(preprocess, "inverse", None)):
+        raise TypeError(
+            f"preprocess, a {type(preprocess).__name__}, needs a method inverse(x), from what the model takes to what "
+            "the file is to take: the file is compared with the model on validation batches, which are preprocessed"
+        )

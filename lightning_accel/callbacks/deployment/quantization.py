@@ -1,0 +1,461 @@
+"""Quantization of the deployed module, after training or with quantization-aware training."""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
+from lightning_accel.callbacks.deployment.copies import (
+    Deployed,
+    WholeCopy,
+    dry_run,
+    evaluate,
+    find_deployed,
+    require_deployable,
+    run_folder,
+    run_in_first_process,
+    undistributed,
+)
+from lightning_accel.callbacks.deployment.export import Export
+from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.callbacks.metric_names import require_logged
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
+from lightning_accel.compress.quantization.fake_quant import FakeQuantized, attach, detach
+from lightning_accel.compress.quantization.form import CannotConvertError, export
+from lightning_accel.compress.quantization.inputs import Flat, noise_share, tensors_of
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.quantized import (
+    Backend,
+    Limit,
+    NothingPickedError,
+    Quantized,
+    quantize,
+    require_form,
+    require_one_of,
+)
+from lightning_accel.compress.report.latency import speedup
+from lightning_accel.compress.report.progress import Progress
+from lightning_accel.compress.report.report import Report, describe_speedup
+from lightning_accel.ops.names import list_of_names
+from lightning_accel.strategies import PipelineStrategy
+
+Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
+
+
+class Quantization(L.Callback):
+    """Convert a copy of the model to int8, or to another form that is faster on this machine, and compare the forms.
+
+    At the end of a fit the first process creates the forms of the model that this machine can run (see
+    :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
+    on the module's own batch, and picks the fastest. The trained module stays unchanged. The picked form is in
+    ``result``; a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes
+    the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
+
+    With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
+    ``start`` on, with the grid of the later static form. No parameter is replaced, so that optimizers, checkpoints and
+    strategies see the same ones as ever; ranges are in the callback's state, and equal on all processes.
+
+    Args:
+        mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``; ``qat`` trains for ``static``.
+        backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto`` for any.
+        calibrate: number of training samples for calibrating the ranges.
+        skip: layers that stay in float: names or patterns in the module (``"head"``, ``"blocks.*.norm"``), or types, by
+            their names in a config.
+        monitor: validation metric that measures the quality of a form.
+        monitor_mode: ``max`` if higher values are better, ``min`` if lower values are.
+        max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
+            it is within this limit; a form that stays beyond it is not picked.
+        module: name of the deployed submodule; by default the one that ``validation_step`` calls.
+        batch_sizes: numbers of samples at which forms are measured; by default 1, and the size of a training batch. The
+            last decides. If the samples of a call cannot be separated, like the nodes of graphs, the whole call is
+            measured.
+        start: start of ``qat``: share of the run if a float in [0, 1), else an epoch.
+        seconds: measuring time of each form at each batch size; forms too close to call take up to three times as long.
+        device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` and ``weight_only`` int8, and float8, of
+            linear layers, with the rest in bfloat16.
+
+    Raises:
+        ValueError: if an option is out of range; before training, if ``skip`` or ``module`` names nothing, no layer can
+            be quantized, or there is no validation data for ``monitor``.
+        TypeError: before training, if the module has no ``validation_step``.
+        ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
+
+    Attributes:
+        result: the picked form, in the first process after a fit; None if there is none.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "auto",
+        backend: Backend = "auto",
+        *,
+        calibrate: int = 256,
+        skip: Sequence[str | type[nn.Module]] = (),
+        monitor: str | None = None,
+        monitor_mode: Literal["max", "min"] = "max",
+        max_drop: float | None = None,
+        module: str | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        start: int | float = 0.5,
+        seconds: float = 0.5,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
+        require_one_of("mode", mode, Mode)
+        require_one_of("backend", backend, Backend)
+        require_one_of("device", device, Literal["cpu", "cuda"])
+        if mode == "qat" and backend not in ("auto", "pt2e", "onnxruntime"):
+            raise ValueError(f"mode='qat' is converted by backend 'pt2e' or 'onnxruntime'; got {backend!r}")
+        if monitor_mode not in ("max", "min"):
+            raise ValueError(f"monitor_mode must be 'max' or 'min'; got {monitor_mode!r}")
+        if max_drop is not None and monitor is None:
+            raise ValueError("max_drop needs monitor, the figure of validation that may drop, such as 'val/accuracy'")
+        if max_drop is not None and not max_drop >= 0:
+            raise ValueError(f"max_drop must be at least 0, in the unit of {monitor!r}; got {max_drop}")
+        if calibrate < 1:
+            raise ValueError(f"calibrate must be at least 1 row; got {calibrate}")
+        if start < 0 or (isinstance(start, float) and start >= 1):
+            raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0; got {seconds}")
+        if batch_sizes is not None and (isinstance(batch_sizes, str) or not batch_sizes or min(batch_sizes) < 1):
+            raise ValueError(f"batch_sizes must be numbers of rows, at least one; got {batch_sizes!r}")
+        self.mode = mode
+        self.backend = backend
+        self.calibrate = calibrate
+        self.skip = list_of_names(skip)
+        self.monitor = monitor
+        self.monitor_mode = monitor_mode
+        self.max_drop = max_drop
+        self.module = module
+        self.batch_sizes = batch_sizes
+        self.start = start
+        self.seconds = seconds
+        self.device = device
+        self._file_format: str | None = None
+        self.result: Quantized | None = None
+        self._layers: dict[str, FakeQuantized] = {}
+        self._loaded: dict[str, Tensor] = {}
+        self._enabled = False
+        self._start_step = math.inf
+        self._in_batch: L.Trainer | None = None  # set until the ranges are updated from this batch
+
+    @property
+    def phase(self) -> str:
+        return "int8" if self._enabled else "float"
+
+    @property
+    def is_final_phase(self) -> bool:
+        return self.mode != "qat" or self._enabled
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._file_format = _file_format(trainer)
+        kind = "static" if self.mode == "qat" else self.mode
+        require_form(kind, self.backend, self.device, self._file_format)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("Quantization(device='cuda') needs a GPU, and there is none; take device='cpu'")
+        if self.mode == "qat":
+            if isinstance(trainer.strategy, PipelineStrategy):
+                raise ValueError(
+                    "mode='qat' does not work under accel_pipeline, where each process has layers of its own. Train "
+                    "with accel_ddp or accel_fsdp2, or take mode='static', which quantizes afterwards"
+                )
+            defer_best_checkpoints(trainer)
+        self.result = None
+        self._enabled = False
+        self._copy = WholeCopy(pl_module)
+        require_deployable(pl_module, "Quantization", self.module)
+        quantized = find_layers(pl_module, self.skip).quantized
+        if self.mode in ("static", "qat") and not quantized:
+            raise ValueError(
+                f"{type(pl_module).__name__} has no linear layer or convolution for mode={self.mode!r} to quantize; "
+                "take mode='auto', or 'dynamic' for an LSTM"
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitor is not None and not trainer.enable_validation:
+            raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
+        last = trainer.max_epochs
+        is_run = self.mode == "qat" and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
+        if is_run and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
+            raise ValueError(f"start={self.start} is an epoch, counted from 0, and the run ends after {last}; lower it")
+        self._check_early(trainer, pl_module)
+        if self.mode == "qat":
+            self._attach(pl_module)
+
+    def _check_early(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise before training what would make all measurements fail after it."""
+        dry_run(trainer, pl_module, self._copy, self._check_calls, "quantize", self.module, of_training=True)
+        if self.monitor is not None:
+            dry_run(trainer, pl_module, self._copy, self._check_monitor, "quantize", self.module)
+
+    def _check_calls(self, found: Deployed) -> None:
+        call = found.inputs[0]
+        is_cut = num_samples(smallest_call(found.module, call)) == 1
+        for size in (self.batch_sizes or (1, num_samples(call))) if is_cut else (num_samples(call),):
+            try:
+                _call_flat(found.module, first_samples(call, size))
+            except Exception as error:
+                raise ValueError(
+                    f"Quantization would fail at the end of the run: it measures {type(found.module).__name__} on "
+                    f"{size} rows, and that fails with {first_line(error)}. Name what takes batches of any number of "
+                    "rows and returns tensors by module, or give other batch_sizes"
+                ) from error
+        if self.backend == "pt2e":
+            try:
+                export(found.module, [call])
+            except CannotConvertError:
+                try:
+                    export(found.module, [call], strict=True)
+                except CannotConvertError as error:
+                    raise ValueError(
+                        f"Quantization would fail at the end of the run: backend='pt2e' needs a graph of "
+                        f"{type(found.module).__name__}, and {error}. Take backend='auto', or name a part by module"
+                    ) from error
+
+    def _check_monitor(self, found: Deployed) -> None:
+        if self.monitor is not None and self.monitor not in found.figures:
+            require_logged("Quantization", [self.monitor], found.figures)
+
+    def _attach(self, pl_module: L.LightningModule) -> None:
+        inside = f"{self.module}." if self.module else ""
+        layers = find_layers(pl_module, self.skip)
+        chosen = {name: one for name, one in layers.quantized.items() if f"{name}.".startswith(inside)}
+        detach(pl_module)  # from a run that was interrupted
+        self._layers = attach(chosen)
+        for name, layer in self._layers.items():
+            layer.to(pl_module.device)
+            if name in self._loaded:
+                layer.load(self._loaded[name])
+        self._loaded = {}
+        left = "; ".join(f"{name}: {why}" for name, why in layers.left_float.items())
+        rank_zero_info(f"{len(chosen)} layers train for int8" + (f"; left in float: {left}" if left else ""))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Reject an unknown ``monitor``, which usually happens in the sanity check before training."""
+        if self.monitor is not None and trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
+            require_logged("Quantization", [self.monitor], trainer.callback_metrics)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.mode == "qat" and isinstance(self.start, float):
+            steps = trainer.estimated_stepping_batches
+            if math.isinf(steps):
+                raise ValueError("start is a share of a run that has no end; give max_epochs or max_steps, or an epoch")
+            self._start_step = math.ceil(self.start * steps)
+            if self._start_step >= steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                raise ValueError(f"start={self.start} leaves none of the run's {steps:.0f} steps for int8; lower it")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self._layers and not self._enabled:
+            by_epoch = isinstance(self.start, int)
+            starts = trainer.current_epoch >= self.start if by_epoch else trainer.global_step >= self._start_step
+            if starts:
+                announce_change(trainer, pl_module)
+            self._enabled = starts
+            for layer in self._layers.values():
+                layer.enabled = starts
+        self._in_batch = trainer
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._update_ranges()
+
+    def _update_ranges(self) -> None:
+        trainer, self._in_batch = self._in_batch, None
+        if trainer is not None and self._enabled and self._layers:
+            seen = torch.stack([layer.seen for layer in self._layers.values()])
+            seen = trainer.strategy.reduce(seen, reduce_op="min")  # as one process with all samples would see
+            for layer, own in zip(self._layers.values(), seen, strict=True):
+                layer.update_range(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._update_ranges()  # an earlier callback may save at the end of a batch
+        return {"ranges": {name: layer.range.cpu().clone() for name, layer in self._layers.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = dict(state_dict["ranges"])
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return
+        if self.mode == "qat" and not any(layer.ready for layer in self._layers.values()):
+            detach(pl_module)  # other callbacks use the module in float
+            rank_zero_warn("no step was trained in int8: the run ended before start; nothing is quantized")
+            return
+        folder = run_folder(trainer)
+        try:
+            with failures_as_warnings("Quantization failed, and the model is kept in float"):
+                make = partial(self._copy.make, trainer, pl_module)
+                run_in_first_process(trainer, make, lambda made: self._convert(trainer, made, folder), "quantize")
+        finally:
+            detach(pl_module)
+
+    def _convert(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loaders = undistributed(trainer.train_dataloader), undistributed(trainer.val_dataloaders)
+        try:
+            _save_report(self.convert(copied.to(self.device), *loaders, datamodule).report, folder)
+        except NothingPickedError as error:
+            _save_report(error.report, folder)
+            raise
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._in_batch = None  # other processes may not have got this far
+        detach(pl_module)
+
+    def convert(
+        self,
+        module: L.LightningModule,
+        train_loader: Any,
+        val_loader: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+    ) -> Quantized:
+        """Quantize a copy of ``module`` without a Trainer, such as one from ``load_from_checkpoint``.
+
+        Args:
+            module: the module, on the device to run on, in evaluation mode; not changed.
+            train_loader: batches for calibrating the ranges.
+            val_loader: batches for validating the forms, if any.
+            datamodule: the datamodule whose batch hooks are applied.
+
+        Raises:
+            NothingPickedError: if no form can be created, or none is within ``max_drop``; it holds the report.
+        """
+        detach(module)
+        with isolate_rng():
+            deployed = self._find(module, train_loader, datamodule)
+            self.result = self._quantize(module, deployed, val_loader, datamodule)
+        self.result.deployed = deployed.name
+        rank_zero_info(_summary(self.result, self.mode))
+        return self.result
+
+    def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
+        """Find the deployed module, with calls of ``calibrate`` samples in total."""
+        loader = _in_random_order(loader)
+        size = getattr(loader, "batch_size", None)
+        batches = math.ceil(self.calibrate / size) if size else 16
+        found = find_deployed(module, loader, self.module, batches, datamodule)
+        return found._replace(inputs=_take_calls(found.inputs, self.calibrate))
+
+    def _quantize(
+        self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
+    ) -> Quantized:
+        prefix = f"{deployed.name}." if deployed.name else ""
+        skipped = [
+            name.removeprefix(prefix) if prefix != f"{name}." else ""  # the deployed module itself
+            for name in sorted(find_layers(module, self.skip).skipped)
+            if f"{name}.".startswith(prefix)
+        ]
+        ranges = None
+        if self.mode == "qat":
+            ranges = {
+                name.removeprefix(prefix): (float(layer.range[0]), float(layer.range[1]))
+                for name, layer in self._layers.items()
+                if name.startswith(prefix) and layer.ready
+            }
+            if not ranges:
+                raise RuntimeError("no step was trained in int8: the run ended before start, or no layer was called")
+        limit = None
+        if loader:
+
+            def judge(run: Any) -> dict[str, float]:
+                run = None if run is deployed.module else run  # a module cannot replace its own forward
+                return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
+
+            limit = Limit(judge, self.monitor, self.max_drop, self.monitor_mode == "max")
+        return quantize(
+            deployed.module,
+            deployed.inputs,
+            "static" if self.mode == "qat" else self.mode,
+            self.backend,
+            skip=skipped,
+            limit=limit,
+            batch_sizes=self.batch_sizes,
+            seconds=self.seconds,
+            ranges=ranges,
+            file_format=self._file_format,
+            progress=Progress(rank_zero_info, "quantization"),
+        )
+
+
+@torch.no_grad()
+def _call_flat(module: nn.Module, call: Inputs) -> None:
+    """Flatten and rebuild a call and its result, as forms of ``module`` do, to find errors early."""
+    flat = Flat(module, call)
+    result = flat.record_result(call)
+    noise_share(result, flat.rebuild(flat(*tensors_of(call))))
+
+
+def _save_report(report: Report | None, folder: Path) -> None:
+    """Print a report and write its files; reduce errors to a warning."""
+    if report is not None:
+        with failures_as_warnings("Quantization could not write its report"):
+            report.print()
+            report.save(folder)
+
+
+def _file_format(trainer: L.Trainer) -> str | None:
+    """Return the file format that the Trainer's Export callback writes, if any."""
+    formats = [one.format for one in callbacks_of(trainer, Export) if one.format != "auto"]
+    return formats[0] if formats else None
+
+
+def _in_random_order(loader: Any) -> Any:
+    """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+        return loader  # a custom sampler may use other keys and omit samples
+    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
+    return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
+
+
+def _take_calls(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
+    kept: list[Inputs] = []
+    for one in inputs:
+        kept.append(one)
+        if sum(num_samples(call) for call in kept) >= rows:
+            break
+    return kept
+
+
+def _summary(result: Quantized, mode: str) -> str:
+    text = f"Quantization picked {result.name}" + _speed_summary(result)
+    if result.ties:
+        text += f"; as fast, as far as could be measured: {', '.join(result.ties)}, whose files are not smaller"
+    if result.faster_float == "fp32 eager":
+        text += "; the model as it is, fp32 eager, is faster here"
+    elif result.faster_float:
+        text += f"; {result.faster_float} is faster here, and mode={mode!r} leaves it out"
+    elif result.name.startswith(("fp32", "bf16")):
+        text += "; nothing quantized is faster here"
+    if result.left_float:
+        text += "; in float: " + "; ".join(f"{name} ({why})" for name, why in result.left_float.items())
+    return text
+
+
+def _speed_summary(result: Quantized) -> str:
+    """Describe the speedup at each batch size over the original model and over float in the same runtime."""
+    rows = {row.name: row for row in result.report.rows} if result.report is not None else {}
+    if result.name not in rows:
+        return ""
+    own, parts = rows[result.name], []
+    for other in filter(None, ("fp32 eager", own.float_row)):
+        found = [
+            f"{describe_speedup(speedup(latency, rows[other].latencies[batch]))} at batch {batch}"
+            for batch, latency in own.latencies.items()
+            if other in rows and batch in rows[other].latencies
+        ]
+        if found:
+            parts.append(f"{' and '.join(found)} as fast as {other}")
+    return f": {'; '.join(parts)}" if parts else ""

@@ -1,0 +1,129 @@
+"""Cost and quality report of a trained model, its plain forms and the original model."""
+
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_accel.callbacks.deployment.copies import (
+    Deployed,
+    WholeCopy,
+    dry_run,
+    evaluate,
+    find_deployed,
+    reasons_left_out,
+    require_deployable,
+    require_validation,
+    run_folder,
+    run_in_first_process,
+    undistributed,
+)
+from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.compress.calls import Run, num_samples, smallest_call
+from lightning_accel.compress.report.forms import measure_forms, plain_forms
+from lightning_accel.compress.report.macs import count_macs
+from lightning_accel.compress.report.progress import Progress
+from lightning_accel.compress.report.report import Report, count_parameters, describe_layers
+
+_AT_FIRST = "before training"
+
+
+class CompressionReport(L.Callback):
+    """Measure the trained model at the end of ``fit``; print a table, write a figure and JSON to ``figures/``.
+
+    The rows are the model as trained, compiled, and in bfloat16, each with its latency at batch size 1 and at the
+    validation batch size, and with the metrics that ``validation_step`` logs. If training has changed shapes, there is
+    a row for the original model too: its latency, which does not depend on the weights, without metrics. A second table
+    lists the remaining parameters of each layer. :class:`~lightning_accel.callbacks.Quantization` and
+    :class:`~lightning_accel.callbacks.Export` report their own results.
+
+    Args:
+        module: name of the submodule to measure; by default the one that ``validation_step`` calls.
+        compiled: whether to measure compiled forms too, which takes about a minute.
+        seconds: measuring time of each form at each batch size.
+
+    Attributes:
+        report: the report in the first process after a fit; None if it failed, with a warning.
+
+    Raises:
+        TypeError: before training, if there is no ``validation_step``.
+        ValueError: before training, if there is no submodule ``module``, no validation data, or ``validation_step``
+            calls no module with parameters. Any other failure on a validation batch is raised then, too.
+    """
+
+    def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
+        self.module = module
+        self.compiled = compiled
+        self.seconds = seconds
+        self.report: Report | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self.report = None
+        self._copy = WholeCopy(pl_module)
+        require_deployable(pl_module, "CompressionReport", self.module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        require_validation(trainer, "CompressionReport")
+        dry_run(trainer, pl_module, self._copy, _try_layers, "report", self.module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            return
+        folder = run_folder(trainer)
+        with failures_as_warnings("CompressionReport failed"):
+            make = partial(self._copy.make, trainer, pl_module)
+            run_in_first_process(trainer, make, lambda made: self._report(trainer, made, folder), "report")
+
+    def _report(self, trainer: L.Trainer, copied: L.LightningModule, folder: Path) -> None:
+        self.report = self._measure(trainer, copied)
+        self.report.print()
+        self.report.save(folder)
+
+    def _measure(self, trainer: L.Trainer, copied: L.LightningModule) -> Report:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loader = undistributed(trainer.val_dataloaders)
+        found = find_deployed(copied, loader, self.module, datamodule=datamodule)
+        plain = plain_forms(found.module, self.compiled)
+        start = self._copy.with_original_shapes().get_submodule(found.name)
+        has_shrunk = count_parameters(start.parameters())[0] != count_parameters(found.module.parameters())[0]
+        others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
+        progress = Progress(rank_zero_info, "compression report")
+        rows = measure_forms(
+            found.module, found.inputs[0], others, plain=plain, seconds=self.seconds, progress=progress
+        )
+        report = Report("compression")
+        if has_shrunk:
+            parameters, _ = count_parameters(start.parameters())
+            call = smallest_call(start, found.inputs[0])
+            macs = count_macs(start, *call).total // num_samples(call)
+            of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=_file_bytes(start))
+            report.add(of_start)
+        for name, row in rows.items():
+            if not row.note:
+                progress(f"validates {name}", if_slow=True)
+                run = None if plain[name] is found.module else plain[name]
+                row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
+            report.add(row._replace(file_bytes=_file_bytes(plain[name])))
+        report.layers = describe_layers(
+            found.module, *smallest_call(found.module, found.inputs[0]), reasons_left_out(trainer, found.name)
+        )
+        return report
+
+
+def _try_layers(found: Deployed) -> None:
+    describe_layers(found.module, *smallest_call(found.module, found.inputs[0]))
+
+
+def _file_bytes(form: Run) -> int | None:
+    """Return the size of the weights as ``torch.save`` writes them; None for compiled programs, which have no file."""
+    if not isinstance(form, nn.Module):
+        return None
+    file = BytesIO()
+    torch.save(form.state_dict(), file)
+    return file.tell()

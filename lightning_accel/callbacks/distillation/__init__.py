@@ -1,0 +1,9 @@
+"""Training towards the outputs of a larger model.
+
+``callback`` adds a term of ``loss`` to the training step's loss. A ``teacher`` is loaded and run beside the student;
+``recorded_calls`` collects the outputs of submodules of both.
+"""
+
+from lightning_accel.callbacks.distillation.callback import Distillation
+
+__all__ = ["Distillation"]

@@ -1,0 +1,500 @@
+"""Distillation of a teacher into the module that is trained."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from os import PathLike
+from types import MethodType
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from lightning_accel.callbacks.compression_phase import current_phase
+from lightning_accel.callbacks.deployment.copies import (
+    WholeCopy,
+    copy_for_dry_run,
+    evaluate,
+    first_batches,
+    run_in_first_process,
+)
+from lightning_accel.callbacks.distillation.loss import (
+    denominator_ratio,
+    divergence,
+    lengths_in,
+    output_tensor,
+    position_mask,
+    similarity_error,
+    squared_error,
+)
+from lightning_accel.callbacks.distillation.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
+from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights, module_sizes, restore_
+from lightning_accel.ops.names import list_of_names
+from lightning_accel.strategies import PipelineStrategy
+
+_COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
+_Use = Callable[[L.LightningModule, Callable[[], STEP_OUTPUT], tuple[Any, ...]], None]
+
+
+class Distillation(L.Callback):
+    """Add the distance between the outputs of a LightningModule and of a teacher to the training loss.
+
+    ``training_step`` stays unchanged. While it runs, the inputs and the output of the module that it calls are
+    recorded: ``self(x)``, else the submodule with the most parameters. The teacher gets the same inputs, under the same
+    autocast, in evaluation mode; the step's loss becomes ``loss + weight * distance``. The distance is logged as
+    ``train/distillation_loss``. Outputs are tensors, or hold one as ``logits``, ``scores`` or their first. Steps past
+    the end of a sequence, where ``forward`` has a parameter ``lengths``, and positions whose class is ``ignore_index``
+    are left out. If a step calls the module several times, the distance is the mean over calls. All processes weigh the
+    same, unless the step returns the denominator of its mean loss as ``weight``; the distance is then divided by the
+    same number.
+
+    The teacher is not part of the module: optimizers, strategies and checkpoints do not see it. Every device holds all
+    of it. With ``teacher="initial"`` it is a copy of the module at the start of training, such as a pretrained one;
+    with ``teacher="dense"``, a copy from just before ``Pruning`` or ``Quantization`` first changes the module in this
+    run, and until then no distance is added. Its weights are saved in checkpoints, so that a resumed run uses the same
+    one. Carried recurrent states are those of the student, so that truncated back-propagation through time needs a
+    teacher with states of the same shapes.
+
+    Args:
+        teacher: a module that takes the same inputs; the path of a checkpoint that names its class, as those of
+            ``lightning-accel fit`` do; ``"initial"``; or ``"dense"``. If the step calls a submodule, a LightningModule
+            contributes its submodule of the same name.
+        checkpoint: checkpoint with the weights for a ``teacher`` given as a module: of a Trainer, or a file of weights
+            alone.
+        weight: factor of the distance in the loss.
+        temperature: divisor of the logits; higher values put more weight on how the teacher ranks wrong classes.
+        loss: ``kl`` for logits, see :func:`~lightning_accel.callbacks.distillation.loss.divergence`; ``mse`` for
+            values; or a function of the student's and the teacher's outputs, restricted to positions that are not
+            ignored.
+        module: name of the submodule whose output is compared, ``""`` for the module itself, to override the rule
+            above.
+        features: names of submodules whose outputs are compared too, or a mapping from the student's names to the
+            teacher's.
+        feature_loss: ``mse`` for equal shapes (Romero et al. 2015, FitNets, without a regressor), ``similarity`` for
+            any, see :func:`~lightning_accel.callbacks.distillation.loss.similarity_error`.
+        feature_weight: factor of the mean distance of the features, relative to that of the outputs.
+        class_dim: dimension of the classes; 1 for images of logits.
+        ignore_index: class that marks positions to ignore.
+
+    Raises:
+        ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
+            submodule does not exist, a strategy cannot copy the student, or nothing in the Trainer would change a
+            ``"dense"`` one; before training, or in the first step where that cannot be tried before, if the teacher
+            cannot take the student's inputs, or shapes differ.
+        TypeError: before training, with manual optimization or under ``accel_pipeline``; in the first step, if outputs
+            hold no tensor, or ``training_step`` returns no loss.
+        FileNotFoundError: before training, if there is no such checkpoint.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module | str | PathLike[str],
+        *,
+        checkpoint: str | PathLike[str] | None = None,
+        weight: float = 0.5,
+        temperature: float = 4.0,
+        loss: Literal["kl", "mse"] | Callable[[Tensor, Tensor], Tensor] = "kl",
+        module: str | None = None,
+        features: Sequence[str] | Mapping[str, str] = (),
+        feature_loss: Literal["mse", "similarity"] = "mse",
+        feature_weight: float = 1.0,
+        class_dim: int = -1,
+        ignore_index: int = -100,
+    ) -> None:
+        for name, value in {"weight": weight, "feature_weight": feature_weight}.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0; got {value}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be above 0; got {temperature}")
+        if loss not in ("kl", "mse") and not callable(loss):
+            raise ValueError(f"loss must be 'kl', 'mse' or a function; got {loss!r}")
+        if feature_loss not in ("mse", "similarity"):
+            raise ValueError(f"feature_loss must be 'mse' or 'similarity'; got {feature_loss!r}")
+        if checkpoint is not None and not isinstance(teacher, nn.Module):
+            raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
+        self.teacher, self.checkpoint = teacher, checkpoint
+        self.weight, self.temperature, self.loss = weight, temperature, loss
+        self.module = module
+        self.features = (
+            dict(features) if isinstance(features, Mapping) else {name: name for name in list_of_names(features)}
+        )
+        self.feature_loss, self.feature_weight = feature_loss, feature_weight
+        self.class_dim, self.ignore_index = class_dim, ignore_index
+        self._copy: WholeCopy | None = None
+        self._untried: WholeCopy | None = None
+        self._teacher: Teacher | None = None
+        self._saved: dict[str, Any] = {}  # the teacher's weights from a checkpoint
+        self._reset()
+
+    def _reset(self) -> None:
+        self._recorder = CallRecorder()
+        self._student: str | None = self.module
+        self._replaced: Any = None  # a training_step that others had set on the instance
+        self._wrapped_step: MethodType | None = None
+
+    # ---- before training
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._saved = {}
+        self._untried = None
+        self._require_supported(trainer, pl_module)
+        if self.teacher == "dense" and not current_phase(trainer):
+            raise ValueError(
+                "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does "
+                "that; add Pruning or Quantization(mode='qat'), or write teacher='initial' or a checkpoint"
+            )
+        if self.teacher in _COPIES_OF_STUDENT:
+            self._teacher = None
+            self._copy = self._untried = _make_copy(trainer, pl_module, self.teacher)
+            return
+        if isinstance(self.teacher, nn.Module):
+            if {id(one) for one in self.teacher.parameters()} & {id(one) for one in pl_module.parameters()}:
+                raise ValueError(
+                    "the teacher and the student share weights, which would be frozen; write teacher='initial' for a "
+                    "copy of the student"
+                )
+            module = self.teacher
+            if self.checkpoint is not None:
+                load_weights(module, self.checkpoint)
+        else:
+            module = load_teacher(self.teacher)
+        self._teacher = Teacher(module, list(self.features.values()))
+        self._untried = _copy_for_dry_run(trainer, pl_module)
+
+    def _require_supported(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        name = type(pl_module).__name__
+        if not pl_module.automatic_optimization:
+            raise TypeError(
+                f"Distillation needs automatic optimization, but {name} optimizes by hand; take the callback out, and "
+                "add lightning_accel.callbacks.distillation.loss.divergence(...) to the loss there"
+            )
+        if isinstance(trainer.strategy, PipelineStrategy):
+            raise TypeError(
+                "Distillation does not work under accel_pipeline, where no process sees inputs and outputs of one "
+                "step; take the callback out, or train with 'accel_fsdp2'"
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Copy the student before other callbacks change it, unless a strategy loads its weights later."""
+        if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
+            self._make_initial_teacher(trainer, pl_module)
+        untried, self._untried = self._untried, None
+        if untried is not None and self._teacher is not None:
+            self._require_all_parts(pl_module)
+            self._place(trainer, pl_module)
+            _dry_run_step(trainer, pl_module, untried, self._try, "distill")
+
+    def _try(self, module: L.LightningModule, step: Callable[[], STEP_OUTPUT], batch: Any) -> None:
+        """Compare one step of a copy, so that a teacher of other inputs or outputs fails before training."""
+        self._reset()
+        self._watch(module)
+        try:
+            with self._recorder.recording() as calls:
+                output = step()
+            if output is not None and calls:
+                self._distance(module, calls, batch, output.get("weight") if isinstance(output, Mapping) else None)
+        finally:
+            self._recorder.close()
+
+    def before_model_changes(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See :func:`~lightning_accel.callbacks.compression_phase.announce_change`."""
+        if self.teacher == "dense" and self._copy is not None:
+            self._make_own_teacher(trainer, pl_module)
+            self._place(trainer, pl_module)
+
+    def _make_initial_teacher(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._copy is not None and (self.teacher == "initial" or self._saved):
+            self._make_own_teacher(trainer, pl_module)
+
+    def _make_own_teacher(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self._copy is not None
+        made = self._copy.make(trainer, pl_module, everywhere=True)
+        assert made is not None
+        if self._saved:
+            restore_(made, self._saved["weights"], self._saved["plan"])
+        self._copy, self._saved = None, {}
+        self._teacher = Teacher(made, list(self.features.values()))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._make_initial_teacher(trainer, pl_module)
+        self._require_all_parts(pl_module)
+        if self._teacher is not None:
+            self._place(trainer, pl_module)
+        self._wrap_step(pl_module)
+
+    def _require_all_parts(self, pl_module: L.LightningModule) -> None:
+        _require_parts("student", pl_module, [*self.features, *([] if self.module is None else [self.module])])
+        if self._teacher is not None:
+            _require_parts("teacher", self._teacher.module, self._teacher.features)
+
+    def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self._teacher is not None
+        self._teacher.place(trainer.strategy.root_device, _common_dtype(pl_module))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._watch(pl_module)
+
+    def _watch(self, module: L.LightningModule) -> None:
+        names = callable_parts(module) if self._student is None else [self._student]
+        self._recorder.watch(module, dict.fromkeys([*names, *self.features]))
+
+    # ---- the step
+
+    def _wrap_step(self, pl_module: L.LightningModule) -> None:
+        self._reset()
+        self._replaced = vars(pl_module).get("training_step")
+        original = type(pl_module).training_step if self._replaced is None else _to_function(self._replaced, pl_module)
+
+        @wraps(original)
+        def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+            if self._wrapped_step is None or self._teacher is None:  # a copy that outlived the run, or still dense
+                return original(module, *args, **kwargs)
+            with self._recorder.recording() as calls:
+                output = original(module, *args, **kwargs)
+            return self._add_distance(output, module, calls, args)
+
+        self._wrapped_step = MethodType(training_step, pl_module)
+        vars(pl_module)["training_step"] = self._wrapped_step
+
+    def _add_distance(self, output: STEP_OUTPUT, module: L.LightningModule, calls: Calls, batch: Any) -> STEP_OUTPUT:
+        if output is None:
+            return None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"Distillation needs a loss from training_step of {type(module).__name__}, a tensor or a dict with "
+                f"'loss'; it returned {type(output).__name__}"
+            )
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        distance = self._distance(module, calls, batch, weight)
+        module.log("train/distillation_loss", distance.detach())
+        total = loss + self.weight * distance.to(loss.device)
+        return {**output, "loss": total} if isinstance(output, Mapping) else total
+
+    def _distance(self, module: L.LightningModule, calls: Calls, batch: Any, weight: Any) -> Tensor:
+        if self._student is None:
+            parts = {name: found for name, found in calls.items() if name in callable_parts(module)}
+            self._student = outermost(parts, module)
+        found = calls.get(self._student or "")
+        if not found:
+            raise ValueError(
+                f"training_step of {type(module).__name__} does not call "
+                + ("a module with parameters" if self._student is None else repr(self._student))
+                + ", so there is no output to compare with the teacher's; name what it calls: module='net'"
+            )
+        assert self._student is not None
+        assert self._teacher is not None
+        terms, hints = [], dict.fromkeys(self.features, 0)
+        for call in found:
+            output, features = self._teacher.run(call, self._student, module.device)
+            terms.append(self._compare(module.get_submodule(self._student), call, output, batch, weight))
+            if self.features:
+                terms[-1] = terms[-1] + self.feature_weight * self._compare_features(calls, features, hints)
+        return torch.stack(terms).mean()
+
+    def _compare(self, module: nn.Module, call: Call, teachers: Any, batch: Any, weight: Any) -> Tensor:
+        own, aim = output_tensor(call.output, "the student"), output_tensor(teachers, "the teacher")
+        if own.shape != aim.shape and self.loss in ("kl", "mse"):
+            raise ValueError(
+                f"the teacher gives {tuple(aim.shape)} where the student gives {tuple(own.shape)}; it must be of the "
+                "same task, with as many outputs"
+            )
+        shape = own.shape
+        if self.loss == "kl":
+            shape = own.select(self.class_dim, 0).shape
+        keep = position_mask(shape, lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+        if keep is None and self.loss == "mse" and own.ndim > 1:  # several values per position
+            keep = position_mask(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+        keep = None if keep is None else keep.to(own.device)
+        with torch.autocast(own.device.type, enabled=False):
+            share = denominator_ratio(keep, weight)
+            if self.loss == "kl":
+                return share * divergence(own, aim, self.temperature, self.class_dim, keep)
+            if self.loss == "mse":
+                return share * squared_error(own, aim, keep)
+            assert callable(self.loss)
+            return share * (self.loss(own, aim) if keep is None else self.loss(own[keep], aim[keep]))
+
+    def _compare_features(self, calls: Calls, teachers: Calls, used: dict[str, int]) -> Tensor:
+        """Return the mean over pairs; repeated calls of a student's submodule in a step are used in order."""
+        terms = []
+        for name, other in self.features.items():
+            aims = teachers.get(other, [])
+            own = calls.get(name, [])[used[name] : used[name] + len(aims)]
+            used[name] += len(aims)
+            if not own or len(own) < len(aims):
+                raise ValueError(
+                    f"feature {name!r} of the student is called {len(own)} times in a step, {other!r} of the teacher "
+                    f"{len(aims)} times; name submodules that both call"
+                )
+            for mine, aim in zip(own, aims, strict=True):
+                terms.append(self._feature_distance(name, mine.output, other, aim.output))
+        return torch.stack(terms).mean()
+
+    def _feature_distance(self, name: str, mine: Any, other: str, aim: Any) -> Tensor:
+        own = output_tensor(mine, f"feature {name!r} of the student")
+        goal = output_tensor(aim, f"feature {other!r} of the teacher")
+        with torch.autocast(own.device.type, enabled=False):
+            if self.feature_loss == "similarity":
+                return similarity_error(own, goal)
+            if own.shape != goal.shape:
+                raise ValueError(
+                    f"feature {name!r} of the student is {tuple(own.shape)}, {other!r} of the teacher "
+                    f"{tuple(goal.shape)}; feature_loss='similarity' compares features of different widths"
+                )
+            return squared_error(own, goal)
+
+    # ---- after training
+
+    def _restore_step(self, pl_module: L.LightningModule) -> None:
+        if self._wrapped_step is not None and vars(pl_module).get("training_step") is self._wrapped_step:
+            del vars(pl_module)["training_step"]
+            if self._replaced is not None:
+                vars(pl_module)["training_step"] = self._replaced
+        self._recorder.close()
+        if self._teacher is not None:
+            self._teacher.release()
+        self._reset()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore ``training_step`` before other callbacks copy, convert or export the module."""
+        self._restore_step(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._restore_step(pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._restore_step(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.teacher not in _COPIES_OF_STUDENT or self._teacher is None:
+            return {"initial": self._saved}
+        weights = {name: value.cpu() for name, value in self._teacher.module.state_dict().items()}
+        return {"initial": {"weights": weights, "plan": module_sizes(self._teacher.module)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict["initial"] if self.teacher in _COPIES_OF_STUDENT else {}
+
+
+def _make_copy(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object) -> WholeCopy:
+    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        raise ValueError(
+            f"teacher={teacher!r} needs a whole copy of the student, which {type(trainer.strategy).__name__} does not "
+            "give; train with 'accel_fsdp2', or give the path of a checkpoint of the student"
+        )
+    if type(pl_module).configure_model is not L.LightningModule.configure_model:
+        pl_module.configure_model()  # the Trainer calls it later; its contract allows two calls
+    return WholeCopy(pl_module)
+
+
+def _copy_for_dry_run(trainer: L.Trainer, pl_module: L.LightningModule) -> WholeCopy | None:
+    """Return a copy of the student to try a step on, or None where one would cost what training does without."""
+    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        return None
+    if type(pl_module).configure_model is not L.LightningModule.configure_model:
+        return None
+    try:
+        return WholeCopy(pl_module)
+    except TypeError:
+        return None
+
+
+def _to_function(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_OUTPUT]:
+    if isinstance(step, MethodType) and step.__self__ is pl_module:
+        return step.__func__
+
+    @wraps(step)
+    def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return step(*args, **kwargs)
+
+    return training_step
+
+
+def _require_parts(whose: str, module: nn.Module, names: Sequence[str]) -> None:
+    there = dict(module.named_modules())
+    if missing := [name for name in names if name not in there]:
+        children = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(
+            f"the {whose} {type(module).__name__} has no submodule {missing[0]!r}; give one of its own, such as "
+            f"{children}"
+        )
+
+
+class _UntriedError(Exception):
+    """Mark a failure of the step itself outside of the training loop, where it may lack its Trainer."""
+
+
+def _dry_run_step(trainer: L.Trainer, pl_module: L.LightningModule, copied: WholeCopy, use: _Use, purpose: str) -> None:
+    """Run ``training_step`` on the first batch before training; all processes must call it.
+
+    The step runs on a copy, with separate loaders, the run's precision and restored random numbers, so that training
+    is unchanged. Nothing is checked if the module cannot be copied, its instance overrides ``training_step``, the
+    loader cannot be read twice, or the step itself fails, since it may need the Trainer that trains.
+
+    Args:
+        trainer: a Trainer in ``on_fit_start``.
+        pl_module: the module to be trained.
+        copied: a copy of ``pl_module``, see :func:`~lightning_accel.callbacks.deployment.copies.dry_run`.
+        use: called in the first process with the copy, a function that runs the step, and the step's arguments.
+        purpose: a verb for the error message in the other processes.
+
+    Raises:
+        Exception: what ``use`` raises; in the other processes a RuntimeError that quotes it.
+    """
+    if "training_step" in vars(pl_module):  # it may be bound to the module to be trained
+        return
+
+    def make() -> L.LightningModule | None:
+        try:
+            return copy_for_dry_run(trainer, pl_module, copied)
+        except TypeError:  # it cannot be copied, which training does not require
+            return None
+
+    def run(module: L.LightningModule) -> None:
+        loader = first_batches(trainer, of_training=True)
+        if loader is None:
+            return
+        module.to(trainer.strategy.root_device, _common_dtype(pl_module))
+        original, failures = module.training_step, []
+
+        def step_once(batch: Any, *args: Any) -> None:
+            arguments = trainer.precision_plugin.convert_input(batch), *args
+
+            def step() -> STEP_OUTPUT:
+                try:
+                    return original(*arguments)
+                except Exception as error:
+                    raise _UntriedError from error
+
+            module.train()
+            with torch.enable_grad(), trainer.precision_plugin.train_step_context():
+                try:
+                    use(module, step, arguments)
+                except Exception as error:
+                    failures.append(error)
+
+        vars(module)["validation_step"] = step_once
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # training repeats the relevant ones
+            try:
+                evaluate(module, loader, limit_batches=1, datamodule=trainer.datamodule)  # type: ignore[attr-defined]
+            except Exception:  # from hooks around the step
+                return
+        if failures and not isinstance(failures[0], _UntriedError):
+            raise failures[0]
+
+    run_in_first_process(trainer, make, run, purpose)
+
+
+def _common_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the floating-point parameters, None if they have several."""
+    dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None

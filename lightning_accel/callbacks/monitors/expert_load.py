@@ -1,0 +1,179 @@
+"""Monitoring of expert load, as metrics and as a figure. Shapes: E experts."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from lightning_accel.callbacks.deployment.copies import run_folder
+from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
+
+_MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
+
+
+class ExpertLoadMonitor(L.Callback):
+    """Draw the load of each expert over training, for any module with :class:`~lightning_accel.nn.MixtureOfExperts`.
+
+    The figure has a row per expert and a column every ``log_every_n_steps`` optimizer steps. It is written to
+    ``filename`` and to every logger that takes images (TensorBoard as ``expert_load``), after each validation and at
+    the end.
+
+    For mixtures that are not tracked by the module's own ``expert_load``, an :class:`~lightning_accel.nn.ExpertLoad`,
+    it also does what this package's models do for theirs: balance losses and biases of the gates use whole optimizer
+    steps, over micro-batches and processes; the summary of :func:`~lightning_accel.nn.summarise_load` is logged under
+    ``train/``; and a collapsed gate causes a warning.
+
+    Args:
+        filename: path of the figure, absolute, or relative to the run folder (the Trainer's ``log_dir``).
+
+    Raises:
+        TypeError: before training, if the module has no mixture of experts.
+    """
+
+    def __init__(self, filename: str = "figures/expert_load.png") -> None:
+        self.filename = filename
+        self.steps: list[int] = []
+        self.loads: list[list[Tensor]] = []  # for each step, the load of each mixture, (E,) float32
+        self.names: list[str] = []  # of the mixtures, in the order of the loads
+        self._theirs, self._own = ExpertLoad([]), ExpertLoad([])
+        self._hooks: list[Any] = []
+        self._recomputing = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not any(isinstance(part, MixtureOfExperts) for part in pl_module.modules()):
+            raise TypeError(
+                f"ExpertLoadMonitor found no MixtureOfExperts in {type(pl_module).__name__}; take the callback out, or "
+                "put such layers in"
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Track the mixtures that the module itself does not, and start or continue the figure."""
+        named = {
+            part.gate: (name, part) for name, part in pl_module.named_modules() if isinstance(part, MixtureOfExperts)
+        }
+        theirs = getattr(pl_module, "expert_load", None)
+        self._theirs = theirs if isinstance(theirs, ExpertLoad) else ExpertLoad([])
+        tracked = list(self._theirs.gates)
+        untracked = [gate for gate in named if gate not in tracked]
+        self.names = [named[gate][0] for gate in [*tracked, *untracked]]
+        self._own = ExpertLoad(untracked)
+        self._own.start()
+        self._recomputing = False  # still True after a backward pass that failed
+        self._hooks = [named[gate][1].register_forward_hook(self._make_hook(i)) for i, gate in enumerate(untracked)]
+        # drop steps that another fit, or a resumed run, runs again
+        kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]
+        self.steps, self.loads = [self.steps[at] for at in kept], [self.loads[at] for at in kept]
+
+    def _make_hook(self, number: int) -> Any:
+        def hook(mixture: nn.Module, args: object, output: Any) -> None:
+            # activation checkpointing runs the forward pass again in the backward pass
+            if mixture.training and not self._recomputing:
+                self._own.add_one(number, output.report)
+
+        return hook
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._recomputing = True
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._recomputing = False
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        statistics = self._own.step()
+        if statistics and _logs_at(trainer, trainer.global_step + 1):
+            pl_module.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
+            self._own.warn_if_collapsed()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        step = trainer.global_step
+        if step and _logs_at(trainer, step) and step not in self.steps[-1:]:  # skips further micro-batches of a step
+            self._record(step)
+
+    def _record(self, step: int) -> None:
+        loads = []
+        for tracker in (self._theirs, self._own):
+            for number, gate in enumerate(tracker.gates):
+                known = tracker.last_step.get(number)
+                equal = torch.full((gate.num_experts,), 1 / gate.num_experts)
+                loads.append(equal if known is None else known.load.to("cpu", torch.float32))  # None if it never ran
+        self._append(step, loads)
+
+    def _append(self, step: int, loads: list[Tensor]) -> None:
+        self.steps.append(step)
+        self.loads.append(loads)
+        if len(self.steps) > _MOST_COLUMNS:
+            pairs = range(1, len(self.steps), 2)
+            self.loads = [[(a + b) / 2 for a, b in zip(self.loads[i - 1], self.loads[i], strict=True)] for i in pairs]
+            self.steps = [self.steps[i] for i in pairs]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._try_to_draw(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._try_to_draw(trainer)
+        self._remove_hooks()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._own = [], ExpertLoad([])
+
+    def _try_to_draw(self, trainer: L.Trainer) -> None:
+        folder = run_folder(trainer)
+        if not (trainer.is_global_zero and self.steps and self.names) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        with failures_as_warnings("ExpertLoadMonitor drew no picture"):
+            self._draw(trainer, folder / self.filename)
+
+    def _draw(self, trainer: L.Trainer, path: Path) -> None:
+        figure = draw_load(self.steps, self.loads, self.names)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        logger: Any
+        for logger in trainer.loggers:
+            if callable(add_figure := getattr(logger.experiment, "add_figure", None)):
+                add_figure("expert_load", figure, trainer.global_step)
+            elif callable(log_image := getattr(logger, "log_image", None)):
+                canvas: Any = figure.canvas
+                log_image(key="expert_load", images=[np.asarray(canvas.buffer_rgba())], step=trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "loads": self.loads, "names": self.names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps, self.loads = list(state_dict["steps"]), list(state_dict["loads"])
+        self.names = list(state_dict.get("names", []))  # for a finished run, which does not train again
+
+
+def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> Figure:
+    """Draw a panel per mixture: colour is the load of expert (row) at step (column), relative to equal shares."""
+    height = 0.6 + sum(0.8 + 0.08 * len(load) for load in loads[-1])
+    figure = Figure(figsize=(8, min(height, 40)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
+    for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
+        load = torch.stack([of_step[number] for of_step in loads], dim=1)  # (E, steps)
+        extent = (0, steps[-1], len(load) - 0.5, -0.5)
+        image = axis.imshow((load * len(load)).numpy(), aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, extent=extent)
+        axis.set_title(name, fontsize="small")
+        axis.set_ylabel("expert")
+    axes[-1].set_xlabel("optimizer step")
+    figure.colorbar(image, ax=list(axes), label="load, in equal shares")
+    return figure
+
+
+def _logs_at(trainer: L.Trainer, step: int) -> bool:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+    return every > 0 and step % every == 0

@@ -1,0 +1,274 @@
+"""Pruning of whole channels: held at zero while the sparsity grows, then removed from the module in training."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed, in_float32
+from lightning_accel.callbacks.pruning.structure import StructureOptions
+from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
+from lightning_accel.callbacks.trainer_callbacks import averaged_modules
+from lightning_accel.compress.channels.choice import choose_channels, score_channels
+from lightning_accel.compress.channels.groups import ChannelGroups, find_channel_groups
+from lightning_accel.compress.channels.plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
+from lightning_accel.compress.pruning.prunable import excluded_parameters
+from lightning_accel.compress.uncompiled import uncompiled
+from lightning_accel.strategies.data_parallel import DataParallelStrategy
+
+
+class ChannelStructure:
+    """Set the weights of whole channels to zero and finally remove them, shrinking the module and its optimizers.
+
+    Once the target sparsity is reached, parameters of the live module are replaced by smaller ones of the same names
+    and order; optimizers keep the moments of the remaining entries, and a strategy that wraps the module wraps it
+    again. This does not change what the module computes. Every layer loses the same share of its channels, even with
+    ``scope="erk"``, which is a rule for single weights.
+
+    Args:
+        options: the options given to :class:`~lightning_accel.callbacks.Pruning`.
+        module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
+        round_to: round the number of channels that each layer keeps up to a multiple of this.
+    """
+
+    def __init__(self, options: StructureOptions, module: str | None = None, round_to: int = 1) -> None:
+        self.options = options
+        self.module = module
+        self.round_to = round_to
+        self.groups: ChannelGroups | None = None  # None once the channels are removed
+        self.removed: dict[str, list[int]] = {}  # channels held at zero, or removed, by layer name
+        self.plan = ChannelPlan()
+        self._sizes: dict[str, int] = {}  # original number of channels of each layer
+        self._weights: dict[str, int] = {}  # original number of parameters of the module that outputs the channels
+        self._left_out: dict[str, str] = {}
+        self._loaded: dict[str, Any] | None = None
+        self._indices: list[tuple[nn.Parameter, int, Tensor]] = []  # entries held at zero
+        self._pl_module: L.LightningModule | None = None
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
+        self._pl_module = pl_module
+        _require_strategy(trainer, pl_module)
+        if self._loaded is not None:
+            self._restore(self._loaded)
+            self._loaded = None
+        if self.plan and _has_shapes_of(pl_module, self.plan):
+            return self._left_out
+        if self.plan:
+            raise ValueError(
+                f"this callback has removed channels of another {type(pl_module).__name__}; give this one a Pruning "
+                "of its own, in a new Trainer"
+            )
+        self.groups = self._find(trainer, pl_module)
+        self._left_out = self.groups.left_out
+        self._sizes = {layer.name: len(layer) for layer in self.groups.layers}
+        self._weights = {name: sum(one.numel() for one in _own_parameters(pl_module, name)) for name in self._sizes}
+        if not self.groups.layers:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
+            raise ValueError(f"{type(pl_module).__name__} has no channels that can be removed: {reasons}")
+        if unknown := [name for name in self.removed if name not in self._sizes]:
+            raise ValueError(
+                f"the checkpoint has removed channels of {', '.join(unknown)}, which this module does not have; resume "
+                "with the module and the exclusions of the run that wrote it"
+            )
+        self._require_effect()
+        self._update_indices(pl_module)
+        return self._left_out
+
+    def _require_effect(self) -> None:
+        any_scores = {name: torch.arange(size, dtype=torch.float64) for name, size in self._sizes.items()}
+        gone = choose_channels(any_scores, self.options.target, "layer", 1, self.round_to)
+        if self.options.target and not any(gone.values()):
+            raise ValueError(
+                f"round_to={self.round_to} lets no channel go at a target of {self.options.target}; the layers have "
+                f"{', '.join(map(str, self._sizes.values()))}. Lower it, or raise the target"
+            )
+
+    def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
+        if self.groups is None:
+            return
+        scores = score_channels(pl_module, self.groups, self.options.criterion)
+        scope = "global" if self.options.scope == "global" else "layer"
+        chosen = choose_channels(scores, sparsity, scope, 1, self.round_to)
+        self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
+        self._update_indices(pl_module)
+        self._zero(trainer, with_moments=True)
+
+    def before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            for parameter, dim, index in self._indices:
+                if parameter.grad is not None:
+                    parameter.grad.index_fill_(dim, index, 0)
+
+    def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.groups is not None:
+            self._zero(trainer, with_moments=False)  # moments stay zero, since these entries get no gradient
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.groups is None:
+            return
+        plan = self.groups.plan(pl_module, {name: gone for name, gone in self.removed.items() if gone})
+        apply_plan_(pl_module, plan, trainer.optimizers)
+        for averaged in averaged_modules(trainer):
+            apply_plan_(averaged, plan)
+        self.plan = plan
+        self.groups, self._indices = None, []
+        _rewrap_ddp(trainer, pl_module)
+
+    def sparsity(self) -> float:
+        return sum(map(len, self.removed.values())) / max(1, sum(self._sizes.values()))
+
+    def report_rows(self) -> list[dict[str, Any]]:
+        """Return one row per layer; ``parameters`` is the original size, ``note`` the number of remaining channels."""
+        rows = []
+        for name, size in self._sizes.items():
+            own = [] if self._pl_module is None else _own_parameters(self._pl_module, name)
+            gone = len(self.removed.get(name, []))
+            rows.append(
+                {
+                    "name": name,
+                    "shape": list(max(own, key=lambda value: value.ndim).shape) if own else [],
+                    "parameters": self._weights[name],
+                    "nonzero": sum(int(value.count_nonzero()) for value in own),
+                    "sparsity": gone / size,
+                    "note": f"{size - gone} of {size} channels" + (" left" if self.plan else " not zero"),
+                }
+            )
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "removed": self.removed,
+            "sizes": self._sizes,
+            "weights": self._weights,
+            "left_out": self._left_out,
+            CHANNEL_PLAN: self.plan.state_dict() if self.plan else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def rebuild(self, pl_module: nn.Module, state: dict[str, Any]) -> None:
+        """Remove the channels that the checkpoint lacks from a full-size module; leave one already small unchanged."""
+        if state[CHANNEL_PLAN]:
+            plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
+            if not _has_shapes_of(pl_module, plan):
+                apply_plan_(pl_module, plan)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.removed = {name: list(gone) for name, gone in state["removed"].items()}
+        self._sizes = dict(state["sizes"])
+        self._weights = dict(state["weights"])
+        self._left_out = dict(state["left_out"])
+        if state[CHANNEL_PLAN]:
+            self.plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
+
+    def _find(self, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
+        """Find the channel groups in the first process and broadcast them; raise a failure in every process."""
+        made = WholeCopy(pl_module).make(trainer, pl_module)
+        answer: ChannelGroups | Exception | None = None
+        if made is not None:
+            before = random_state()
+            try:
+                answer = self._find_in(made, trainer, pl_module)
+            except Exception as error:
+                answer = type(error)(*error.args) if isinstance(error, (TypeError, ValueError)) else error
+            finally:
+                set_random_state(before)
+        answer = trainer.strategy.broadcast(answer)
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return answer
+
+    def _find_in(self, made: L.LightningModule, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
+        datamodule: Any = getattr(trainer, "datamodule", None)
+        made = in_float32(trainer, made)
+        found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
+        try:
+            exclude = _excluded_within(made, self.options.exclude, found.name)
+            groups = find_channel_groups(found.module, *found.inputs[0], exclude=exclude)
+        except TypeError as error:
+            raise TypeError(f"{error}. Pruning(module=...) names another") from error
+        return groups.prefixed(found.name)
+
+    def _update_indices(self, pl_module: L.LightningModule) -> None:
+        assert self.groups is not None
+        with uncompiled(pl_module):
+            parameters = dict(pl_module.named_parameters(remove_duplicate=False))
+        indices: dict[tuple[str, int], list[int]] = {}
+        for layer, numbers in self.removed.items():
+            for place, rows in self.groups[layer].slices.items():
+                if place[0] in parameters and numbers:
+                    indices.setdefault(place, []).extend(rows[numbers].ravel().tolist())
+        self._indices = [
+            (parameters[name], dim, torch.tensor(index, device=parameters[name].device))
+            for (name, dim), index in indices.items()
+        ]
+
+    @torch.no_grad()
+    def _zero(self, trainer: L.Trainer, with_moments: bool) -> None:
+        for parameter, dim, index in self._indices:
+            parameter.index_fill_(dim, index, 0)
+            if with_moments:
+                for optimizer in trainer.optimizers:
+                    for value in optimizer.state.get(parameter, {}).values():
+                        if isinstance(value, Tensor) and value.shape == parameter.shape:
+                            value.index_fill_(dim, index, 0)
+
+
+def _own_parameters(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
+    """Return the parameters of the module that outputs the channels of a layer."""
+    with uncompiled(pl_module):
+        return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
+
+
+def _has_shapes_of(module: nn.Module, plan: ChannelPlan) -> bool:
+    with uncompiled(module) as plain:
+        tensors = plain.state_dict()
+    return all(list(tensors[name].shape) == plan.shape_after(name) for name in plan.kept if name in tensors)
+
+
+def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    strategy = trainer.strategy
+    in_pieces = any(one.is_meta or isinstance(one, DTensor) for one in pl_module.parameters())
+    if in_pieces or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, DataParallelStrategy)):
+        raise TypeError(
+            f"channels cannot be removed in training under {type(strategy).__name__}, which keeps parameters in pieces "
+            "whose sizes it does not change. Use strategy='ddp' or 'accel_ddp', or remove them after training from a "
+            "whole copy: compress.find_channel_groups, compress.apply_plan_"
+        )
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        raise TypeError(
+            "channels cannot be removed in processes that are spawned or forked: the module of this one would not "
+            "fit their weights in the end. Use strategy='ddp' or 'accel_ddp', started as a script"
+        )
+
+
+def _rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Wrap the module in DDP again, since its buckets and hooks refer to the old parameters."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
+        strategy.model = pl_module
+        gc.collect()  # removes the old wrapper's hooks on parameters that stay
+        strategy.configure_ddp()
+
+
+def _loader(trainer: L.Trainer) -> Any:
+    """Return a new validation loader, or else training loader, since none is set up yet."""
+    loop = trainer.fit_loop
+    sources = loop.epoch_loop.val_loop._data_source, loop._data_source  # loaders given to fit are stored only here
+    return next(source.dataloader() for source in sources if source.is_defined())
+
+
+def _excluded_within(module: L.LightningModule, exclude: Sequence[str | type[nn.Module]], name: str) -> list[str]:
+    """Return the names, within the submodule ``name``, of the parameters that ``exclude`` matches."""
+    prefix = f"{name}." if name else ""
+    found = excluded_parameters(module, exclude)
+    return sorted(one.removeprefix(prefix) for one in found if one.startswith(prefix))

@@ -1,0 +1,6 @@
+"""Removal of whole channels, which makes any module smaller and faster without special kernels.
+
+``trace`` runs a module and records how channels flow (``rules`` and ``views`` say what each operation does to them);
+``groups`` are the channels that must go together; ``choice`` scores and chooses them; ``plan`` is the list of what
+goes, applied to a module or loaded from a checkpoint.
+"""

@@ -1,0 +1,229 @@
+"""Loading of files of :func:`lightning_accel.compress.export`, without pickle. Shapes: B samples, C classes."""
+
+import json
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
+from lightning_accel.compress.export.archive import METADATA, checked_archive, load_program, read_graph
+from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
+
+FORMAT_VERSION = 1
+_KEYS = ("format_version", "arguments", "inputs", "plain_inputs", "outputs", "output_names", "probabilities")
+_OF_TORCHAO = b"quantized_decomposed", b"torchao"
+
+
+class Compressed:
+    """Run a model loaded from a file, with the arguments of its ``forward``.
+
+    Attributes:
+        metadata: metadata of the file: ``inputs`` with names, dtypes and shapes, ``output_names``, versions, and the
+            user's own under ``metadata``.
+        class_names: names of the classes, in order, if the file has them.
+    """
+
+    def __init__(self, path: Path, metadata: dict[str, Any], run: Callable[[dict[str, Tensor]], Any]) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.class_names: list[str] | None = metadata.get("class_names")
+        self._run = run
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(map(_describe_spec, self.metadata["inputs"]))
+        return f"{type(self).__name__}({str(self.path)!r}: {inputs} -> {', '.join(self.metadata['output_names'])})"
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of ``forward``, with dataclasses as NamedTuples and None for outputs not in the file.
+
+        Raises:
+            TypeError: if arguments are missing, or have another dtype than the file takes.
+            ValueError: if a tensor has another shape.
+        """
+        outputs = self._run(self._tensors(args, kwargs))
+        tensors = dict(zip(self.metadata["output_names"], outputs, strict=True))
+        return rebuild(self.metadata["outputs"], tensors)
+
+    def predict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Predict the most probable class of each sample.
+
+        Returns:
+            ``class``, the names, or indices (B,) if the file has no names; ``probability`` of these, (B,); and all
+            ``probabilities``, (B, C).
+
+        Raises:
+            TypeError: if the first output does not have one score per sample and class.
+        """
+        output = self(*args, **kwargs)
+        scores = next(value for value in named_tensors(output).values())
+        if scores.dim() != 2 or (self.class_names is not None and scores.shape[1] != len(self.class_names)):
+            names = "" if self.class_names is None else f" and {len(self.class_names)} class names"
+            raise TypeError(
+                f"predict is for a first output with a score for each row and class; {self.path} gives "
+                f"{tuple(scores.shape)}{names}. Call it as a function for what it gives"
+            )
+        probabilities = scores if self.metadata["probabilities"] else scores.softmax(dim=1)
+        probability, label = probabilities.max(dim=1)
+        names_of = self.class_names
+        label_names = label if names_of is None else [names_of[number] for number in label.tolist()]
+        return {"class": label_names, "probability": probability, "probabilities": probabilities}
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        names = self.metadata["arguments"]
+        specs = self.metadata["inputs"]
+        if len(args) > len(names):
+            raise TypeError(f"{self.path} takes {len(names)} arguments, {', '.join(names)}; got {len(args)}")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if name not in self.metadata.get("unused_inputs", ())}
+        tensors = named_tensors(given)
+        if list(tensors) != [spec["name"] for spec in specs]:
+            ordered = {spec["name"]: tensors[spec["name"]] for spec in specs if spec["name"] in tensors}
+            if len(ordered) < len(specs) or len(tensors) > len(specs):
+                wanted = ", ".join(map(_describe_spec, specs))
+                raise TypeError(f"{self.path} takes {wanted}; got {', '.join(tensors) or 'no tensor'}")
+            tensors = ordered
+        for name, value in plain_values(given).items():
+            fixed = self.metadata["plain_inputs"].get(name)
+            if value != fixed:
+                raise ValueError(f"{self.path} was exported with {name}={fixed!r}, which is fixed; got {value!r}")
+        for spec in specs:
+            _require_spec(tensors[spec["name"]], spec, self.path)
+        return tensors
+
+
+def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> Compressed:
+    """Read a file that :func:`lightning_accel.compress.export` or the callback ``Export`` wrote.
+
+    Nothing in it is unpickled, evaluated or imported: a program of ``torch.export`` is checked before torch reads it.
+
+    Args:
+        path: ``.pt2`` or ``.onnx`` file.
+        compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is of another kind, damaged, of a newer version, or contains anything that
+            :func:`lightning_accel.compress.export` does not write, such as machine code.
+        ModuleNotFoundError: if the package to run it is missing.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    if not zipfile.is_zipfile(path):
+        return _load_onnx(path)
+    names = _names_in(path)
+    if any("/aotinductor/" in name for name in names):
+        raise ValueError(
+            f"{path} holds machine code, which can do whatever you can. If you trust whoever made it, load it with "
+            "torch._inductor.aoti_load_package"
+        )
+    if not any(name.endswith("models/model.json") for name in names):
+        raise ValueError(f"{path} is no program of torch.export or ONNX; a checkpoint is not exported yet")
+    if not any(name.endswith(f"/extra/{METADATA}") for name in names):
+        _read_metadata("", path)
+    return _load_program(path, compiled)
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Export the model again") from error
+
+
+def _load_program(path: Path, compiled: bool) -> Compressed:
+    archive = checked_archive(path)
+    if any(operators in read_graph(archive) for operators in _OF_TORCHAO):
+        _import_torchao(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="The given buffer is not writable", category=UserWarning
+        )  # torch's own
+        program, text = load_program(archive, path)
+    module: Any = program.module(check_guards=False)
+    about = _read_metadata(text, path)
+    if compiled:
+        module = torch.compile(module, options={"freezing": True})
+    return Compressed(path, about, lambda tensors: module(*tensors.values()))
+
+
+def _load_onnx(path: Path) -> Compressed:
+    if find_spec("onnxruntime") is None:
+        raise ModuleNotFoundError(
+            f'{path} needs onnxruntime: pip install "lightning_accel[compress]"', name="onnxruntime"
+        )
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=onnxruntime.get_available_providers())
+    except Exception as error:
+        raise ValueError(
+            f"{path} is neither a whole .pt2 nor an ONNX file that onnxruntime {onnxruntime.__version__} can run: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
+    about = _read_metadata(text, path)
+    used = [one.name for one in session.get_inputs()]  # inputs that no output depends on are missing
+    renamed = about.get("onnx_inputs", {})
+    kept = about.get("onnx_outputs")
+
+    def run(tensors: dict[str, Tensor]) -> list[Tensor]:
+        feed = {name: tensors[renamed.get(name, name)].detach().cpu().numpy() for name in used}
+        outputs = [torch.from_numpy(value) for value in session.run(None, feed)]
+        return outputs if kept is None else [outputs[place] for place in kept]
+
+    return Compressed(path, about, run)
+
+
+def _import_torchao(path: Path) -> None:
+    """Import torchao, which registers the operators of quantized programs."""
+    if find_spec("torchao") is None:
+        raise ModuleNotFoundError(f'{path} needs torchao: pip install "lightning_accel[compress]"', name="torchao")
+    import torchao.quantization.pt2e  # noqa: F401
+
+
+def _read_metadata(text: str, path: Path) -> dict[str, Any]:
+    if not text:
+        raise ValueError(
+            f"{path} was not written by lightning_accel: it says nothing of its inputs. Load it with torch.export.load "
+            "or onnxruntime.InferenceSession"
+        )
+    try:
+        about: dict[str, Any] = json.loads(text)
+        missing = [key for key in _KEYS if key not in about]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} was changed: what it says of itself is no JSON that was written here") from error
+    if missing or not isinstance(about["format_version"], int):
+        raise ValueError(f"{path} was changed: it does not say its {', '.join(missing) or 'format_version, a number'}")
+    if about["format_version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} was written by lightning_accel {about['lightning_accel']} in version {about['format_version']} of "
+            f"its files; this one reads up to {FORMAT_VERSION}. Upgrade it"
+        )
+    return about
+
+
+def _require_spec(value: Tensor, spec: Mapping[str, Any], path: Path) -> None:
+    shape = spec["shape"]
+    if str(value.dtype) != f"torch.{spec['dtype']}":
+        raise TypeError(f"{path} takes {_describe_spec(spec)}; got {spec['name']} of {value.dtype}")
+    fits = value.dim() == len(shape) and all(size in (None, own) for size, own in zip(shape, value.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{path} takes {_describe_spec(spec)}; got {spec['name']} {tuple(value.shape)}")
+
+
+def _describe_spec(spec: Mapping[str, Any]) -> str:
+    sizes = ", ".join("any" if size is None else str(size) for size in spec["shape"])
+    return f"{spec['name']} ({sizes}) {spec['dtype']}"

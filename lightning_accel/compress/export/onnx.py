@@ -1,0 +1,175 @@
+"""Parts of ONNX files beside torch's exporter: processing around a quantized model, and this library's operators.
+
+Shapes of the operators: S steps, B sequences, I inputs, H hidden, G gates.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import lightning_accel.ops  # noqa: F401  # its operators
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.export.flat import FromTensors
+from lightning_accel.compress.export.structure import named_tensors, restore
+from lightning_accel.compress.quantization.inputs import tensors_of
+
+# The indices in torch of the gates in the order of ONNX: input, output, forget, cell; update, reset, hidden.
+_GATES = {"rnn": (0,), "gru": (1, 0, 2), "lstm": (0, 3, 1, 2)}
+
+
+def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:
+    """Add the preprocessing and postprocessing of ``flat`` to the graph of the ONNX model in ``content``.
+
+    Args:
+        content: an ONNX file. Names of its inputs end in ``__`` and the index of the tensor in a call of the module;
+            its outputs are the tensors that the module returns.
+        flat: the whole model as a function of tensors.
+        calls: calls of the whole model, which differ in dynamic sizes.
+
+    Returns:
+        An ``onnx.ModelProto``, and metadata to run it: ``onnx_inputs`` maps its inputs to the tensors of a call, and
+        ``onnx_outputs`` has the index among its outputs of each output of the file, None if they are the same.
+    """
+    import onnx
+
+    model = onnx.load_model_from_string(content)
+    output = flat.module_output()
+    names = list(flat.tensors_of(flat.example))
+    if flat.preprocess is not None:
+        places = {one.name: _index_of(one.name) for one in model.graph.input}
+        before = _Preprocess(flat, list(places.values()))
+        made = _export_onnx(before, [tensors_of(call) for call in calls], "raw")
+        given = [one.name for one in made.graph.output]
+        model = _compose(made, model, dict(zip(given, places, strict=True)))
+    inputs = {one.name: names[_index_of(one.name)] for one in model.graph.input}
+    kept = (
+        [list(named_tensors(output, others=[])).index(name) for name in flat.kept] if flat.postprocess is None else None
+    )
+    if flat.postprocess is not None:
+        inner = [flat.preprocessed(*call) for call in calls]
+        outputs = [tensors_of(flat.module(*args, **kwargs)) for args, kwargs in inner]
+        made = _export_onnx(_Postprocess(flat, output), outputs, "given")
+        model_outputs = [one.name for one in model.graph.output]
+        model = _compose(model, made, {model_outputs[_index_of(one.name)]: one.name for one in made.graph.input})
+    return model, {"onnx_inputs": inputs, "onnx_outputs": kept}
+
+
+class _Preprocess(nn.Module):
+    """Map the tensors of a call to those that the quantized model uses, after preprocessing."""
+
+    def __init__(self, flat: FromTensors, places: Sequence[int]) -> None:
+        super().__init__()
+        self.flat = flat
+        self.places = places
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = restore(self.flat.example, iter(tensors))
+        found = tensors_of(self.flat.preprocessed(args, kwargs))
+        return tuple(found[place] for place in self.places)
+
+
+class _Postprocess(nn.Module):
+    """Map the output tensors of the quantized model to those of the file, after postprocessing."""
+
+    def __init__(self, flat: FromTensors, output: Any) -> None:
+        super().__init__()
+        self.postprocess = flat.postprocess
+        self.kept = flat.kept
+        self.output = output
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        assert self.postprocess is not None
+        found = named_tensors(self.postprocess(restore(self.output, iter(tensors))), others=[])
+        return tuple(found[name] for name in self.kept)
+
+
+def _export_onnx(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str) -> Any:
+    """Export ``module`` to ONNX; its inputs are named ``name__0``, ``name__1``, ..."""
+    largest = max(calls, key=lambda tensors: sum(one.numel() for one in tensors))
+    shapes = []
+    for number in range(len(largest)):
+        sizes = list(zip(*(tensors[number].shape for tensors in calls), strict=True))
+        shapes.append({dim: Dim.DYNAMIC for dim, seen in enumerate(sizes) if len(set(seen)) > 1})
+    program = torch.onnx.export(
+        module.eval(),
+        tuple(largest),
+        dynamo=True,
+        dynamic_shapes=(tuple(shapes),),
+        input_names=[f"{name}__{place}" for place in range(len(largest))],
+        verbose=False,
+    )
+    assert program is not None
+    return program.model_proto
+
+
+def _compose(first: Any, second: Any, connections: Mapping[str, str]) -> Any:
+    """Compose two models: outputs of ``first`` become inputs of ``second``, as ``connections`` maps their names."""
+    import onnx
+    from onnx.compose import add_prefix
+
+    opsets = {one.domain: one for model in (second, first) for one in model.opset_import}
+    for model in (first, second):
+        model.ir_version = max(first.ir_version, second.ir_version)
+        del model.opset_import[:]
+        model.opset_import.extend(opsets.values())
+    first = add_prefix(first, "first/", rename_inputs=False)
+    pairs = [(f"first/{source}", target) for source, target in connections.items()]
+    return onnx.compose.merge_models(first, second, io_map=pairs)
+
+
+def _index_of(name: str) -> int:
+    return int(name.rpartition("__")[2])
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the ``custom_translation_table`` for ``torch.onnx.export``, which needs onnxscript."""
+    return {torch.ops.lightning_accel.recurrent_layer.default: _recurrent_layer}
+
+
+def _recurrent_layer(
+    x: Any,
+    lengths: Any,
+    h: Any,
+    c: Any,
+    weight_ih: Any,
+    weight_hh: Any,
+    bias_ih: Any,
+    bias_hh: Any,
+    cell: str,
+    backwards: bool,
+) -> Sequence[Any]:
+    """Translate a recurrent layer in one direction to ``RNN``, ``GRU`` or ``LSTM``."""
+    import onnxscript
+
+    op: Any = onnxscript.opset18  # its annotations do not allow lists
+    hidden_size = weight_hh.shape[1]
+    order = _GATES[cell]
+
+    def gates(value: Any) -> Any:
+        parts = [op.Slice(value, [gate * hidden_size], [(gate + 1) * hidden_size], [0]) for gate in order]
+        return op.Concat(*parts, axis=0)
+
+    weights = [op.Unsqueeze(gates(one), [0]) for one in (weight_ih, weight_hh)]
+    biases = op.Unsqueeze(op.Concat(gates(bias_ih), gates(bias_hh), axis=0), [0])
+    steps = None if lengths is None else op.Cast(lengths, to=6)  # int32
+    initial = [None if one is None else op.Unsqueeze(one, [0]) for one in ((h, c) if cell == "lstm" else (h,))]
+    options: dict[str, Any] = {"linear_before_reset": 1} if cell == "gru" else {}
+    operator = getattr(op, cell.upper())
+    out, *new = operator(
+        x,
+        *weights,
+        biases,
+        steps,
+        *initial,
+        hidden_size=hidden_size,
+        direction="reverse" if backwards else "forward",
+        **options,
+    )
+    last = [op.Squeeze(one, [0]) for one in new]
+    if lengths is not None:  # for a sequence of length 0, ONNX Runtime returns 0 instead of the initial state
+        empty = op.Unsqueeze(op.Equal(lengths, op.Constant(value_ints=[0])), [1])
+        last = [one if given is None else op.Where(empty, given, one) for one, given in zip(last, (h, c), strict=False)]
+    return op.Squeeze(out, [1]), *last, *(op.Constant(value_floats=[]) for _ in range(2 - len(last)))

@@ -1,0 +1,116 @@
+"""Selection of the layers to quantize, and rounding of their weights and inputs to integer grids."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.pruning.prunable import clean_name
+from lightning_accel.ops.names import list_of_names
+
+Skip = Iterable[str | type[nn.Module]]
+QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
+WEIGHT_LIMIT = 127  # a symmetric grid: zeros stay zeros, and folding of a batch norm keeps the integers
+INPUT_LIMIT = 255
+_SMALLEST_SCALE = torch.finfo(torch.float32).eps
+
+
+class Layers(NamedTuple):
+    """Hold the layers to quantize, and the reasons for those that stay in floating point."""
+
+    quantized: dict[str, nn.Module]  # by name
+    left_float: dict[str, str]  # reason by name, of each other module with weights
+    skipped: frozenset[str]  # names in left_float that the user excluded
+
+
+def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
+    """Find the linear layers and convolutions of ``module``; names are without prefixes of ``torch.compile``.
+
+    Args:
+        module: module to quantize.
+        skip: names, patterns of names such as ``"head.*"``, types, or names of types, of layers or modules around them.
+
+    Raises:
+        ValueError: if an entry of ``skip`` matches no module.
+    """
+    skip = list_of_names(skip)
+    skipped = _skipped(module, skip)
+    quantized: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, one in _named(module):
+        weights = [value for value in one.parameters(recurse=False) if value.ndim > 1]
+        if not weights:
+            continue
+        if name in skipped:
+            left[name] = f"left out by skip: {skipped[name]}"
+        elif not isinstance(one, QUANTIZABLE):
+            left[name] = f"{type(one).__name__} is no linear layer or convolution"
+        elif isinstance(one, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            left[name] = "MultiheadAttention takes its weight, and does not call it"
+        elif type(one).forward not in [kind.forward for kind in QUANTIZABLE]:
+            left[name] = f"{type(one).__name__} has a forward of its own"
+        else:
+            quantized[name] = one
+    return Layers(quantized, left, frozenset(skipped) & left.keys())
+
+
+def _skipped(module: nn.Module, skip: Iterable[str | type[nn.Module]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in skip:
+        roots = [
+            name
+            for name, one in _named(module)
+            if (
+                fnmatchcase(name, entry) or type(one).__name__ == entry
+                if isinstance(entry, str)
+                else isinstance(one, entry)
+            )
+        ]
+        shown = entry if isinstance(entry, str) else entry.__name__
+        if not roots:
+            known = ", ".join(find_layers(module).quantized)
+            raise ValueError(f"skip has {shown!r}, but no module is so named or of that type; layers are: {known}")
+        for root in roots:
+            for name, _ in _named(module):
+                if not root or f"{name}.".startswith(f"{root}."):
+                    found.setdefault(name, shown)
+    return found
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(clean_name(name), one) for name, one in module.named_modules()]
+
+
+def weight_scale(weight: Tensor) -> Tensor:
+    """Return the step of the int8 grid of each output channel, (out,) float32."""
+    largest = weight.detach().abs().flatten(1).amax(dim=1).float()
+    return (largest / WEIGHT_LIMIT).clamp(min=_SMALLEST_SCALE)
+
+
+def input_grid(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return step and zero point of the uint8 grid from ``low`` to ``high``, extended to include zero."""
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = ((high - low) / INPUT_LIMIT).clamp(min=_SMALLEST_SCALE)
+    return scale, (-low / scale).round().clamp(0, INPUT_LIMIT).to(torch.int32)
+
+
+def round_weight(weight: Tensor) -> Tensor:
+    """Round ``weight`` to its int8 grid; the gradient passes straight through.
+
+    >>> round_weight(torch.tensor([[127.0, 1.4, 0.0, -2.6]]))
+    tensor([[127.,   1.,   0.,  -3.]])
+    """
+    channels = len(weight)
+    zero = torch.zeros(channels, dtype=torch.int32, device=weight.device)
+    rounded = torch.fake_quantize_per_channel_affine(
+        weight.float(), weight_scale(weight), zero, 0, -WEIGHT_LIMIT, WEIGHT_LIMIT
+    )
+    return rounded.to(weight.dtype)
+
+
+def round_input(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Round ``x`` to the uint8 grid from ``low`` to ``high``; gradients are zero outside."""
+    scale, zero = input_grid(low, high)
+    return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, INPUT_LIMIT).to(x.dtype)

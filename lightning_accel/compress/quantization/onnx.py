@@ -1,0 +1,322 @@
+"""Forms of a module for ONNX Runtime on CPUs, in float and int8."""
+
+import copy
+import tempfile
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.export.onnx import translations
+from lightning_accel.compress.quantization.form import CannotConvertError, Form
+from lightning_accel.compress.quantization.inputs import Flat, argument_names, dynamic_sizes, tensors_of
+from lightning_accel.compress.quantization.layers import Layers
+from lightning_accel.compress.quantization.pt2e import Ranges, has_vnni
+from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.nn.moe.layer import Experts
+from lightning_accel.nn.recurrent.layer import RecurrentLayer
+
+_SAME_GRID = ("MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")  # output has the input's grid
+_STATIC = [  # operators to quantize: products, and those between them that are as accurate in int8
+    *("Conv", "Gemm", "MatMul", "Relu", "Clip", "AveragePool", "GlobalAveragePool", "Add", "Concat"),
+    *_SAME_GRID,
+]
+_WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
+
+
+class _FloatFiles(NamedTuple):
+    flat: Flat
+    written: Path
+    ready: Path  # after ONNX Runtime's optimization
+
+
+class _ExportCache(NamedTuple):
+    folder: Path
+    made: dict[Any, _FloatFiles]
+
+
+_EXPORT_CACHE: ContextVar[_ExportCache | None] = ContextVar("float files that forms share", default=None)
+
+
+class _Plan(NamedTuple):
+    skipped: list[str]  # nodes to keep in float
+    inputs: dict[str, str]  # by tensor, the layer that it is the input of, possibly after a change of shape
+
+
+class OnnxCall:
+    """Run the bytes of an ONNX file, with the inputs and outputs of the module that it was made from."""
+
+    def __init__(self, content: bytes, flat: Flat) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        self.names = [one.name for one in self.session.get_inputs()]
+        self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
+        self.flat = flat
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_flat = not kwargs and all(isinstance(one, Tensor) for one in args)  # the usual call, faster by microseconds
+        tensors = args if is_flat else tensors_of((args, kwargs))
+        feed = {name: tensors[place].detach().numpy() for name, place in zip(self.names, self.kept, strict=True)}
+        return self.flat.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
+
+
+@contextmanager
+def sharing_export() -> Iterator[None]:
+    """Write a module as ONNX only once for all forms made of it in this context, in which it must not change."""
+    with tempfile.TemporaryDirectory() as folder:
+        token = _EXPORT_CACHE.set(_ExportCache(Path(folder), {}))
+        try:
+            yield
+        finally:
+            _EXPORT_CACHE.reset(token)
+
+
+def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a float form for ONNX Runtime, the baseline of its int8 forms."""
+    require_onnxruntime()
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
+        made = _write_float_files(module, inputs, Path(folder))
+        content = made.ready.read_bytes()
+    return Form("fp32 ONNX Runtime", OnnxCall(content, made.flat), onnx=content, file_bytes=len(content))
+
+
+def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with linear layers and LSTMs in int8 and input ranges computed in each call."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    def convert(source: Path, target: Path, plan: _Plan) -> None:
+        # Without convolutions, whose dynamic kernel is several times slower than the float one
+        kinds = ["MatMul", "Gemm", "LSTM"]
+        quantize_dynamic(
+            source,
+            target,
+            kinds,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=plan.skipped,
+            reduce_range=not has_vnni(),
+        )
+
+    def left_float(name: str, one: nn.Module) -> str:
+        return "" if isinstance(one, nn.Linear) or _is_lstm(one) else "this form has linear layers and LSTMs alone"
+
+    return _make_form("int8 ONNX Runtime dynamic", module, inputs, layers, convert, left_float)
+
+
+def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
+    """Make a form with weights (int8) and inputs (uint8) of linear layers and convolutions, and fixed input ranges.
+
+    Arguments are those of :func:`lightning_accel.compress.quantization.pt2e.pt2e_static`.
+    """
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+    def convert(source: Path, target: Path, plan: _Plan) -> None:
+        quantize_static(
+            source,
+            target,
+            _CalibrationReader(source, inputs),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=_STATIC,
+            per_channel=True,
+            reduce_range=not has_vnni(),
+            activation_type=QuantType.QUInt8,  # int8 inputs have no fast kernels on CPUs
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=plan.skipped,
+            calibrate_method=CalibrationMethod.MinMax,
+            extra_options={
+                "TensorQuantOverrides": _range_overrides(plan.inputs, ranges or {}),
+            },
+        )
+
+    def left_float(name: str, one: nn.Module) -> str:
+        return "" if name in layers.quantized else layers.left_float.get(name, "")
+
+    return _make_form("int8 ONNX Runtime static", module, inputs, layers, convert, left_float)
+
+
+def _make_form(
+    name: str,
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    layers: Layers,
+    convert: Callable[[Path, Path, _Plan], None],
+    left_float: Callable[[str, nn.Module], str],
+) -> Form:
+    require_onnxruntime()
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
+        flat, written, ready = _write_float_files(module, inputs, Path(folder))
+        int8 = Path(folder, "int8.onnx")
+        nodes = list(_product_nodes(written, ready))
+        # quantize_dynamic replaces Gemm by MatMul and Add first
+        left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
+        convert(ready, int8, _Plan(left, _input_tensors(ready, nodes)))
+        content = int8.read_bytes()
+
+    def reason(key: str, one: nn.Module) -> str:
+        return layers.left_float[key] if key in layers.skipped else left_float(key, one)
+
+    reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
+    form = Form(name, OnnxCall(content, flat), onnx=content, file_bytes=len(content))
+    form.left_float = {key: why for key, why in reasons.items() if why}
+    return form
+
+
+def _write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
+    """Write ``module`` to ``folder``, or return the files of an earlier call within :func:`sharing_export`."""
+    shared = _EXPORT_CACHE.get()
+    key = module, *map(id, inputs)
+    if shared is not None:
+        if key in shared.made:
+            return shared.made[key]
+        folder = shared.folder / str(len(shared.made))
+        folder.mkdir(exist_ok=True)  # an earlier attempt may have failed
+    written, ready = folder / "float.onnx", folder / "ready.onnx"
+    made = _FloatFiles(write_float(module, inputs, written), written, ready)
+    _optimize(written, ready)
+    if shared is not None:
+        shared.made[key] = made
+    return made
+
+
+def _optimize(source: Path, target: Path) -> None:
+    """Write the graph after ONNX Runtime's optimization and shape inference."""
+    import onnx
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    try:
+        quant_pre_process(source, target)
+    except Exception:  # symbolic shapes fail at a Range up to a dynamic size, as torch 2.11 writes it
+        model = onnx.load(source)
+        del model.graph.value_info[:]  # they contradict the shapes inferred without them
+        onnx.save(model, source)
+        quant_pre_process(source, target, skip_symbolic_shape=True)
+
+
+def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat:
+    """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call."""
+    module = copy.deepcopy(module)
+    for one in module.modules():
+        if isinstance(one, Experts):
+            one.backend = "dense"  # uses only operators of ONNX
+    flat = Flat(module, inputs[0])
+    flat.record_result(inputs[0])
+    tensors = tuple(tensors_of(inputs[0]))
+    names = [f"{name}__{place}" for place, name in enumerate(argument_names(module, inputs[0]))]
+    dims = [dict.fromkeys(one, torch.export.Dim.DYNAMIC) or None for one in dynamic_sizes(inputs)]
+    for shapes in ((tuple(dims),), None):
+        try:
+            with torch.no_grad():
+                exported = torch.export.export(flat, tensors, dynamic_shapes=shapes)
+                program = torch.onnx.export(
+                    exported,
+                    dynamo=True,
+                    input_names=names,
+                    custom_translation_table=translations(),
+                    verbose=False,
+                )
+            break
+        except Exception as error:
+            failure = error
+    else:
+        raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
+    assert program is not None
+    program.save(path)
+    return flat
+
+
+def require_onnxruntime() -> None:
+    """Raise a CannotConvertError if one of the packages is missing."""
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise CannotConvertError(f'needs {", ".join(missing)}: pip install "lightning_accel[compress]"')
+
+
+class _CalibrationReader:
+    """Provide calls to ONNX Runtime's calibration."""
+
+    def __init__(self, path: Path, inputs: Sequence[Inputs]) -> None:
+        import onnx
+
+        names = [one.name for one in onnx.load(path).graph.input]
+        self.calls = iter(
+            [
+                {name: tensors_of(one)[int(name.rpartition("__")[2])].detach().numpy() for name in names}
+                for one in inputs
+            ]
+        )
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.calls, None)
+
+
+def _product_nodes(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the nodes of ``ready`` with products, and the names of the modules that they were traced from.
+
+    The optimization drops the metadata of nodes, but keeps their names as prefixes of fused ones.
+    """
+    import onnx
+
+    origins = {
+        node.name: _source_module(node) for node in onnx.load(floating).graph.node if node.op_type in _WITH_PRODUCTS
+    }
+    for node in onnx.load(ready).graph.node:
+        if node.op_type in _WITH_PRODUCTS:
+            found = max((name for name in origins if node.name.startswith(name)), key=len, default=None)
+            yield node, "" if found is None else origins[found]
+
+
+def _input_tensors(path: Path, nodes: Sequence[tuple[Any, str]]) -> dict[str, str]:
+    """Map the input tensor of each node to the name of its layer, with tensors that differ from it only in shape."""
+    import onnx
+
+    makers = {node.output[0]: node for node in onnx.load(path).graph.node}
+    found = {}
+    for node, name in nodes:
+        tensor = node.input[0]
+        found[tensor] = name
+        while tensor in makers and makers[tensor].op_type in _SAME_GRID:
+            tensor = makers[tensor].input[0]
+            found.setdefault(tensor, name)
+    return found
+
+
+def _source_module(node: Any) -> str:
+    """Return the name of the module that a node was traced from: the owner of its weight, as batch norms are folded."""
+    for name in node.input:
+        if name.startswith("module.") and name.endswith(".weight"):
+            return name.removeprefix("module.").removesuffix(".weight")
+    found = {one.key: one.value for one in node.metadata_props}.get("pkg.torch.onnx.name_scopes", "[]")
+    scopes = [scope for scope in literal_eval(found)[:-1] if scope]
+    return scopes[-1].removeprefix("module").removeprefix(".") if scopes else ""
+
+
+def _is_lstm(module: nn.Module) -> bool:
+    """Return whether a module becomes an LSTM node, which ONNX Runtime quantizes, unlike GRU and RNN."""
+    return isinstance(module, nn.LSTM) or (
+        isinstance(module, RecurrentLayer) and module.cell == "lstm" and module.has_kernel
+    )
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    return (value for value in module.parameters(recurse=False) if value.ndim > 1)
+
+
+def _range_overrides(inputs: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
+    """Return ONNX Runtime's overrides of the ranges of the layers' input tensors."""
+    return {
+        tensor: [{"rmin": np.float32(min(ranges[name][0], 0.0)), "rmax": np.float32(max(ranges[name][1], 0.0))}]
+        for tensor, name in inputs.items()
+        if name in ranges
+    }

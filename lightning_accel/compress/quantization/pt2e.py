@@ -1,0 +1,244 @@
+"""Forms of a module for torch: compiled float32 and bfloat16, and int8 and float8 by torchao."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.quantization.form import CannotConvertError, Compiled, Form, export, size_of
+from lightning_accel.compress.quantization.layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
+from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.report.forms import InBfloat16
+
+Ranges = Mapping[str, tuple[float, float]]
+
+
+def compiled_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a compiled form with constant weights."""
+    return _make_form("fp32 compiled", copy.deepcopy(module), inputs)
+
+
+def compiled_bfloat16(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a compiled form in bfloat16 that takes and returns float32."""
+    return _make_form("bf16 compiled", InBfloat16(module), inputs)
+
+
+def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ranges: Ranges | None = None) -> Form:
+    """Make a form with weights and inputs of linear layers and convolutions in int8, and fixed input ranges.
+
+    Args:
+        module: module to convert, which is not changed.
+        inputs: calls to determine input ranges on.
+        layers: layers of ``module`` to quantize.
+        ranges: input ranges found in training, by layer name.
+    """
+    graph = _prepare(module, inputs, layers, dynamic=False)
+    with torch.no_grad():
+        for args, kwargs in inputs:
+            graph(*args, **kwargs)
+    if ranges is not None:
+        _set_ranges(graph, ranges)
+    return _convert("int8 PT2E static", graph, inputs, layers, "")
+
+
+def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with linear layers in int8 and input ranges computed in each call."""
+    graph = _prepare(module, inputs, layers, dynamic=True)
+    args, kwargs = inputs[0]
+    with torch.no_grad():
+        graph(*args, **kwargs)  # observers of weights need a call, too
+    return _convert("int8 PT2E dynamic", graph, inputs, layers, "this form has linear layers alone")
+
+
+def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with linear layers in int8 and input ranges computed for each row of an input."""
+    quantization = _import_torchao().quantization
+    return _quantize_with_torchao(
+        "int8 torchao dynamic", module, inputs, layers, quantization.Int8DynamicActivationInt8WeightConfig()
+    )
+
+
+def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with weights of linear layers in int8 and products in floating point."""
+    return _quantize_with_torchao(
+        "int8 torchao weight-only", module, inputs, layers, _import_torchao().quantization.Int8WeightOnlyConfig()
+    )
+
+
+def torchao_float8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with linear layers in float8 (e4m3), one scale per tensor; needs GPU compute capability 8.9."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        raise CannotConvertError(f"float8 needs compute capability 8.9; this GPU has {'.'.join(map(str, capability))}")
+    return _quantize_with_torchao(
+        "float8 torchao dynamic",
+        module,
+        inputs,
+        layers,
+        _import_torchao().quantization.Float8DynamicActivationFloat8WeightConfig(),
+    )
+
+
+def _make_form(
+    name: str, module: nn.Module, inputs: Sequence[Inputs], left_float: dict[str, str] | None = None
+) -> Form:
+    form = Form(name, Compiled(module), left_float=left_float or {})
+    try:
+        form.program = export(module, inputs)
+        form.file_bytes = size_of(form.program, inputs[0])
+    except Exception as error:  # the form may still compile; files are optional
+        form.program, form.no_file = None, first_line(error)
+    args, kwargs = inputs[0]
+    form.run(*args, **kwargs)
+    return form
+
+
+def _quantize_with_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config: Any) -> Form:
+    linear = {key for key, one in layers.quantized.items() if _is_linear(one)}
+    if not linear:
+        raise CannotConvertError("no linear layer to quantize")
+    copied, prefix = copy.deepcopy(module), ""
+    if next(module.parameters()).is_cuda:  # other operations are also faster in bfloat16 there
+        copied, prefix = InBfloat16(module), "module."
+    with suppress_output():
+        _import_torchao().quantization.quantize_(
+            copied, config, filter_fn=lambda one, key: key.removeprefix(prefix) in linear
+        )
+    left = {key: "this form has linear layers alone" for key in layers.quantized if key not in linear}
+    return _make_form(name, copied, inputs, {**layers.left_float, **left})
+
+
+def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynamic: bool) -> Any:
+    """Return a graph of ``module`` with observers of ranges."""
+    _import_torchao()
+    with suppress_output():
+        from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+
+        chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
+        if not chosen:
+            raise CannotConvertError("no layer that it can quantize")
+        # Before torch 2.13, non-strict graphs lack some metadata of their layers, and merge two calls of a layer
+        # without weights (the ReLU of a residual block) into one partition with two results, which is rejected
+        failure: Exception = CannotConvertError("no layer of its graph was found to be one that can be quantized")
+        for strict in (False, True):
+            try:
+                graph = export(copy.deepcopy(module), inputs, strict).module()
+                prepared = prepare_pt2e(graph, _quantizer(chosen, dynamic))
+            except Exception as error:
+                failure = error
+                continue
+            if any(True for _ in _input_observers(prepared)):
+                return prepared
+        raise failure
+
+
+def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
+    from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver, PlaceholderObserver
+    from torchao.quantization.pt2e.quantizer import QuantizationSpec
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import QuantizationConfig, X86InductorQuantizer
+
+    eps = torch.finfo(torch.float32).eps
+    observer = PlaceholderObserver if dynamic else HistogramObserver
+    of_input = QuantizationSpec(
+        dtype=torch.uint8,
+        quant_min=0,
+        quant_max=INPUT_LIMIT if has_vnni() else INPUT_LIMIT // 2,  # else sums of two products overflow int16
+        qscheme=torch.per_tensor_affine,
+        is_dynamic=dynamic,
+        observer_or_fake_quant_ctr=observer.with_args(eps=eps),
+    )
+    of_weight = QuantizationSpec(
+        dtype=torch.int8,
+        quant_min=-WEIGHT_LIMIT,
+        quant_max=WEIGHT_LIMIT,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+        is_dynamic=False,
+        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=eps),
+    )
+    config = QuantizationConfig(of_input, of_input, of_weight, None, False)
+    quantizer = X86InductorQuantizer()
+    for name in names:
+        quantizer.set_module_name_qconfig(name, config)
+    return quantizer
+
+
+def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], layers: Layers, others: str) -> Form:
+    """Convert an observed graph to int8; ``others`` is the reason why layers other than linear ones stay in float."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    observed = {layer for layer, _ in _input_observers(prepared)}
+    left = {
+        key: "torchao found no pattern that it quantizes" if _is_linear(one) or not others else others
+        for key, one in layers.quantized.items()
+        if key not in observed
+    }
+    with suppress_output():
+        graph = convert_pt2e(prepared)
+    _delete_unused(graph)
+    return _make_form(name, graph, inputs, {**layers.left_float, **left})
+
+
+def _delete_unused(graph: torch.fx.GraphModule) -> None:
+    """Delete the float weights, which a converted graph keeps beside those in int8, and metadata of its nodes."""
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for path in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
+        holder, _, name = path.rpartition(".")
+        delattr(graph.get_submodule(holder), name)
+    for node in graph.graph.nodes:
+        node.meta = {key: value for key, value in node.meta.items() if key == "val"}
+
+
+def _set_ranges(graph: Any, ranges: Ranges) -> None:
+    """Set the ranges of the observers of layers' inputs to those found in training."""
+    for name, observer in _input_observers(graph):
+        if name in ranges:
+            low, high = ranges[name]
+            values = torch.tensor([min(low, 0.0), max(high, 0.0)])
+            observer.calculate_qparams = _FixedRange(observer, *values)
+
+
+class _FixedRange:
+    """Replace ``calculate_qparams`` of an observer by one for a fixed range."""
+
+    def __init__(self, observer: Any, low: Tensor, high: Tensor) -> None:
+        self.observer, self.low, self.high = observer, low, high
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        return self.observer._calculate_qparams(self.low, self.high)
+
+
+def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each layer in the graph, and the observer of its input."""
+    targets = {
+        torch.ops.aten.linear.default,
+        torch.ops.aten.conv1d.default,
+        torch.ops.aten.conv2d.default,
+    }
+    for node in graph.graph.nodes:
+        if node.target in targets and node.args[0].op == "call_module":
+            stack = list(node.meta["nn_module_stack"].values())
+            yield stack[-1][0], graph.get_submodule(node.args[0].target)
+
+
+def has_vnni() -> bool:
+    """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear)
+
+
+def _import_torchao() -> Any:
+    if find_spec("torchao") is None:
+        raise CannotConvertError('needs torchao: pip install "lightning_accel[compress]"')
+    with suppress_output():
+        import torchao
+        import torchao.quantization
+    return torchao

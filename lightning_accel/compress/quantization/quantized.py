@@ -1,0 +1,436 @@
+"""Quantization of a module: creation, measurement and choice among forms for this machine."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from lightning_accel.compress.calls import Inputs, Run, first_line, smallest_call
+from lightning_accel.compress.quantization.fake_quant import rank_layers
+from lightning_accel.compress.quantization.form import CannotConvertError, Form
+from lightning_accel.compress.quantization.inputs import noise_share
+from lightning_accel.compress.quantization.layers import Skip, find_layers
+from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
+from lightning_accel.compress.quantization.pt2e import (
+    Ranges,
+    compiled_bfloat16,
+    compiled_float,
+    pt2e_dynamic,
+    pt2e_static,
+    torchao_dynamic,
+    torchao_float8,
+    torchao_weight_only,
+)
+from lightning_accel.compress.report.forms import measure_forms
+from lightning_accel.compress.report.latency import Latency, speedup, ties
+from lightning_accel.compress.report.progress import Progress
+from lightning_accel.compress.report.report import Layer, Report, Row, describe_layers
+from lightning_accel.ops.names import list_of_names
+
+Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
+Backend: TypeAlias = Literal["auto", "pt2e", "onnxruntime", "torchao", "inductor"]
+
+
+class _Maker(NamedTuple):
+    kind: str
+    backend: str
+    make: Callable[..., Form]
+    devices: tuple[str, ...] = ("cpu",)
+    files: tuple[str, ...] = ("pt2",)
+    float_row: str = ""  # for a quantized form, the name of the float form of the same runtime
+
+
+_ANY = ("cpu", "cuda")
+
+
+_MAKERS = {
+    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx")),
+    "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
+    "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
+    "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, float_row="fp32 compiled"),
+    "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic, float_row="fp32 compiled"),
+    "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
+    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled"),
+    "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",), float_row="fp32 compiled"),
+    "int8 ONNX Runtime static": _Maker(
+        "static", "onnxruntime", onnx_static, files=("onnx",), float_row="fp32 ONNX Runtime"
+    ),
+    "int8 ONNX Runtime dynamic": _Maker(
+        "dynamic", "onnxruntime", onnx_dynamic, files=("onnx",), float_row="fp32 ONNX Runtime"
+    ),
+}
+# From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
+_SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
+_SIMILAR_SIZE = 1.05  # files within this factor count as equally large
+_EAGER = "fp32 eager"
+
+
+@dataclass
+class Quantized(Form):
+    """Hold the picked form, and the measurements of all forms.
+
+    Attributes:
+        report: rows of all forms; the note of one without latency has the reason.
+        refused: reason by name, for forms that could not be made, or may not be picked.
+        ties: forms that are not significantly slower or faster; the smallest file among them was picked, and of equally
+            large files the simplest form.
+        faster_float: a faster form without quantization, if ``mode`` or ``backend`` excluded it.
+        deployed: name of the module within its parent.
+        device: device of the module.
+    """
+
+    report: Report | None = None
+    refused: Mapping[str, str] | None = None
+    ties: Sequence[str] = ()
+    faster_float: str | None = None
+    deployed: str = ""
+    device: str = "cpu"
+
+
+class NothingPickedError(RuntimeError):
+    """Report that no form could be picked; ``report`` has the measurements, and the reason for each form."""
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class Limit(NamedTuple):
+    """Limit how much worse than the float module a form may be.
+
+    Attributes:
+        evaluate: function that returns the metrics of a form that runs in place of the module.
+        monitor: name of the metric to compare.
+        max_drop: largest deterioration of the metric, in its unit; None for any.
+        higher_is_better: whether higher values of the metric are better.
+    """
+
+    evaluate: Callable[[Run], Mapping[str, float]]
+    monitor: str | None = None
+    max_drop: float | None = None
+    higher_is_better: bool = True
+
+    def drop(self, float_figures: Mapping[str, float], figures: Mapping[str, float]) -> float:
+        """Return by how much the metric in ``figures`` is worse; infinity for NaN."""
+        if self.monitor is None:
+            return 0.0
+        worse = float_figures[self.monitor] - figures[self.monitor]
+        worse = worse if self.higher_is_better else -worse
+        return math.inf if math.isnan(worse) else worse
+
+    def allows(self, float_figures: Mapping[str, float], figures: Mapping[str, float]) -> bool:
+        # Metrics are float32 means: a difference within their rounding is no drop
+        return self.max_drop is None or self.drop(float_figures, figures) <= self.max_drop + 1e-7
+
+
+def quantize(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    mode: Mode = "auto",
+    backend: Backend = "auto",
+    *,
+    skip: Skip = (),
+    limit: Limit | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    seconds: float = 0.5,
+    ranges: Ranges | None = None,
+    file_format: str | None = None,
+    title: str = "quantization",
+    progress: Progress | None = None,
+) -> Quantized:
+    """Make the forms of ``module`` that this machine can run, measure them, and pick the fastest.
+
+    Compiled fp32 and bfloat16 are always measured, and are picked under ``mode="auto"`` if they are fastest. Int8 forms
+    are also compared with the float form of their runtime. Forms are measured in turns, in blocks of repeated calls;
+    one is faster only if its speedup is significant (its 98% interval excludes a tie). Ties are measured again, at most
+    twice; of remaining ties, the smallest file is picked, and of equally large files the simplest form.
+
+    Args:
+        module: module in evaluation mode, on a CPU or GPU, which is not changed.
+        inputs: calls, as positional and keyword arguments; input ranges are determined on all, latency on the first.
+        mode: ``static`` fixes the input ranges of layers, ``dynamic`` computes them in each call, ``weight_only``
+            rounds only weights, ``auto`` is any.
+        backend: runtime: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no int8),
+            or ``auto`` for any. On GPUs, ``torchao`` and ``inductor``.
+        skip: names, patterns of names, or types of layers to keep in float.
+        limit: metrics of forms, and how much worse they may be. If a static form is too bad, its most sensitive layers
+            are kept in float until it is not.
+        batch_sizes: batch sizes to measure, by default 1 and that of the first input. The last one decides.
+        seconds: measurement time per form and batch size.
+        ranges: input ranges of layers, where training found them.
+        file_format: ``pt2`` or ``onnx``, if the picked form must be written in that format.
+        title: title of the report.
+        progress: reporter of progress.
+
+    Raises:
+        ValueError: if an option has an unknown value, no form has this mode and backend on this device, there are no
+            inputs, or ``skip`` matches no layer.
+        ModuleNotFoundError: if a package of ``backend`` is missing.
+        NothingPickedError: if no form of this mode and backend can be made, or none is within ``limit``, with the
+            reasons; a RuntimeError.
+
+    >>> quantize(nn.Linear(2, 3), [], mode="static")
+    Traceback (most recent call last):
+        ...
+    ValueError: inputs are needed: at least one call of the module, as (args, kwargs)
+    """
+    device = _device_of(module)
+    require_form(mode, backend, device.type, file_format)
+    if not inputs:
+        raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
+    skip = list_of_names(skip)
+    layers = find_layers(module, skip)
+    progress = Progress(None) if progress is None else progress
+    makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
+    wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]
+    made: dict[str, Form] = {}
+    refused: dict[str, str] = {}
+    with sharing_export():
+        names = [name for name in makers if name in wanted or _is_compared(name, wanted)]
+        for number, name in enumerate(names, start=1):
+            progress(f"form {number} of {len(names)}: {name}")
+            try:
+                options = {"ranges": ranges} if makers[name].kind == "static" else {}
+                made[name] = makers[name].make(module, inputs, layers, **options)
+                if limit is None or limit.max_drop is None:  # else limit.evaluate finds wrong outputs
+                    require_similar_outputs(made[name], module, inputs[0])
+            except Exception as error:  # exporters and compilers raise all kinds of exceptions
+                made.pop(name, None)
+                refused[name] = _reason(error)
+        figures = _evaluate_all(limit, module, made, refused, progress)
+        for name in list(made):
+            if limit is not None and not limit.allows(figures[_EAGER], figures[name]):
+                refused[name] = f"{limit.monitor} is {limit.drop(figures[_EAGER], figures[name]):.4g} worse"
+                if name in wanted and makers[name].kind == "static":
+                    progress(f"{name}: {refused[name]}; leaves layers in float")
+                    try:
+                        better = _keep_sensitive_in_float(module, inputs, name, skip, limit, figures[_EAGER], ranges)
+                    except Exception as error:
+                        refused[name] += f", and with layers in float it fails: {_reason(error)}"
+                        continue
+                    if better is not None:
+                        made[name], figures[name] = better
+                        del refused[name]
+    return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title, progress)
+
+
+def require_form(mode: str, backend: str, device_type: str, file_format: str | None = None) -> None:
+    """Check that a form of this mode and backend exists.
+
+    Raises:
+        ValueError: if an option has an unknown value, or no form of this mode and backend runs on this device and can
+            be written in this format.
+        ModuleNotFoundError: if a package of ``backend`` is missing; the message says what to install.
+    """
+    require_one_of("mode", mode, Mode)
+    require_one_of("backend", backend, Backend)
+    here = [maker for maker in _MAKERS.values() if device_type in maker.devices]
+    if not any(_is_wanted(maker, mode, backend, file_format) for maker in here):
+        fitting = [maker for maker in here if maker.kind != "float" and _is_wanted(maker, "auto", "auto", file_format)]
+        pairs = sorted({f"mode={maker.kind!r}, backend={maker.backend!r}" for maker in fitting})
+        file = "" if file_format is None else f" that a file of format {file_format!r} can hold"
+        raise ValueError(
+            f"mode={mode!r}, backend={backend!r} has no form on {device_type}{file}; there are: {'; '.join(pairs)}; or "
+            "backend='inductor' for compiled floats"
+        )
+    needs = {"pt2e": ["torchao"], "torchao": ["torchao"], "onnxruntime": ["onnx", "onnxruntime", "onnxscript"]}
+    missing = [name for name in needs.get(backend, []) if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f'backend={backend!r} needs {" and ".join(missing)}: pip install "lightning_accel[compress]"'
+        )
+
+
+def require_similar_outputs(form: Form, module: nn.Module, inputs: Inputs) -> Form:
+    """Raise a CannotConvertError if outputs of a form are unlike those of ``module``: some compilers fail silently."""
+    args, kwargs = inputs
+    with torch.no_grad():
+        noise = noise_share(module(*args, **kwargs), form.run(*args, **kwargs))
+    if not noise < 0.5:
+        raise CannotConvertError(
+            f"its outputs are wrong: their error is {noise:.2g} of what the float module's vary by"
+        )
+    return form
+
+
+def _is_wanted(maker: _Maker, mode: str, backend: str, file_format: str | None) -> bool:
+    fits = file_format is None or file_format in maker.files
+    return fits and backend in ("auto", maker.backend) and (mode in ("auto", maker.kind) or backend == "inductor")
+
+
+def _is_compared(name: str, wanted: Sequence[str]) -> bool:
+    """Return whether a form is a baseline: a compiled float one, or the float form of a wanted runtime."""
+    maker = _MAKERS[name]
+    if maker.kind != "float":
+        return False
+    return maker.backend != "onnxruntime" or any(_MAKERS[other].float_row == name for other in wanted)
+
+
+def _float_row(name: str, device: torch.device) -> str:
+    """Return the name of the float form of the runtime of form ``name``, or "" if it is one itself."""
+    found = _MAKERS[name].float_row if name in _MAKERS else ""
+    # On GPUs, other operations of torchao's forms are in bfloat16
+    return "bf16 compiled" if found and device.type == "cuda" else found
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotConvertError) else first_line(error)
+
+
+def _evaluate_all(
+    limit: Limit | None, module: nn.Module, made: dict[str, Form], refused: dict[str, str], progress: Progress
+) -> dict[str, Mapping[str, float]]:
+    if limit is None:
+        return {}
+    progress("validates fp32 eager")
+    figures = {_EAGER: limit.evaluate(module)}
+    if limit.monitor is not None and limit.monitor not in figures[_EAGER]:
+        known = ", ".join(figures[_EAGER])
+        raise ValueError(f"monitor={limit.monitor!r} is not logged in validation; what is: {known}")
+    for name in list(made):
+        progress(f"validates {name}", if_slow=True)
+        try:
+            figures[name] = limit.evaluate(made[name].run)
+        except Exception as error:
+            refused[name] = f"fails in validation: {first_line(error)}"
+            del made[name]
+    return figures
+
+
+def _keep_sensitive_in_float(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    name: str,
+    skip: Skip,
+    limit: Limit,
+    float_figures: Mapping[str, float],
+    ranges: Ranges | None,
+) -> tuple[Form, Mapping[str, float]] | None:
+    """Make the form with the fewest sensitive layers in float that is within ``limit``; return None if none is."""
+    ranked = rank_layers(module, inputs, find_layers(module, skip).quantized, ranges)
+    for count in _powers_of_two(len(ranked)):
+        left = list(ranked)[:count]
+        layers = find_layers(module, [*skip, *left])
+        layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
+        form = _MAKERS[name].make(module, inputs, layers, ranges=ranges)
+        figures = limit.evaluate(form.run)
+        if limit.allows(float_figures, figures):
+            return form, figures
+    return None
+
+
+def _powers_of_two(total: int) -> list[int]:
+    """Return the powers of 2 below ``total``, and ``total - 1``."""
+    return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
+
+
+def _pick(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    made: Mapping[str, Form],
+    refused: dict[str, str],
+    figures: Mapping[str, Mapping[str, float]],
+    wanted: Sequence[str],
+    batch_sizes: Sequence[int] | None,
+    seconds: float,
+    title: str,
+    progress: Progress,
+) -> Quantized:
+    candidates = [name for name in made if name in wanted and name not in refused]
+    rows = measure_forms(
+        module,
+        inputs[0],
+        {name: form.run for name, form in made.items()},
+        plain={_EAGER: module},
+        batches=batch_sizes,
+        seconds=seconds,
+        contenders=candidates,
+        progress=progress,
+    )
+    refused.update({name: row.note for name, row in rows.items() if row.status == "failed"})
+    latencies = {name: list(row.latencies.values())[-1] for name, row in rows.items() if row.latencies}
+    close = ties(latencies, [name for name in candidates if name in latencies and name not in refused])
+    chosen = min(close, key=lambda name: _preference(name, close, made), default=None)
+    report = Report(title, _device_of(module))
+    for name in [*rows, *(name for name in refused if name not in rows)]:
+        row = rows.get(name, Row(name, status="failed"))
+        note = refused.get(name) or _note(made.get(name))
+        if name in refused and row.status != "failed":
+            row = row._replace(status="refused")
+        elif name in close:
+            row = row._replace(status="picked" if name == chosen else "tie")
+        report.add(
+            row._replace(
+                file_bytes=made[name].file_bytes if name in made else None,
+                metrics=figures.get(name, {}),
+                note=note,
+                float_row=_float_row(name, report.device),
+            )
+        )
+    if chosen is None:
+        reasons = "; ".join(f"{name}: {refused[name]}" for name in wanted)
+        raise NothingPickedError(f"no form can be picked. {reasons}", report)
+    form = made[chosen]
+    report.layers = _layers(module, inputs[0], chosen, form)
+    return Quantized(
+        **form.__dict__,
+        report=report,
+        refused=refused,
+        ties=[name for name in close if name != chosen],
+        faster_float=_faster_float(chosen, latencies, refused),
+        device=str(report.device),
+    )
+
+
+def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tuple[bool, int, int]:
+    """Return a sort key of tied forms: smallest files first, of those the simplest form, then the fastest median."""
+    sizes = [size for other in close if (size := made[other].file_bytes) is not None]
+    own = made[name].file_bytes
+    is_large = own is None or own > _SIMILAR_SIZE * min(sizes)
+    return is_large, _SIMPLEST_FIRST.index(_MAKERS[name].kind), 0 if name == close[0] else 1
+
+
+def _faster_float(chosen: str, latencies: Mapping[str, Latency], refused: Mapping[str, str]) -> str | None:
+    """Return the fastest float form that is not excluded and significantly faster than the picked form."""
+    faster = [
+        name
+        for name in latencies
+        if (name == _EAGER or _MAKERS[name].kind == "float")
+        and name not in refused
+        and speedup(latencies[name], latencies[chosen]).is_faster
+    ]
+    return min(faster, key=lambda name: latencies[name].p50_ms, default=None)
+
+
+def _layers(module: nn.Module, inputs: Inputs, name: str, form: Form) -> list[Layer]:
+    """Describe the layers of ``module`` in the dtypes that ``form`` computes them in."""
+    found = []
+    weights = {key: [w for w in one.parameters(recurse=False) if w.ndim > 1] for key, one in module.named_modules()}
+    for layer in describe_layers(module, *smallest_call(module, inputs), notes=form.left_float):
+        if _MAKERS[name].float_row and weights[layer.name] and layer.name not in form.left_float:
+            layer = layer._replace(dtype=name.split()[0])
+        elif layer.dtype and name.startswith("bf16"):
+            layer = layer._replace(dtype="bfloat16")
+        found.append(layer)
+    return found
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((one.device for one in module.parameters()), torch.device("cpu"))
+
+
+def _note(form: Form | None) -> str:
+    if form is None:
+        return ""
+    parts = [f"{len(form.left_float)} layers in float: {', '.join(form.left_float)}"] if form.left_float else []
+    return "; ".join([*parts, *([f"no file: {form.no_file}"] if form.no_file else [])])
+
+
+def require_one_of(name: str, value: str, kind: Any) -> None:
+    """Reject a value that is not among those of the Literal ``kind``."""
+    if value not in get_args(kind):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")

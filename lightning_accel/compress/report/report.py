@@ -1,0 +1,341 @@
+"""Reports that compare forms of a model, such as quantized ones, in a table, a figure and a JSON file."""
+
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from lightning_accel.compress.calls import num_samples
+from lightning_accel.compress.report.latency import Latency, Speedup, speedup
+from lightning_accel.compress.report.macs import count_macs
+from lightning_accel.strategies import write_atomically
+
+_REFERENCE = "fp32 eager"  # the form that latencies are compared to
+_COLOURS = {"fp32 eager": "0.45", "float": "tab:blue", "int8, float8": "tab:orange"}
+
+
+class Row(NamedTuple):
+    """Hold the measurements of one form of a model, None where there is none."""
+
+    name: str
+    parameters: int | None = None
+    nonzero: int | None = None
+    file_bytes: int | None = None
+    macs: int | None = None  # multiply-accumulates per sample
+    latencies: Mapping[int, Latency] = {}  # by batch size
+    metrics: Mapping[str, float] = {}  # metrics of the user, such as val/accuracy
+    note: str = ""
+    float_row: str = ""  # for a quantized form, the name of the row with the same runtime in floating point
+    status: Literal["", "picked", "tie", "refused", "failed"] = ""  # a tie is as fast as the picked one
+
+
+class Layer(NamedTuple):
+    """Hold the measurements of one layer, a module with parameters or multiplications of its own."""
+
+    name: str
+    kind: str
+    parameters: int
+    nonzero: int
+    macs: int | None = None  # multiply-accumulates per sample
+    dtype: str = ""
+    note: str = ""  # such as the reason why it is not quantized
+
+
+class Report:
+    """Show the measurements of one run as a table, a figure and a JSON file.
+
+    Speedups are relative to the row named ``fp32 eager`` at the same batch size; quantized forms also have those
+    relative to their ``float_row``, which exclude the effect of the runtime.
+
+    Args:
+        title: title of the report and name of its files, such as ``"export"``.
+        device: device of the measurements.
+
+    >>> report = Report("pruning")
+    >>> report.add(Row("fp32 eager", parameters=10, nonzero=1))
+    >>> report.rows[0].macs is None
+    True
+    """
+
+    def __init__(self, title: str, device: torch.device | str = "cpu") -> None:
+        self.title = title
+        self.device = torch.device(device)
+        self.rows: list[Row] = []
+        self.layers: list[Layer] = []
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def print(self, console: Console | None = None) -> None:
+        """Print a table of the forms, and one of the layers if there are any, to the terminal."""
+        if console is None:
+            console = Console()
+            console = console if console.is_terminal else Console(width=200)  # else files are wrapped at 80
+        for table in [_table_of_rows(self), *([_table_of_layers(self)] if self.layers else [])]:
+            console.print(table)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write ``<title>.png`` and ``<title>.json`` to ``figures/`` in the run folder ``folder``; return their paths.
+
+        Files of an earlier report with this title are overwritten.
+        """
+        places = [Path(folder, "figures", f"{self.title}.{suffix}") for suffix in ("png", "json")]
+        with write_atomically(places[0]) as path, path.open("wb") as file:
+            _draw(self).savefig(file, format="png", dpi=150)
+        with write_atomically(places[1]) as path:
+            path.write_text(json.dumps(self.as_dict(), indent=1))
+        return places
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as in the JSON file."""
+        rows = []
+        for row in self.rows:
+            latencies = {str(batch): latency._asdict() for batch, latency in row.latencies.items()}
+            ratios = {str(batch): _plain_ratios(self, row, batch) for batch in row.latencies}
+            plain = row._asdict() | {"latencies": latencies, "metrics": dict(row.metrics), "times_faster_than": ratios}
+            rows.append(plain)
+        return {
+            "title": self.title,
+            "machine": platform.machine(),
+            "device": _describe_device(self.device),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "measured": _caption(self),
+            "rows": rows,
+            "layers": [layer._asdict() for layer in self.layers],
+        }
+
+
+def describe_layers(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], notes: Mapping[str, str] | None = None
+) -> list[Layer]:
+    """Return the parameters and multiply-accumulates of each layer, without those of its children.
+
+    Args:
+        module: module, which is run once.
+        args: positional arguments of a call.
+        kwargs: keyword arguments of the call.
+        notes: notes by layer name, such as the reason why a layer is not quantized.
+    """
+    rows = num_samples((args, dict(kwargs)))
+    of_layer = count_macs(module, args, kwargs).of_layer
+    layers = []
+    for name, one in module.named_modules():
+        own = list(one.parameters(recurse=False))
+        if not own and not of_layer.get(name):
+            continue
+        dtypes = ", ".join(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in own))
+        parameters, nonzero = count_parameters(own)
+        note = (notes or {}).get(name, "")
+        macs = of_layer.get(name, 0) // rows
+        layers.append(Layer(name, type(one).__name__, parameters, nonzero, macs, dtypes, note))
+    return layers
+
+
+def count_parameters(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Count the values, each tensor once, and those that are not zero.
+
+    >>> count_parameters([torch.tensor([1.0, 0.0, 2.0])])
+    (3, 2)
+    """
+    distinct = {id(value): value for value in parameters}.values()
+    return sum(value.numel() for value in distinct), sum(int(value.detach().count_nonzero()) for value in distinct)
+
+
+def _batches(report: Report) -> list[int]:
+    return sorted({batch for row in report.rows for batch in row.latencies})
+
+
+def _metric_names(report: Report) -> list[str]:
+    return list(dict.fromkeys(name for row in report.rows for name in row.metrics))
+
+
+def _caption(report: Report) -> str:
+    """Describe device, method and precision of the measurements."""
+    latencies = [latency for row in report.rows for latency in row.latencies.values()]
+    text = f"on {_describe_device(report.device)}, {torch.get_num_threads()} threads"
+    if latencies:
+        text += "; ms: median (95 of 100 calls stay below), calls in a row; x: times faster than fp32 eager"
+    if any(latency.rounds_ms for latency in latencies):
+        text += ", the median of rounds in which all take turns, ± to the end of its 98% interval"
+    if any(latency.is_noisy for latency in latencies):
+        text += "; ~ where the machine was busy with other things, too: measure again"
+    return text
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _latency_of(report: Report, name: str, batch: int) -> Latency | None:
+    return next((row.latencies.get(batch) for row in report.rows if row.name == name), None)
+
+
+def _plain_ratios(report: Report, row: Row, batch: int) -> dict[str, Any]:
+    found = {}
+    for name in filter(None, (_REFERENCE, row.float_row)):
+        other = _latency_of(report, name, batch)
+        if other is not None:
+            one = speedup(row.latencies[batch], other)
+            high = one.high if math.isfinite(one.high) else None  # JSON has no infinity
+            found[name] = {"ratio": one.ratio, "low": one.low, "high": high}
+    return found
+
+
+def _table_of_rows(report: Report) -> Table:
+    table = Table(title=report.title, caption=_caption(report))
+    table.add_column("form")
+    for heading in ("parameters", "not 0", "file", "MACs a row"):
+        table.add_column(heading, justify="right")
+    batches, metrics = _batches(report), _metric_names(report)
+    quantized = any(row.float_row for row in report.rows)
+    for batch in batches:
+        table.add_column(f"ms at {batch}", justify="right")
+        if quantized:
+            table.add_column("by int8 itself", justify="right")
+    for name in metrics:
+        table.add_column(name, justify="right")
+    table.add_column("note")
+    for row in report.rows:
+        speeds = []
+        for batch in batches:
+            own = row.latencies.get(batch)
+            speeds.append(_format_latency(own, _latency_of(report, _REFERENCE, batch)))
+            if quantized:
+                in_float = _latency_of(report, row.float_row, batch)
+                speeds.append("-" if own is None or in_float is None else describe_speedup(speedup(own, in_float)))
+        table.add_row(
+            _label(row),
+            *(_count(value) for value in (row.parameters, row.nonzero, row.file_bytes, row.macs)),
+            *speeds,
+            *(f"{row.metrics[name]:.4g}" if name in row.metrics else "-" for name in metrics),
+            row.note,
+            style="bold" if row.status == "picked" else None,
+        )
+    return table
+
+
+def _table_of_layers(report: Report) -> Table:
+    table = Table(title=f"{report.title}: layers")
+    for heading in ("layer", "kind"):
+        table.add_column(heading)
+    for heading in ("parameters", "not 0", "MACs a row"):
+        table.add_column(heading, justify="right")
+    table.add_column("dtype")
+    table.add_column("note")
+    for layer in report.layers:
+        counts = (_count(value) for value in (layer.parameters, layer.nonzero, layer.macs))
+        table.add_row(layer.name or "(whole)", layer.kind, *counts, layer.dtype, layer.note)
+    return table
+
+
+def _count(value: int | None) -> str:
+    if value is None:
+        return "-"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return str(value)
+
+
+def describe_speedup(found: Speedup) -> str:
+    """Format a speedup with the margin of its interval.
+
+    >>> describe_speedup(Speedup(2.0, 1.9, 2.1))
+    '2.00x ±5%'
+    """
+    digits = ".2f" if found.ratio >= 0.1 else ".2g"
+    margin = "" if found.margin is None else f" ±{found.margin:.0%}" if found.margin <= 1 else " ±over 100%"
+    return f"{found.ratio:{digits}}x{margin}"
+
+
+def _format_latency(latency: Latency | None, reference: Latency | None) -> str:
+    if latency is None:
+        return "-"
+    ratio = ""
+    if reference is not None:
+        about = "~" if latency.is_noisy or reference.is_noisy else ""
+        ratio = f" {about}{describe_speedup(speedup(latency, reference))}"
+    return f"{latency.p50_ms:.3g} ({latency.p95_ms:.3g}){ratio}"
+
+
+def _draw(report: Report) -> Figure:
+    """Draw a panel of dots for the accuracy, else the first metric, and of bars for the file size and each latency."""
+    metrics = _metric_names(report)
+    shown = next((name for name in metrics if "acc" in name.lower()), metrics[0] if metrics else None)
+    bars: list[tuple[str, list[float | None]]] = []
+    bars.append(("file, MB", [None if row.file_bytes is None else row.file_bytes / 1e6 for row in report.rows]))
+    for batch in _batches(report):
+        bars.append((f"ms at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
+    panels = len(bars) + (shown is not None)
+    figure = Figure(figsize=(2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
+    if shown is not None:
+        _draw_metric(axes[0], shown, report.rows)
+    for axis, (heading, values) in zip(axes[panels - len(bars) :], bars, strict=True):
+        _draw_bars(axis, heading, values, report.rows)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(report.rows)), [_label(row) for row in report.rows])
+    for label, row in zip(axes[0].get_yticklabels(), report.rows, strict=True):
+        label.set_fontweight("bold" if row.status == "picked" else "normal")
+    axes[0].invert_yaxis()
+    used = {_kind(row) for row in report.rows}
+    handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(report.title)
+    return figure
+
+
+def _draw_bars(axis: Axes, heading: str, values: list[float | None], rows: list[Row]) -> None:
+    for number, (value, row) in enumerate(zip(values, rows, strict=True)):
+        axis.barh(number, value or 0, color=_COLOURS[_kind(row)], alpha=_alpha(row))
+        axis.text(value or 0, number, " -" if value is None else f" {value:.3g}", va="center")
+    axis.set_title(heading, fontsize="medium")
+    axis.margins(x=0.25)
+
+
+def _draw_metric(axis: Axes, name: str, rows: list[Row]) -> None:
+    """Draw dots, on an axis that need not start at 0: bars would look equally long."""
+    for number, row in enumerate(rows):
+        value = row.metrics.get(name)
+        if value is None or not math.isfinite(value):
+            axis.annotate(" -" if value is None else f" {value}", (0, number), xycoords=("axes fraction", "data"),
+                          va="center")  # fmt: skip
+        else:
+            axis.plot(value, number, "o", color=_COLOURS[_kind(row)], alpha=_alpha(row))
+            axis.annotate(f"{value:.4g}", (value, number), xytext=(6, 0), textcoords="offset points", va="center")
+    axis.set_title(name, fontsize="medium")
+    axis.margins(x=0.35)
+
+
+def _kind(row: Row) -> str:
+    if row.name == _REFERENCE:
+        return row.name
+    return "int8, float8" if row.float_row else "float"
+
+
+def _alpha(row: Row) -> float:
+    return 0.3 if row.status in ("refused", "failed") else 1.0
+
+
+def _label(row: Row) -> str:
+    return f"{row.name} ({row.status})" if row.status else row.name
+
+
+def _median(latency: Latency | None) -> float | None:
+    return None if latency is None else latency.p50_ms

@@ -1,0 +1,257 @@
+"""Sequences of unequal lengths. Shapes: B sequences, T steps of the longest, F features, K values of a target."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from lightning_accel.data.digest import DIGEST, require_same_data
+from lightning_accel.data.in_memory import in_memory_loader, require_loading_options, resumable_loader
+from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
+from lightning_accel.data.sequences.dataset import SequenceDataset
+from lightning_accel.data.sequences.files import Layout, TargetKind
+from lightning_accel.data.sequences.length_sampler import LengthBatchSampler
+from lightning_accel.data.sequences.splits import (
+    Length,
+    SequenceSplits,
+    TaskName,
+    digit_splits,
+    file_splits,
+    file_to_predict,
+    generated_splits,
+    task_lengths,
+)
+from lightning_accel.data.tables.files import existing_file
+from lightning_accel.ops.names import list_of_names
+
+
+class SequenceDataModule(L.LightningDataModule):
+    """Load sequences from a file, or from a generated task, as batches of similar length (:class:`SequenceBatch`).
+
+    Batching by length needs little padding; a run resumed in mid-epoch continues with the next batch, also on another
+    number of processes (:class:`LengthBatchSampler`).
+
+    **Files.** ``.jsonl`` files have one object per line, with ``values`` (a list of numbers, or of lists of F numbers),
+    ``tokens`` (a list of whole numbers) or ``text`` (whose bytes are the steps), a ``target``, and optionally an
+    ``id``. ``.csv`` and ``.parquet`` files have one row per step, with ``id``, ``step``, ``target`` and numeric
+    columns, in any order. All but Parquet may be gzipped, ``.gz``. Values are standardized to mean 0 and variance 1
+    over the steps of the training sequences.
+
+    **Splits** consist of whole sequences, stratified by class; the same file and ``seed`` give the same splits.
+
+    After ``setup``: ``target_kind``; ``num_features``, None for tokens; ``vocab_size``, None for values;
+    ``num_classes`` and ``class_names``, None unless targets are classes; ``num_targets``, K, None unless targets are
+    numbers, which are not standardized, with ``target_mean`` and ``target_std`` (K,) over the training sequences, the
+    latter 1 for constant targets; ``feature_names``, ``feature_mean`` and ``feature_std``; ``predict_ids``, in the
+    order of ``predict``. For forecasting, batches have no target: it is the sequence itself, shifted by one step.
+
+    Args:
+        path: file of sequences; by default, ``task`` is used.
+        task: a generated task, if there is no ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows,
+            ``digits_pixels``, as 64 pixels, ``digits_permuted``, as 64 pixels in a fixed random order; ``adding``, the
+            sum of two marked numbers; ``copy`` and ``selective_copying``, recall of symbols at the start or among
+            blanks; ``parity`` of bits, or ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See
+            ``sequence_tasks``.
+        length: steps of a generated sequence, or a pair of their minimum and maximum; for ``copy`` the number of
+            blanks, for ``selective_copying`` that of blanks and symbols among them, for ``counting`` n. By default 100,
+            for ``parity`` 3 to 40, for ``selective_copying`` 256, for ``counting`` 1 to 50.
+        test_length: like ``length``, for test sequences; by default equal to ``length``, but 40 to 256 for ``parity``,
+            and each n from 1 to 256 for ``counting``.
+        num_sequences: number of generated sequences, for training, validation and test together; by default 10,000.
+        target_kind: target in a file: a class (``classification``) or one or K numbers (``regression``) for each
+            sequence, a class for each step (``labelling``; steps without one do not count), or none (``forecasting``).
+        target: column or field of the target.
+        values: columns of the features, or the field of the sequence; by default all columns without another role, or
+            the field ``values``, ``tokens``, ``input_ids`` or ``text``.
+        id_column: column with the id of a row's sequence, or field with the id of a line.
+        step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
+        batch_size: sequences per step, over all processes; with ``max_tokens``, the largest number.
+        max_tokens: largest number of steps of a batch, including padding.
+        chunk_steps: steps per chunk of training sequences, for truncated back-propagation through time.
+        val_share: share of the sequences that validate.
+        test_share: share of the sequences that test.
+        seed: seed of the generated sequences, the split and the order.
+        num_workers: workers that load batches; 0 is fastest, since the sequences are in memory.
+        predict_path: file of sequences to predict, in the format of ``path``, with or without targets; by default the
+            test sequences.
+
+    Raises:
+        FileNotFoundError: if a file does not exist.
+        ValueError: if an option is out of range, or has no effect; in ``setup``, if a file is not as described; in
+            ``load_state_dict``, if the checkpoint was trained on other sequences.
+    """
+
+    target_kind: TargetKind
+    num_features: int | None
+    vocab_size: int | None
+    num_classes: int | None
+    num_targets: int | None
+    class_names: list[str] | None
+    feature_names: list[str] | None
+    feature_mean: list[float] | None
+    feature_std: list[float] | None
+    target_mean: list[float] | None
+    target_std: list[float] | None
+    predict_ids: list[str]
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        task: TaskName | None = None,
+        *,
+        length: Length | None = None,
+        test_length: Length | None = None,
+        num_sequences: int | None = None,
+        target_kind: TargetKind = "classification",
+        target: str = "target",
+        values: str | Sequence[str] = (),
+        id_column: str = "id",
+        step_column: str | None = "step",
+        batch_size: int = 64,
+        max_tokens: int | None = None,
+        chunk_steps: int | None = None,
+        val_share: float = 0.1,
+        test_share: float = 0.2,
+        seed: int = 0,
+        num_workers: int = 0,
+        predict_path: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        require_loading_options(batch_size, seed, num_workers)
+        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+            raise ValueError(
+                "val_share and test_share must be above 0 and leave sequences to train on; "
+                f"got val_share={val_share}, test_share={test_share}"
+            )
+        if target_kind not in get_args(TargetKind):
+            raise ValueError(f"target_kind must be one of {', '.join(get_args(TargetKind))}; got {target_kind!r}")
+        self.path = None if path is None else existing_file(path)
+        self.predict_path = None if predict_path is None else existing_file(predict_path)
+        self.task: TaskName | None = "digits_rows" if task is None and path is None else task
+        self.layout = Layout(target_kind, target, tuple(list_of_names(values)), id_column, step_column)
+        self.lengths = None if self.task is None else task_lengths(self.task, length, test_length)
+        generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
+        self._require_effect([name for name, value in generated.items() if value is not None])
+        self.num_sequences = 10_000 if num_sequences is None else num_sequences
+        # raises for a size out of range, before anything is read
+        LengthBatchSampler([1], batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
+        self.batch_size = batch_size
+        self.max_tokens = max_tokens
+        self.chunk_steps = chunk_steps
+        self.shares = val_share, test_share
+        self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    def _is_generated(self) -> bool:
+        return self.lengths is not None
+
+    def _require_effect(self, given: list[str]) -> None:
+        """Raise a ValueError if an option would have no effect."""
+        if self.path is not None and self.task is not None:
+            raise ValueError(f"give path or task, not both; got path={self.path}, task={self.task!r}")
+        if given and not self._is_generated:
+            what = f"the file {self.path}" if self.task is None else f"task={self.task!r}"
+            raise ValueError(f"{', '.join(given)} would have no effect on {what}, which is not generated")
+        if self.path is None and (self.layout != Layout() or self.predict_path is not None):
+            raise ValueError(
+                "target_kind, target, columns and predict_path describe files; without a path, "
+                f"task={self.task!r} alone is read. Give path, or leave them out"
+            )
+
+    def setup(self, stage: str | None = None) -> None:
+        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
+            return
+        splits = self._read()
+        self.predict_rows, self.predict_ids = splits.test.without_targets(), splits.test_ids
+        if self.predict_path is not None:
+            self.predict_rows, self.predict_ids = file_to_predict(self.predict_path, self.layout, splits)
+        self._describe(splits)
+        self._digest = splits.digest
+        self._sampler(splits.train)  # raises where a sequence is longer than max_tokens
+        self.train_rows, self.val_rows, self.test_rows = splits.train, splits.val, splits.test
+
+    def _read(self) -> SequenceSplits:
+        if self.task is None:
+            assert self.path is not None
+            return file_splits(self.path, self.layout, self.shares, self.seed)
+        if self.lengths is None:
+            return digit_splits(self.task, self.shares, self.seed)
+        return generated_splits(self.task, self.lengths, self.num_sequences, self.shares, self.seed)
+
+    def _describe(self, splits: SequenceSplits) -> None:
+        self.target_kind = splits.kind
+        self.vocab_size = splits.vocab_size
+        self.feature_names = splits.feature_names
+        self.num_features = None if splits.feature_names is None else len(splits.feature_names)
+        self.feature_mean = None if splits.mean is None else splits.mean.tolist()
+        self.feature_std = None if splits.std is None else splits.std.tolist()
+        self.class_names = splits.class_names
+        self.num_classes = None if splits.class_names is None else len(splits.class_names)
+        self.num_targets = self.target_mean = self.target_std = None
+        if splits.kind == "regression":
+            assert splits.train.target is not None
+            target = splits.train.target.double().view(len(splits.train), -1)
+            self.num_targets = target.shape[1]
+            self.target_mean = target.mean(dim=0).tolist()
+            std = target.std(dim=0, correction=0)
+            self.target_std = torch.where(std > 0, std, 1).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "task": [self.task, self.lengths and self.lengths[0], self.num_sequences],
+            "target": [self.target_kind, self.class_names],
+            "features": [self.vocab_size, self.feature_names],
+            "split": [self.seed, *self.shares],
+            "means of the training steps": self.feature_mean,
+            "deviations of the training steps": self.feature_std,
+            DIGEST: self._digest,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trainer: Any = self.trainer
+        resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        now = self.state_dict()
+        if self._is_generated and not resuming:
+            del now["task"], now["split"]  # generated sequences of another length or seed are new to the model
+        remedy = "Give the file and the split of its run; new sequences go in predict_path"
+        require_same_data(state_dict, now, f"sequences than those of {self.path or self.task}", remedy)
+
+    def _sampler(self, rows: SequenceDataset) -> LengthBatchSampler:
+        replicas, rank = replicas_and_rank(self)
+        return LengthBatchSampler(
+            rows.lengths,
+            self.batch_size,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            chunk_steps=self.chunk_steps,
+            num_replicas=replicas,
+            rank=rank,
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.train_rows, self._sampler(self.train_rows))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.val_rows, self._longest_first(self.val_rows))
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test_rows, self._longest_first(self.test_rows))
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of batches in the order of ``predict_ids``."""
+        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+
+    def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
+        max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence
+        replicas, rank = replicas_and_rank(self)
+        return LengthBatchSampler(
+            rows.lengths, self.batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
+        )
+
+    def _loader(self, rows: SequenceDataset, sampler: LengthBatchSampler) -> ResumableLoader:
+        return resumable_loader(rows, sampler, self, self.num_workers)

@@ -1,0 +1,5 @@
+"""Tables of numbers and categories.
+
+``files`` reads CSV and Parquet files for all datamodules and raises an error where a value would be misread;
+``datamodule`` makes samples of the rows of a table.
+"""

@@ -1,0 +1,218 @@
+"""Tables for classification. Shapes: B rows of a batch, D features."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.compose import ColumnTransformer
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from torch import Tensor
+
+from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
+from lightning_accel.data.preprocessing import RawColumns
+from lightning_accel.data.quoting import shown
+from lightning_accel.data.tables.files import (
+    as_numbers,
+    as_text,
+    existing_file,
+    holds_numbers,
+    read_classes,
+    read_table,
+    require_columns,
+    split_in_three,
+)
+from lightning_accel.ops.names import list_of_names
+
+
+class TabularDataModule(InMemoryDataModule):
+    """Load rows of a CSV or Parquet file as batches of features (B, D) float32 and classes (B,) int64.
+
+    In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
+    feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
+    as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
+    A column that mixes numbers and text is an error unless ``categorical`` names it. Splits are stratified by class,
+    and the same file and ``split_seed`` give the same split on every machine.
+
+    After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
+    ``length``, ``colour=red`` and ``missingindicator_length``.
+
+    A checkpoint stores a description of the fitted data; loading it with another file, split or order of columns is an
+    error, since the model would read features it was not trained on, or be tested on rows it was trained on.
+
+    Args:
+        path: file with a header: ``.csv``, ``.csv.gz`` or ``.parquet``.
+        target: column of the classes.
+        categorical: columns of numbers, or of numbers and text, to read as categories.
+        ignore: columns that are no features, such as a key.
+        missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
+            other defaults of pandas.
+        separator: separator of the fields of a CSV file.
+        decimal: decimal mark of a CSV file.
+        val_share: share of the rows that validate.
+        test_share: share of the rows that test.
+        split_seed: seed of the splits.
+        batch_size: samples per process and step.
+        num_workers: workers that load batches; 0 is fastest, since the rows are in memory.
+        predict_path: file of rows to predict, with the same feature columns, with or without the target; by default the
+            test rows.
+
+    Raises:
+        FileNotFoundError: if a file does not exist.
+        ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
+            or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
+            numbers, infinities, dates or a missing class, or has too few rows of a class to split; in
+            ``load_state_dict``, if the checkpoint was trained on other rows.
+    """
+
+    test_rows: BatchTensorDataset
+    num_features: int
+    num_classes: int
+    class_names: list[str]
+    feature_names: list[str]
+
+    def __init__(
+        self,
+        path: str | Path,
+        target: str,
+        *,
+        categorical: str | Sequence[str] = (),
+        ignore: str | Sequence[str] = (),
+        missing: str | Sequence[str] = (),
+        separator: str = ",",
+        decimal: str = ".",
+        val_share: float = 0.15,
+        test_share: float = 0.15,
+        split_seed: int = 0,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        predict_path: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        require_loading_options(batch_size, split_seed, num_workers)
+        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+            raise ValueError(
+                "val_share and test_share must be above 0 and leave rows to train on; "
+                f"got val_share={val_share}, test_share={test_share}"
+            )
+        self.path = existing_file(path)
+        self.predict_path = None if predict_path is None else existing_file(predict_path)
+        self.target = target
+        self.categorical = list_of_names(categorical)
+        self.ignore = list_of_names(ignore)
+        self.missing = list_of_names(missing)
+        self.separator = separator.replace("\\t", "\t")  # as a shell passes it
+        self.decimal = decimal
+        self.val_share = val_share
+        self.test_share = test_share
+        self.split_seed = split_seed
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+
+    def setup(self, stage: str | None = None) -> None:
+        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
+            return
+        table = self._read(self.path, [self.target, *self.categorical])
+        require_columns(table, [self.target, *self.categorical, *self.ignore], self.path)
+        labels, self.class_names = read_classes(table[self.target], self.path)
+        self.num_classes = len(self.class_names)
+        shares = self.val_share, self.test_share
+        train, val, test = split_in_three(labels, len(labels), shares, self.split_seed, self.path)
+        self._feature_columns = [c for c in table.columns if c != self.target and c not in self.ignore]
+        if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
+            raise ValueError(
+                f"{self.path} has a column without a name, perhaps row numbers that were written with the table; list "
+                f"it under ignore as {shown(nameless[0])}, or give it a name"
+            )
+        if not self._feature_columns:
+            raise ValueError(
+                f"{self.path} has no column left for features beside {shown(self.target)} and those ignored"
+            )
+        features, is_number = self._read_features(table, self.path)
+        encoder = self._encoder = _make_encoder(is_number).fit(features.iloc[train])
+        self.feature_names = _feature_names(encoder, self.path)
+        self.num_features = len(self.feature_names)
+        self._centres = np.asarray(features.iloc[train].mean(numeric_only=True)).tolist()
+        fitted = features.iloc[np.concatenate([train, val])]
+        columns = [fitted[name].to_numpy() if number else fitted[name].tolist() for name, number in is_number.items()]
+        self._digest = digest_of(labels[train], labels[val], *columns)
+        rows, targets = _to_tensor(encoder.transform(features)), torch.from_numpy(labels)
+        self.train_rows, self.val_rows, self.test_rows = (
+            BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
+        )
+        self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
+        if self.predict_path is not None:
+            table = self._read(self.predict_path, [name for name, number in is_number.items() if not number])
+            require_columns(table, self._feature_columns, self.predict_path)
+            features, _ = self._read_features(table, self.predict_path, is_number)
+            self.predict_rows = BatchTensorDataset(_to_tensor(encoder.transform(features)))
+
+    def preprocessing(self) -> RawColumns:
+        """Return the module that encodes rows of the table as features, for exported models that take raw rows."""
+        return RawColumns(self._encoder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "columns": self.feature_names,
+            "classes": self.class_names,
+            "split": [self.split_seed, self.val_share, self.test_share],
+            "means of the training rows": self._centres,
+            DIGEST: self._digest,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        remedy = "Give the file and the split of its run; new rows go in predict_path"
+        require_same_data(state_dict, self.state_dict(), f"data than {self.path}", remedy)
+
+    def _read(self, path: Path, text_columns: Sequence[str]) -> pd.DataFrame:
+        return read_table(path, self.separator, self.decimal, self.missing, text_columns)
+
+    def _read_features(
+        self, table: pd.DataFrame, path: Path, is_number: dict[str, bool] | None = None
+    ) -> tuple[pd.DataFrame, dict[str, bool]]:
+        """Return the feature columns as float64 or text, and which are numbers; ``is_number`` says so if known."""
+        if is_number is None:
+            is_number = {
+                name: name not in self.categorical and holds_numbers(table[name], path)
+                for name in self._feature_columns
+            }
+        columns = {
+            name: as_numbers(table[name], path) if number else as_text(table[name], path)
+            for name, number in is_number.items()
+        }
+        return pd.DataFrame(columns, index=table.index), is_number
+
+
+def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:
+    numbers = make_pipeline(
+        SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True), StandardScaler()
+    )
+    categories = OneHotEncoder(
+        handle_unknown="ignore", sparse_output=False, feature_name_combiner=lambda column, value: f"{column}={value}"
+    )
+    return ColumnTransformer(
+        [
+            ("number", numbers, [name for name, number in is_number.items() if number]),
+            ("category", categories, [name for name, number in is_number.items() if not number]),
+        ]
+    )
+
+
+def _feature_names(encoder: ColumnTransformer, path: Path) -> list[str]:
+    names = [name.partition("__")[2] for name in encoder.get_feature_names_out()]  # without number__ and category__
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"{path} gives two features the name {shown(twice[0])}: a column and what is made of another, or two "
+            "categories; rename a column, or list it under ignore"
+        )
+    return names
+
+
+def _to_tensor(features: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(features, dtype=np.float32))

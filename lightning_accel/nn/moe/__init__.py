@@ -1,0 +1,11 @@
+"""Mixture of experts: a gate, experts, and statistics of their load.
+
+``gating`` chooses experts for each token and computes the losses and biases that balance them. ``layer`` permutes
+tokens to their experts, computes these by ``ops.expert_mlp``, and combines the outputs. ``load`` counts what each
+expert was given; gates and callbacks read it. Strategies find experts by the attributes of ``layer.Experts``, not by
+its class.
+"""
+
+from lightning_accel.nn.moe.layer import Experts, MixtureOfExperts, MixtureOutput, read_transformers, write_transformers
+
+__all__ = ["Experts", "MixtureOfExperts", "MixtureOutput", "read_transformers", "write_transformers"]

@@ -1,0 +1,247 @@
+"""Sums of products over triples of nodes. Shapes: N nodes, B graphs, M entries, E edges, T triangles, R channels.
+
+The ``weight`` (E, R) of each edge among the nodes of a term multiplies it; None means weights of 1. Sums over open
+wedges are sums over all paths of two edges minus those in triangles. This difference is accurate in float32 only if
+both sides use exactly the same mapped features: hence maps are applied before the sums over neighbours. Where most
+paths are in triangles, the difference is small compared with both sides, which are float64 there.
+"""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_accel.ops.triples.find import Triples, neighbour_sum, triangle_sum
+
+# Which weights of a triangle multiply the term at its corner r, with other corners s and t: all three, those of rs and
+# rt, that of st, or those of the path from r through the node of x to the node of y.
+Edges: TypeAlias = Literal["all", "spokes", "opposite", "path"]
+
+_FEW_NEIGHBOURS, _MANY_NEIGHBOURS = 6, 2**14
+_TRIANGLES_AT_A_TIME = 2**16  # about 12 * R numbers per triangle are in memory
+
+
+class Graphs:
+    """Sum over the nodes of each graph of a batch; ``batch`` (N,) is the graph of each node, None for one graph."""
+
+    def __init__(self, batch: Tensor | None, size: int | None) -> None:
+        if size is None:
+            size = 1 if batch is None else int(batch.max()) + 1 if batch.numel() else 0
+        self.batch, self.size = batch, size
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum ``value`` (N, R) to (B, R)."""
+        if self.batch is None:
+            total = value.sum(dim=0, keepdim=True)
+            return total if self.size == 1 else torch.cat([total, total.new_zeros(self.size - 1, total.shape[1])])
+        return value.new_zeros(self.size, value.shape[1]).index_add(0, self.batch, value)
+
+
+class SubsetCounts(NamedTuple):
+    """Hold the numbers of subsets of three nodes with 3, 2, 1 and 0 edges, (B, 1) int64 each."""
+
+    triangle: Tensor
+    wedge: Tensor
+    edge: Tensor
+    empty: Tensor
+
+
+def path_counts(triples: Triples) -> Tensor:
+    """Count the paths of two edges with each node as centre, (N, 1) int64."""
+    degree = triples.rowptr.diff().unsqueeze(1)
+    return degree * (degree - 1) // 2
+
+
+def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
+    degree = triples.rowptr.diff()
+    per_node = [torch.ones_like(degree), degree, path_counts(triples)[:, 0], triples.num_triangles]
+    nodes, ends, paths, corners = graphs.sum(torch.stack(per_node, dim=1)).split(1, dim=1)
+    triangle = corners // 3
+    wedge = paths - 3 * triangle
+    edge = ends // 2 * (nodes - 2) - 2 * wedge - 3 * triangle  # each edge with each third node
+    empty = nodes * (nodes - 1) * (nodes - 2) // 6 - triangle - wedge - edge
+    return SubsetCounts(triangle, wedge, edge, empty)
+
+
+def needs_float64(triples: Triples) -> bool:
+    """Return whether differences of sums over all paths and over paths in triangles need float64.
+
+    They do if at some node half of the pairs of neighbours are joined, or if rounding errors of many neighbours add up.
+    This is checked only on CPU; a GPU would have to wait for the result, and a compiled program must not depend on the
+    data, so both always use float64.
+    """
+    if triples.rowptr.device.type == "mps":
+        return False  # MPS does not support float64
+    if not triples.rowptr.is_cpu or torch.compiler.is_compiling():
+        return True
+    degree = triples.rowptr.diff()
+    dense = (4 * triples.num_triangles >= degree * (degree - 1)) & (degree >= _FEW_NEIGHBOURS)
+    return bool(dense.any()) or bool((degree > _MANY_NEIGHBOURS).any())
+
+
+def in_float64(value: Tensor, triples: Triples) -> Tensor:
+    """Cast ``value`` to float64 if :func:`needs_float64`."""
+    return value.double() if needs_float64(triples) else value
+
+
+def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``a_i a_j a_k`` over the triangles of each graph: (B, R)."""
+    others = weighted_triangle_sum(a, None, weight, triples, "all")
+    return graphs.sum(a * others) / 3  # each triangle is counted at its three corners
+
+
+def sum_wedges(b: Tensor, c: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``c_v b_u b_w`` over the open wedges u - v - w of each graph: (B, R)."""
+    b = in_float64(b, triples)
+    pairs = _neighbour_pairs(b, weight, triples)
+    total = graphs.sum(c * (pairs - weighted_triangle_sum(b, None, weight, triples, "spokes")))
+    return total.to(c.dtype)
+
+
+def sum_edges(p: Tensor, q: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``p_i p_j q_k`` over edges ij and nodes k adjacent to neither: (B, R).
+
+    For each edge the sum over all nodes minus the neighbours of either end (which include the ends) plus the common
+    neighbours, which were subtracted twice. It uses float64, as the terms may nearly cancel.
+    """
+    dtype = p.dtype
+    p, q = (x if x.device.type == "mps" else x.double() for x in (p, q))
+    ends = p * weighted_neighbour_sum(p, weight, triples)
+    adjacent = graphs.sum(ends * neighbour_sum(q, triples))
+    both = graphs.sum(q * weighted_triangle_sum(p, None, weight, triples, "opposite"))
+    return (graphs.sum(ends) / 2 * graphs.sum(q) - adjacent + both).to(dtype)
+
+
+def sum_empty(r: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
+    """Sum ``r_i r_j r_k`` over three nodes without an edge: (B, R); ``weight`` is ignored.
+
+    It is the sum over all subsets, an elementary symmetric polynomial computed from power sums, minus those with edges;
+    in float64, as the terms may nearly cancel.
+    """
+    dtype = r.dtype
+    r = r if r.device.type == "mps" else r.double()
+    first, second, third = graphs.sum(r), graphs.sum(r * r), graphs.sum(r**3)
+    everything = (first**3 - 3 * first * second + 2 * third) / 6
+    around, squares = neighbour_sum(torch.cat([r, r * r], dim=1), triples).chunk(2, dim=1)
+    at_corner = graphs.sum(r * triangle_sum(r, None, triples))  # three times the triangles
+    wedge = graphs.sum(r * (around * around - squares)) / 2 - at_corner
+    edge = graphs.sum(r * around) / 2 * first - graphs.sum(r * around * around) + at_corner
+    return (everything - at_corner / 3 - wedge - edge).to(dtype)
+
+
+class RootedSums(NamedTuple):
+    """Hold sums over the triples of each node, (N, R) each."""
+
+    triangle: Tensor  # b_j b_k over the triangles {i, j, k} of i
+    centre: Tensor  # b_j b_k over the open wedges j - i - k
+    leaf: Tensor  # c_j b_k over the open wedges i - j - k
+
+
+def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> RootedSums:
+    """Compute the sums over each node's triples from ``maps`` (N, 2 R), b and c concatenated, in their dtype."""
+    dtype = maps.dtype
+    maps = in_float64(maps, triples)
+    b, c = maps.chunk(2, dim=1)
+    if weight is None:  # few calls with many columns, as the overhead of calls dominates for small graphs
+        around, around_c, squares = neighbour_sum(torch.cat([maps, b * b], dim=1), triples).chunk(3, dim=1)
+        twice, path = triangle_sum(maps, torch.cat([b, b], dim=1), triples).chunk(2, dim=1)
+        triangle = closed = twice / 2
+    else:
+        around, squares, around_c = (
+            weighted_neighbour_sum(value, w, triples)
+            for value, w in ((b, weight), (b * b, weight * weight), (c, weight * weight))
+        )
+        triangle = weighted_triangle_sum(b, None, weight, triples, "all")
+        closed = weighted_triangle_sum(b, None, weight, triples, "spokes")
+        path = weighted_triangle_sum(c, b, weight, triples, "path")
+    centre = (around * around - squares) / 2 - closed
+    walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # minus walks that return to i
+    return RootedSums(triangle.to(dtype), centre.to(dtype), (walks - path).to(dtype))
+
+
+def count_rooted(triples: Triples) -> RootedSums:
+    """Count the terms in each of :func:`rooted_sums`, (N, 1) int64."""
+    degree = triples.rowptr.diff().unsqueeze(1)
+    triangle = triples.num_triangles.unsqueeze(1)
+    walks = neighbour_sum(degree.double(), triples).long() - degree
+    return RootedSums(triangle, path_counts(triples) - triangle, walks - 2 * triangle)
+
+
+def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:
+    """Average ``value`` (M, R) over the entries of ``edge_index`` for each undirected edge: (E, R), without loops."""
+    num_nodes, num_edges = triples.num_nodes, triples.edge.shape[1]
+    low, high = edge_index.amin(dim=0), edge_index.amax(dim=0)
+    found = torch.searchsorted(edge_keys(triples), low * num_nodes + high)
+    edge = torch.where(low == high, num_edges, found)  # loops are written to an extra row
+    total = value.new_zeros(num_edges + 1, value.shape[1]).index_add(0, edge, value)
+    copies = value.new_zeros(num_edges + 1).index_add(0, edge, torch.ones_like(value[:, 0]))
+    return (total / copies.clamp(min=1).unsqueeze(1))[:num_edges]
+
+
+def weighted_neighbour_sum(x: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    """Sum ``x_j w_ij`` over the neighbours j of each node i: (N, R)."""
+    if weight is None:
+        return neighbour_sum(x, triples)
+    row = torch.repeat_interleave(triples.rowptr.diff(), output_size=len(triples.col))
+    return torch.zeros_like(x).index_add(0, row, x[triples.col] * weight[triples.edge_of].to(x.dtype))
+
+
+def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, triples: Triples, edges: Edges) -> Tensor:
+    """Sum ``x_s x_t``, or ``x_s y_t + x_t y_s``, times edge weights, over the triangles {r, s, t} of each node r.
+
+    With weights the triangles {r, s, t} are processed in chunks that are computed again in the backward pass, to bound
+    memory; compiled, in a single chunk, as the number of chunks must not depend on the data.
+
+    Args:
+        x: (N, R).
+        y: (N, R).
+        weight: (E, R).
+        triples: edges and triangles of the graph.
+        edges: which of the three weights multiply a term.
+
+    Returns:
+        (N, R).
+    """
+    if weight is None:
+        return triangle_sum(x, y, triples)
+    node, opposite = triples.triangle, triples.side
+    if torch.compiler.is_compiling() or node.shape[1] <= _TRIANGLES_AT_A_TIME:
+        return _chunk_sum(x, y, weight, node, opposite, edges)
+    total = torch.zeros_like(x)
+    for chunk in zip(node.split(_TRIANGLES_AT_A_TIME, dim=1), opposite.split(_TRIANGLES_AT_A_TIME, dim=1), strict=True):
+        total = total + checkpoint(
+            _chunk_sum, x, y, weight, *chunk, edges, use_reentrant=False, preserve_rng_state=False
+        )
+    return total
+
+
+def edge_keys(triples: Triples) -> Tensor:
+    """Return a unique key for each edge, (E,) ascending: ``u * N + v`` for u < v."""
+    return triples.edge[0] * triples.num_nodes + triples.edge[1]
+
+
+def _neighbour_pairs(b: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    """Sum ``b_j b_k`` over the pairs of neighbours of each node."""
+    if weight is None:
+        around, squares = neighbour_sum(torch.cat([b, b * b], dim=1), triples).chunk(2, dim=1)
+    else:
+        around = weighted_neighbour_sum(b, weight, triples)
+        squares = weighted_neighbour_sum(b * b, weight * weight, triples)
+    return (around * around - squares) / 2
+
+
+def _chunk_sum(x: Tensor, y: Tensor | None, weight: Tensor, node: Tensor, opposite: Tensor, edges: Edges) -> Tensor:
+    xs, ws = x[node], weight[opposite].to(x.dtype)  # (3, T, R) each
+    ys = None if y is None else y[node]
+    total = torch.zeros_like(x)
+    for r, s, t in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        if edges == "path":  # r - s - t and r - t - s: the weight of rs lies opposite t
+            assert ys is not None
+            value = ws[r] * (ws[t] * xs[s] * ys[t] + ws[s] * xs[t] * ys[s])
+        else:
+            value = xs[s] * xs[t] if ys is None else xs[s] * ys[t] + xs[t] * ys[s]
+            value = value * ws[r] if edges != "spokes" else value
+            value = value * (ws[s] * ws[t]) if edges != "opposite" else value
+        total = total.index_add(0, node[r], value)
+    return total

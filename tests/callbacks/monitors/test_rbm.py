@@ -1,0 +1,410 @@
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from matplotlib.figure import Figure
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel import RBM, ContrastiveDivergence, ExactResume, FullyShardedStrategy, RBMMonitor
+from lightning_accel.callbacks.monitors.rbm_pictures import draw_rbm, filters, picture_shape, tile, to_pixels
+from tests.ranks import run_ranks
+
+
+class Foreign(L.LightningModule):
+    """A module that knows nothing of the callback, with two machines, the upper one with labels."""
+
+    def __init__(self, samplers=("pcd", "pcd"), sizes=(12, 5, 4), **options):
+        super().__init__()
+        first, second, third = sizes
+        self.lower = RBM(first, second, **options)
+        self.upper = nn.ModuleDict({"inner": RBM(second, third, num_labels=3)})
+        self.sampling = [ContrastiveDivergence(one, num_chains=6) for one in samplers]
+
+    def training_step(self, batch, batch_idx):
+        visible = batch[0].flatten(1)
+        gap = self.sampling[0](self.lower, visible)
+        above = torch.cat([self.lower(visible).detach(), F.one_hot(batch[1], 3)], dim=1)
+        return gap + self.sampling[1](self.upper["inner"], above)
+
+    def validation_step(self, batch, batch_idx): ...
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OneMachine(L.LightningModule):
+    """The smallest module that trains a machine; batches are a tensor alone."""
+
+    def __init__(self, sampler="pcd", rbm=None):
+        super().__init__()
+        self.rbm = rbm or RBM(12, 5)
+        self.sampling = ContrastiveDivergence(sampler, num_chains=6)
+
+    def training_step(self, batch, batch_idx):
+        return self.sampling(self.rbm, batch.flatten(1))
+
+    def validation_step(self, batch, batch_idx): ...
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows(seed, num_rows=20):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(num_rows, 1, 4, 3, generator=generator).round()
+    return images, torch.arange(num_rows) % 3
+
+
+def trainer(callback, folder, **options):
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return L.Trainer(
+        **{
+            **dict.fromkeys(off, False), "accelerator": "cpu", "devices": 1, "max_epochs": 2, "callbacks": callback,
+            "default_root_dir": folder, "log_every_n_steps": 1, **options,
+        }
+    )  # fmt: skip
+
+
+def loaders(labelled=True):
+    data = [TensorDataset(*rows(seed)) if labelled else rows(seed)[0] for seed in (0, 1)]
+    return [DataLoader(one, 6) for one in data]
+
+
+def fit(module, callback, folder, labelled=True, ckpt_path=None, **options):
+    run = trainer(callback, folder, **options)
+    run.fit(module, *loaders(labelled), ckpt_path=ckpt_path, **({} if ckpt_path is None else {"weights_only": True}))
+    return run
+
+
+def gap_by_hand(rbm, training, validation):
+    with torch.no_grad():
+        return float(rbm.free_energy(validation).mean() - rbm.free_energy(training).mean())
+
+
+@pytest.fixture
+def empty_pictures(monkeypatch):
+    """Nothing is in the pictures, which take most of a run's time."""
+    monkeypatch.setattr("lightning_accel.callbacks.monitors.rbm.draw_rbm", lambda *_: Figure())
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_gap_is_that_of_the_first_rows(tmp_path):
+    module, callback = Foreign(), RBMMonitor(num_rows=10)
+    run = fit(module, callback, tmp_path)
+    (training, classes), (validation, more) = ([part[:10] for part in rows(seed)] for seed in (0, 1))
+    lower = [images.flatten(1) for images in (training, validation)]
+    upper = [
+        torch.cat([module.lower(images), F.one_hot(labels, 3)], dim=1).detach()
+        for images, labels in zip(lower, (classes, more), strict=True)
+    ]
+    expected = {"lower": gap_by_hand(module.lower, *lower), "upper.inner": gap_by_hand(module.upper["inner"], *upper)}
+    for name, gap in expected.items():
+        assert [step for step, _ in callback.gaps[name]] == [4, 8]
+        assert callback.gaps[name][-1][1] == pytest.approx(gap, abs=1e-5)
+        assert float(run.logged_metrics[f"val/free_energy_gap/{name}"]) == pytest.approx(gap, abs=1e-5)
+    assert len(run.logged_metrics) == 2
+    assert abs(expected["lower"]) > 1e-3
+
+
+def test_picture_lies_in_the_run_folder_and_in_tensorboard(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    drawn = []
+    logger.experiment.add_figure = lambda tag, figure, step: drawn.append((tag, step))
+    fit(Foreign(), RBMMonitor("pictures"), tmp_path, logger=logger)
+    folder = tmp_path / "lightning_logs" / "version_0" / "pictures"
+    assert sorted(path.name for path in folder.iterdir()) == ["rbm_lower.png", "rbm_upper.inner.png"]
+    assert all(path.stat().st_size > 5000 for path in folder.iterdir())
+    assert drawn == [(f"rbm/{name}", step) for step in (4, 8) for name in ("lower", "upper.inner")]
+
+
+def test_loggers_that_take_images_get_them(tmp_path):
+    class Images(L.pytorch.loggers.CSVLogger):
+        images = []  # noqa: RUF012
+
+        def log_image(self, key, images, step):
+            self.images.append((key, images[0].shape[2], step))
+
+    fit(OneMachine(), RBMMonitor(), tmp_path, labelled=False, logger=Images(tmp_path), max_epochs=1)
+    assert Images.images == [("rbm/rbm", 4, 4)]
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_views_show_chains_rows_and_what_they_stand_for(tmp_path):
+    module, callback = Foreign(), RBMMonitor(num_rows=9)
+    fit(module, callback, tmp_path)
+    views = callback._compute_views(module)
+    lower, upper = views["lower"], views["upper.inner"]
+    pixels = rows(1)[0][:9].flatten(1)
+    assert lower.rows.equal(pixels)
+    assert upper.pixels.equal(pixels)
+    torch.testing.assert_close(upper.rows[:, :5], module.lower(pixels).detach())
+    assert upper.rows[:, 5:].argmax(dim=1).tolist() == rows(1)[1][:9].tolist()
+    assert lower.chains.equal(module.sampling[0].chains)
+    assert upper.chains.equal(module.sampling[1].chains)
+    assert [view.below for view in views.values()] == [[], [lower.rbm]]
+
+
+def test_upper_machines_are_shown_in_the_lowest_ones_pixels():
+    first, second, third = RBM(6, 5, num_labels=2), RBM(5, 4), RBM(4, 3, num_labels=2)
+    for rbm in (first, second, third):
+        nn.init.normal_(rbm.weight)
+        nn.init.normal_(rbm.visible_bias)
+    states = torch.rand(7, 6)
+    middle = (states[:, :4] @ second.weight + second.visible_bias).sigmoid()
+    pixels = (middle @ first.weight + first.visible_bias)[:, :6].sigmoid()
+    torch.testing.assert_close(to_pixels(states, third, [first, second]), pixels)
+    expected = third.weight[:, :4] @ second.weight @ first.weight[:, :6]
+    torch.testing.assert_close(filters(third, [first, second]), expected)
+    assert to_pixels(torch.rand(7, 8), first, []).shape == (7, 6)
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_training_is_the_same_with_and_without_it(tmp_path):
+    results = []
+    for callback in (None, RBMMonitor()):
+        torch.manual_seed(0)
+        module = Foreign()
+        fit(module, callback, tmp_path)
+        results.append((module.state_dict(), torch.rand(1), [one.state_dict() for one in module.sampling]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_curve_goes_on_where_a_run_resumes(tmp_path):
+    whole, first, second = RBMMonitor(), RBMMonitor(), RBMMonitor()
+    modules = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        modules.append(OneMachine("cd"))
+    shuffled = {"labelled": False, "max_epochs": 1}
+    fit(modules[0], whole, tmp_path, **{**shuffled, "max_epochs": 2})
+    fit(modules[1], first, tmp_path, **shuffled).save_checkpoint(tmp_path / "a.ckpt")
+    run = trainer(second, tmp_path, max_epochs=2)
+    other, validation = DataLoader(rows(7)[0], 6), loaders(False)[1]  # other rows come first now
+    run.fit(modules[2], other, validation, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert second.gaps["rbm"][0] == whole.gaps["rbm"][0]
+    assert [step for step, _ in second.gaps["rbm"]] == [4, 8]
+    training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
+    assert second.gaps["rbm"][1][1] == pytest.approx(gap_by_hand(modules[2].rbm, training, held_out), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.usefixtures("empty_pictures")
+def test_a_run_that_stops_before_its_rows_are_complete_goes_on_with_them(tmp_path):
+    module, again = OneMachine("cd"), RBMMonitor()
+    for callback, resumed in ((RBMMonitor(), None), (again, tmp_path / "step=2.ckpt")):
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        options = {"labelled": False, "enable_checkpointing": True, "ckpt_path": resumed}
+        fit(module, [callback, saving, ExactResume()], tmp_path, **options)
+    assert again._training.values.equal(rows(0)[0])  # of which 12 were in the checkpoint
+    training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
+    assert again.gaps["rbm"][-1] == (8, pytest.approx(gap_by_hand(module.rbm, training, held_out), abs=1e-5))
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_another_fit_starts_anew(tmp_path):
+    callback = RBMMonitor()
+    for seed in (0, 2):
+        trainer(callback, tmp_path).fit(OneMachine(), DataLoader(rows(seed)[0], 6), loaders(False)[1])
+        assert [step for step, _ in callback.gaps["rbm"]] == [4, 8]
+        assert callback._training.values.equal(rows(seed)[0])
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_pictures_may_be_drawn_less_often(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    drawn = []
+    logger.experiment.add_figure = lambda tag, figure, step: drawn.append(step)
+    callback = RBMMonitor(every_n_validations=2)
+    fit(OneMachine(), callback, tmp_path, labelled=False, logger=logger, max_epochs=5)
+    assert drawn == [8, 16, 20]  # the last at the end
+    assert [step for step, _ in callback.gaps["rbm"]] == [4, 8, 12, 16, 20]
+    again = RBMMonitor(every_n_validations=2)
+    again.load_state_dict(callback.state_dict())
+    assert again.state_dict() == callback.state_dict()
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_at_most_num_rows_are_kept_and_none_of_the_batch(tmp_path):
+    callback = RBMMonitor(num_rows=4)
+    fit(OneMachine(), callback, tmp_path, labelled=False)
+    for kept in (callback._training, callback._validation):
+        assert kept.values.shape == (4, 1, 4, 3)
+        assert kept.values.untyped_storage().nbytes() == 4 * 12 * 4
+
+
+def test_without_validation_training_rows_are_drawn_at_the_end(tmp_path):
+    module, callback = OneMachine(), RBMMonitor()
+    trainer(callback, tmp_path).fit(module, loaders(False)[0])
+    assert (tmp_path / "figures" / "rbm_rbm.png").stat().st_size > 5000
+    assert callback.gaps == {"rbm": []}
+    assert callback._compute_views(module)["rbm"].rows.equal(rows(0)[0].flatten(1))
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_batches_may_be_dicts(tmp_path):
+    class OfDicts(Foreign):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(list(batch.values()), batch_idx)
+
+    data = [[{"image": image, "class": label} for image, label in zip(*rows(seed), strict=True)] for seed in (0, 1)]
+    callback = RBMMonitor()
+    trainer(callback, tmp_path).fit(OfDicts(), *(DataLoader(one, 6) for one in data))
+    assert [len(points) for points in callback.gaps.values()] == [2, 2]
+
+
+def test_validation_outside_of_a_fit_draws_nothing(tmp_path):
+    trainer(RBMMonitor(), tmp_path).validate(OneMachine(), loaders(False)[1], verbose=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning's own, which pytest.warns raises anew
+def test_rows_that_fit_no_machine_are_told(tmp_path):
+    class Encoded(OneMachine):
+        def training_step(self, batch, batch_idx):
+            return self.sampling(self.rbm, batch.flatten(1)[:, :7])
+
+    with pytest.warns(UserWarning, match="rows of 12 values, the first part of a batch, fit no RBM of Encoded"):
+        fit(Encoded(rbm=RBM(7, 5)), RBMMonitor(), tmp_path, labelled=False)
+    assert (tmp_path / "figures" / "rbm_rbm.png").exists()
+
+
+@pytest.mark.parametrize(
+    "rbm",
+    [
+        lambda: RBM(12, 5, visible="gaussian", learn_variance=True),
+        lambda: RBM(12, 5, visible="categorical", num_categories=3),
+        lambda: RBM(12, 5).double(),
+        lambda: RBM(12, 5).bfloat16(),
+    ],
+    ids=["gaussian", "categorical", "double", "bfloat16"],
+)
+def test_every_kind_of_unit_and_type_is_drawn(tmp_path, rbm):
+    module, callback = OneMachine("cd", rbm()), RBMMonitor()
+    module.training_step = lambda batch, batch_idx: module.rbm.weight.sum() * 0
+    fit(module, callback, tmp_path, labelled=False, max_epochs=1)
+    assert (tmp_path / "figures" / "rbm_rbm.png").exists()
+    ((_, gap),) = callback.gaps["rbm"]
+    training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
+    exact = RBM.free_energy(
+        callback._compute_views(module)["rbm"].rbm, held_out.double().to(module.rbm.weight.dtype)
+    ).mean()
+    assert np.isfinite(gap)
+    assert torch.isfinite(exact)
+    if module.rbm.weight.dtype != torch.bfloat16:
+        dtype = module.rbm.weight.dtype
+        assert gap == pytest.approx(gap_by_hand(module.rbm, training.to(dtype), held_out.to(dtype)), abs=1e-5)
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_mixed_precision_compares_in_float32(tmp_path):
+    module, callback = OneMachine(), RBMMonitor()
+    fit(module, callback, tmp_path, labelled=False, precision="bf16-mixed")
+    training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
+    assert callback.gaps["rbm"][-1][1] == pytest.approx(gap_by_hand(module.rbm, training, held_out), abs=1e-5)
+
+
+def test_weights_that_are_not_finite_are_drawn(tmp_path):
+    module = OneMachine("cd", RBM(12, 5))
+    nn.init.constant_(module.rbm.weight, torch.nan)
+    fit(module, RBMMonitor(), tmp_path, labelled=False, max_epochs=1)
+    assert (tmp_path / "figures" / "rbm_rbm.png").exists()
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_long_curves_are_thinned(tmp_path):
+    module, callback = OneMachine(), RBMMonitor(num_rows=2)
+    callback.gaps = {"rbm": [(step, 0.0) for step in range(-400, 0)]}
+    fit(module, callback, tmp_path, labelled=False, max_epochs=1)
+    assert [step for step, _ in callback.gaps["rbm"]] == [*range(-400, 0, 2), 4]
+
+
+def test_tiles_stand_in_rows_with_gaps():
+    sheet = tile(np.arange(12.0).reshape(3, 2, 2), 2)
+    nan = np.nan
+    expected = [[0, 1, nan, 4, 5], [2, 3, nan, 6, 7], [nan] * 5, [8, 9, nan, nan, nan], [10, 11, nan, nan, nan]]
+    np.testing.assert_array_equal(sheet, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_pixels", "shape", "expected"),
+    [(12, (4, 3), (4, 3)), (12, (1, 4, 3), (4, 3)), (12, (3, 2, 2), (6, 2)), (9, None, (3, 3)), (9, (4, 3), (3, 3)),
+     (12, None, (1, 12)), (12, (12,), (1, 12))],
+)  # fmt: skip
+def test_shape_of_a_picture(num_pixels, shape, expected):
+    assert picture_shape(num_pixels, shape) == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 40])
+def test_each_row_stands_over_its_reconstruction(tmp_path, num_rows):
+    module, callback = OneMachine(rbm=RBM(12, 5)), RBMMonitor()
+    callback._validation = None
+    view = callback._compute_views(module)["rbm"]
+    data = torch.rand(num_rows, 12)
+    figure = draw_rbm(view._replace(rows=data, pixels=data), "machine", (4, 3), [1, 2], [0.5, 0.25])
+    (image,) = figure.axes[2].images
+    sheet = image.get_array().filled(-1)
+    columns = (sheet.shape[1] + 1) // 4
+    assert (sheet.shape[0] + 1) % 10 == 0
+    again = view.rbm.reconstruct(data).view(-1, 4, 3).numpy()
+    for row in range((sheet.shape[0] + 1) // 10):
+        for column in range(columns):
+            at = row * columns + column
+            top, left = row * 10, column * 4
+            np.testing.assert_allclose(sheet[top : top + 4, left : left + 3], data[at].view(4, 3).numpy())
+            np.testing.assert_allclose(sheet[top + 5 : top + 9, left : left + 3], again[at])
+    (line, _) = figure.axes[4].lines
+    assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.25]]
+
+
+def test_module_without_machines_is_refused(tmp_path):
+    class Plain(OneMachine):
+        def __init__(self):
+            L.LightningModule.__init__(self)
+            self.layer = nn.Linear(2, 2)
+
+    with pytest.raises(TypeError, match="RBMMonitor found no RBM in Plain; take the callback out, or put such layers"):
+        fit(Plain(), RBMMonitor(), tmp_path)
+
+
+def test_shapes_and_numbers_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"as many pixels as an RBM of Foreign has .*, 12, 5; got \(3, 3\), 9 pixels"):
+        fit(Foreign(), RBMMonitor(image_shape=(3, 3)), tmp_path)
+    with pytest.raises(ValueError, match="num_rows and every_n_validations must be at least 1; got num_rows=0, "):
+        RBMMonitor(num_rows=0)
+
+
+def check_ranks(rank, folder, sharded):
+    torch.manual_seed(0)
+    module, callback = OneMachine(), RBMMonitor()
+    strategy = FullyShardedStrategy if sharded else DDPStrategy
+    run = trainer(callback, folder, strategy=strategy(), devices=2, max_epochs=1)
+    run.fit(module, *loaders(False))
+    at_the_end = RBMMonitor("end")
+    trainer(at_the_end, folder, strategy=strategy(), devices=2, max_epochs=1).fit(module, loaders(False)[0])
+    found = [path.name for path in sorted(folder.glob("*/*.png"))]
+    return callback.gaps, sorted(run.logged_metrics), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_first_of_two_processes_draws(tmp_path, sharded):
+    (gaps, logged, pictures), (no_gaps, nothing, _) = run_ranks(check_ranks, tmp_path, sharded)
+    assert [step for step, _ in gaps["rbm"]] == [2]
+    assert (logged, nothing) == (["val/free_energy_gap/rbm"], [])
+    assert no_gaps == {"rbm": []}
+    assert pictures == ["rbm_rbm.png", "rbm_rbm.png"]
+
+
+@pytest.mark.gpu
+def test_machines_on_cuda_are_drawn(tmp_path):
+    module, callback = OneMachine(), RBMMonitor()
+    fit(module, callback, tmp_path, labelled=False, accelerator="gpu", precision="bf16-mixed")
+    training, held_out = (rows(seed)[0].flatten(1) for seed in (0, 1))
+    expected = gap_by_hand(module.cpu().rbm, training, held_out)
+    assert callback.gaps["rbm"][-1][1] == pytest.approx(expected, abs=1e-5)

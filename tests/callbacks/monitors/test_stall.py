@@ -1,0 +1,97 @@
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_accel import StallMonitor
+from tests.ranks import run_ranks
+
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "max_epochs": 1,
+}  # fmt: skip
+
+
+class Line(L.LightningModule):
+    def __init__(self, stop_at=None):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.stop_at = stop_at
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.stop_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SleepyRows(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        time.sleep(2.0 if i == 3 else 0)
+        return torch.randn(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_names_the_loader_and_the_worker(workers, caplog):
+    trainer = L.Trainer(callbacks=[StallMonitor(after_s=0.4)], **QUIET)
+    trainer.fit(Line(), DataLoader(SleepyRows(), batch_size=1, num_workers=workers))
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("stall_monitor")]
+    assert trainer.global_step == 6
+    told = [one for one in told if "after training batch 2" in one]
+    assert 1 <= len(told) <= 4  # after 0.4, 0.8 and 1.6 s; the machine may take longer
+    fetched = r"from worker 0, process \d+, which is alive" if workers else "which this process loads itself"
+    for one in told:
+        assert re.search(rf"has stood still for \d s after training batch \d of epoch 0.*SleepyRows.*{fetched}", one)
+    for thread in [one for one in threading.enumerate() if one.name == "stalls"]:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def check_stopped_rank(rank, folder, stopped):
+    told = []
+
+    class Wakes(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+            if "does not" in told[-1]:
+                os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
+
+    if rank == stopped:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    logger, handler = logging.getLogger("lightning_accel.callbacks.monitors.stall"), Wakes()
+    logger.addHandler(handler)
+    try:
+        options = QUIET | {"devices": 2, "strategy": "ddp", "callbacks": [StallMonitor(after_s=1.0)]}
+        trainer = L.Trainer(**options)
+        trainer.fit(Line(stop_at=1 if rank == stopped else None), DataLoader(torch.randn(12, 2), batch_size=2))
+    finally:
+        logger.removeHandler(handler)
+    assert trainer.global_step == 3
+    return told
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_names_the_process_that_is_stopped(tmp_path, stopped):
+    told = run_ranks(check_stopped_rank, tmp_path, stopped)[1 - stopped]
+    assert re.search(rf"rank {1 - stopped} of 2 has stood still for \d s .*batch 1 of epoch 0|backward", told[0])
+    assert any(f"does not hear from rank {stopped}: stopped" in one for one in told)
+
+
+def test_seconds_must_be_positive():
+    with pytest.raises(ValueError, match="after_s must be above 0 seconds; got 0"):
+        StallMonitor(after_s=0)

@@ -1,0 +1,438 @@
+"""Rows of unequal lengths, in batches of any mates, against each row alone; and kernels against formulas."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+
+from lightning_accel import DynamicRNN
+from lightning_accel.nn.recurrent.dynamic import pool
+from lightning_accel.nn.recurrent.layer import CELLS
+from tests.tolerance import rounding
+
+SCANS = ("mingru", "minlstm")
+EXECUTIONS = {cell: ("padded", "staircase", "lanes" if cell in SCANS else "packed") for cell in CELLS}
+PAIRS = [(cell, execution) for cell in CELLS for execution in EXECUTIONS[cell]]
+INPUT, HIDDEN = 3, 4
+# two layers take at most 8 steps, each of INPUT + HIDDEN products, and gradients come back the same way
+CLOSE = rounding(torch.float32, 2 * 2 * 8 * (INPUT + HIDDEN))
+
+
+def make(cell, execution="auto", **options):
+    return DynamicRNN(INPUT, HIDDEN, 2, cell=cell, execution=execution, **options)
+
+
+def results(rnn, x, lengths, state=None):
+    """Output, pooled and states of each row, and the gradient of all weights and of the inputs' valid steps."""
+    x = x.clone().requires_grad_()
+    out = rnn(x, lengths, state)
+    states = out.state if isinstance(out.state, tuple) else (out.state,)
+    rows = [out.output, *([] if out.pooled is None else [out.pooled]), *(each.transpose(0, 1) for each in states)]
+    gradients = torch.autograd.grad(sum(row.sin().sum() for row in rows), [*rnn.parameters(), x], allow_unused=True)
+    return rows, gradients
+
+
+def ragged(lengths, padding=float("nan")):
+    x = torch.randn(len(lengths), max(lengths) + 1, INPUT)
+    return x.masked_fill((torch.arange(x.shape[1]) >= torch.tensor(lengths)[:, None])[..., None], padding)
+
+
+def random_state(cell, rows, directions):
+    parts = tuple(torch.randn(2 * directions, rows, HIDDEN) for _ in range(CELLS[cell].states))
+    return parts if len(parts) == 2 else parts[0]
+
+
+def take(state, row):
+    if state is None:
+        return None
+    return tuple(one[:, row : row + 1] for one in state) if isinstance(state, tuple) else state[:, row : row + 1]
+
+
+def doubled(state):
+    return (
+        tuple(one.double() for one in state) if isinstance(state, tuple) else state if state is None else state.double()
+    )
+
+
+def rows_alone():
+    """Each cell and execution with two poolings by default; slow with each other pooling, directions and states."""
+    every = [
+        (cell, execution, pooling, bidirectional, given)
+        for cell, execution in PAIRS
+        for bidirectional, given in ((False, False), (True, True))
+        for pooling in ("last", "attention", "none", "mean", "max")
+    ]
+    every += [
+        (cell, execution, "last", bidirectional, not bidirectional)
+        for cell, execution in PAIRS
+        for bidirectional in (False, True)
+    ]
+    quick = ("last", False, False), ("attention", True, True)
+    return [pytest.param(*case, marks=[] if case[2:] in quick else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("cell", "execution", "pooling", "bidirectional", "given"), rows_alone())
+def test_a_row_in_a_batch_equals_the_row_alone(request, cell, execution, pooling, bidirectional, given):
+    """In float64; and float32, which has kernels of its own, is as close to it as its rounding allows."""
+    torch.manual_seed(sum(request.node.name.encode()))
+    drawn = torch.randint(0, 9, (int(torch.randint(1, 6, ())),)).tolist()
+    fast = make(cell, execution, pooling=pooling, bidirectional=bidirectional)
+    rnn = copy.deepcopy(fast).double()
+    for lengths in ([3, 7, 0, 7, 1], drawn):
+        x = ragged(lengths)
+        state = random_state(cell, len(lengths), 1 + bidirectional) if given else None
+        rows, gradients = results(rnn, x.double(), torch.tensor(lengths), doubled(state))
+        alone = [results(rnn, x[i : i + 1, :n].double(), [n], doubled(take(state, i))) for i, n in enumerate(lengths)]
+        for number, row in enumerate(rows):
+            for i, (expected, _) in enumerate(alone):
+                mine = row[i, : lengths[i]] if number == 0 else row[i]
+                torch.testing.assert_close(mine, expected[number][0])
+        for number in range(len(gradients) - 1):
+            parts = [each[number] for _, each in alone if each[number] is not None]
+            total = sum(parts) if parts else None
+            if total is not None:
+                torch.testing.assert_close(gradients[number], total)
+        assert gradients[-1] is not None or not any(lengths)  # nothing depends on rows that are all empty
+        of_inputs = torch.zeros_like(x).double() if gradients[-1] is None else gradients[-1]
+        assert of_inputs.isfinite().all()
+        for i, n in enumerate(lengths):
+            if n:
+                torch.testing.assert_close(of_inputs[i, :n], alone[i][1][-1][0])
+            assert not of_inputs[i, n:].any()
+        assert not any(rows[0][i, n:].any() for i, n in enumerate(lengths))
+        found = results(fast, x, torch.tensor(lengths), state)
+        for one, exact in zip([*found[0], *found[1]], [*rows, *gradients], strict=True):
+            if exact is not None:
+                largest = max(1, float(exact.detach().abs().max()))
+                torch.testing.assert_close(one.double(), exact, rtol=0, atol=CLOSE * largest)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+@pytest.mark.parametrize("execution", ["padded", "staircase", "packed"])
+def test_copies_torch_with_its_numbers(cell, bidirectional, execution):
+    theirs = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}[cell](
+        INPUT, HIDDEN, 3, bidirectional=bidirectional, batch_first=True
+    )
+    ours = DynamicRNN.from_torch(theirs, execution=execution)
+    x, lengths = ragged([4, 6, 2], padding=0), torch.tensor([4, 6, 2])
+    state = tuple(torch.randn(3 * (1 + bidirectional), 3, HIDDEN) for _ in range(CELLS[cell].states))
+    state = state if cell == "lstm" else state[0]
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    expected, end = theirs(packed, state)
+    expected = pad_packed_sequence(expected, batch_first=True, total_length=x.shape[1])[0]
+    actual = ours(x, lengths, state)
+    torch.testing.assert_close(actual.output, expected)
+    torch.testing.assert_close(actual.state, end)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+def test_the_kernel_equals_the_formula(cell):
+    rnn = make(cell).double()
+    x, lengths = ragged([3, 5, 0], padding=0).double(), torch.tensor([3, 5, 0])
+    state = tuple(part.double() for part in random_state(cell, 3, 1)) if cell == "lstm" else None
+    fast = results(rnn, x, lengths, state)
+    for layer in rnn.layers:
+        layer.has_kernel = False
+    for execution in ("padded", "staircase"):
+        rnn.execution = execution
+        torch.testing.assert_close(results(rnn, x, lengths, state), fast, rtol=1e-10, atol=1e-12)
+
+
+def of_feng(cell, layer, x, h):
+    """Vanilla minGRU and minLSTM, step by step (Feng et al. 2024, algorithms 1 and 3)."""
+    weights, biases = layer.weight_ih.split(HIDDEN), layer.bias_ih.split(HIDDEN)
+    gates = [x @ weight.T + bias for weight, bias in zip(weights, biases, strict=True)]
+    if cell == "mingru":
+        z = gates[0].sigmoid()
+        return (1 - z) * h + z * gates[1]
+    f, i = gates[0].sigmoid(), gates[1].sigmoid()
+    return f / (f + i) * h + i / (f + i) * gates[2]
+
+
+@pytest.mark.parametrize("cell", SCANS)
+def test_scan_cells_equal_their_paper(cell):
+    rnn, x, h = DynamicRNN(INPUT, HIDDEN, cell=cell).double(), torch.randn(2, 9, INPUT).double(), torch.randn(2, HIDDEN)
+    expected, state = [], h.double()
+    for step in range(9):
+        state = of_feng(cell, rnn.layers[0], x[:, step], state)
+        expected.append(state)
+    torch.testing.assert_close(rnn(x, state=h.double()[None]).output, torch.stack(expected, 1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_norm": True}, {"zoneout": 0.3}], ids=["plain", "norm", "zoneout"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_steps_equal_the_whole(cell, options):
+    rnn = make(cell, **options).double().eval()
+    x = torch.randn(3, 5, INPUT).double()
+    whole = rnn(x)
+    state, outputs = None, []
+    for step in range(5):
+        output, state = rnn.step(x[:, step], state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.stack(outputs, 1), whole.output)
+    torch.testing.assert_close(state, whole.state)
+
+
+@pytest.mark.parametrize("execution", ["padded", "staircase"])
+@pytest.mark.parametrize("options", [{"layer_norm": True}, {"zoneout": 0.3}], ids=["norm", "zoneout"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_row_in_a_batch_equals_the_row_alone_with_options(cell, options, execution):
+    rnn = make(cell, execution, bidirectional=True, **options).double().eval()
+    lengths = [2, 6, 0, 3]
+    x = ragged(lengths).double()
+    whole = rnn(x, lengths)
+    for i, n in enumerate(lengths):
+        alone = rnn(x[i : i + 1, :n], [n])
+        torch.testing.assert_close(whole.output[i, :n], alone.output[0])
+        torch.testing.assert_close(whole.pooled[i], alone.pooled[0])
+
+
+def test_what_a_layer_norm_does_to_an_lstm():
+    layer = DynamicRNN(INPUT, HIDDEN, cell="lstm", layer_norm=True).double().layers[0]
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x, h, c = torch.randn(2, INPUT).double(), torch.randn(2, HIDDEN).double(), torch.randn(2, HIDDEN).double()
+
+    def norm(values, gain):
+        centred = values - values.mean(1, keepdim=True)
+        return gain * centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt()
+
+    gates = norm(x @ layer.weight_ih.T, layer.norm_ih.weight) + layer.bias_ih
+    gates = gates + norm(h @ layer.weight_hh.T, layer.norm_hh.weight) + layer.bias_hh
+    i, f, g, o = gates.split(HIDDEN, 1)
+    before, c = c, f.sigmoid() * c + i.sigmoid() * g.tanh()
+    expected = o.sigmoid() * (norm(c, layer.norm_cell.weight) + layer.norm_cell.bias).tanh()
+    states = layer.step(x, (h, before))
+    torch.testing.assert_close(states, (expected, c))
+
+
+def test_zoneout_keeps_that_share_of_the_states():
+    rnn = DynamicRNN(INPUT, 50, cell="lstm", zoneout=0.3)
+    x, state = torch.randn(40, 1, INPUT), (torch.randn(1, 40, 50), torch.randn(1, 40, 50))
+    for before, after in zip(state, rnn(x, state=state).state, strict=True):
+        assert 0.25 < before.eq(after).float().mean() < 0.35
+    scan = DynamicRNN(INPUT, 50, cell="mingru", zoneout=0.3)
+    assert 0.25 < scan(x, state=state[0]).state.eq(state[0]).float().mean() < 0.35
+
+
+def test_dropped_weights_are_the_same_at_all_steps_and_none_in_evaluation():
+    rnn = DynamicRNN(INPUT, 50, cell="rnn", weight_drop=0.5)
+    nn.init.zeros_(rnn.layers[0].weight_ih)
+    for bias in (rnn.layers[0].bias_ih, rnn.layers[0].bias_hh):
+        nn.init.zeros_(bias)
+    before = torch.eye(50)[None] * 1e-3  # so small that tanh is the identity: a step multiplies by the weights
+    after = rnn(torch.zeros(50, 2, INPUT), state=before).output
+    once, twice = after[:, 0], after[:, 1]
+    dropped = once == 0
+    assert 0.4 < dropped.float().mean() < 0.6
+    torch.testing.assert_close(twice, once @ (once * 1e3), atol=1e-8, rtol=1e-4)
+    rnn.eval()
+    assert not (rnn(torch.zeros(50, 1, INPUT), state=before).output == 0).any()
+
+
+def test_lists_and_packed_sequences_come_back_in_their_form():
+    rnn = make("gru", pooling="mean")
+    rows = [torch.randn(n, INPUT) for n in (3, 1, 5)]
+    padded = rnn(pad_sequence(rows, batch_first=True), torch.tensor([3, 1, 5]))
+    listed, packed = rnn(rows), rnn(pack_sequence(rows, enforce_sorted=False))
+    for row, length, expected in zip(listed.output, (3, 1, 5), padded.output, strict=True):
+        torch.testing.assert_close(row, expected[:length])
+    torch.testing.assert_close(pad_packed_sequence(packed.output, batch_first=True)[0], padded.output)
+    for out in (listed, packed):
+        torch.testing.assert_close(out.pooled, padded.pooled)
+        torch.testing.assert_close(out.state, padded.state)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_batch_of_empty_rows_has_gradients(cell):
+    rnn = make(cell, pooling="attention")
+    rows, gradients = results(rnn, torch.randn(2, 3, INPUT), torch.tensor([0, 0]))
+    assert not any(row.any() for row in rows)
+    assert all(gradient is not None for gradient in gradients[:-1])
+
+
+def test_state_goes_on_where_it_ended():
+    for cell, execution in PAIRS:
+        rnn, x = make(cell, execution), torch.randn(3, 6, INPUT)
+        whole = rnn(x, torch.tensor([6, 3, 4]))
+        first = rnn(x[:, :3], torch.tensor([3, 3, 3]))
+        second = rnn(x[:, 3:], torch.tensor([3, 0, 1]), first.state)
+        torch.testing.assert_close(second.state, whole.state)
+        torch.testing.assert_close(second.pooled, whole.pooled)
+
+
+def test_auto_takes_what_suits_the_lengths():
+    cpu = torch.device("cpu")
+    gru, scan = make("gru"), make("mingru")
+    assert gru.choose_execution(None, cpu) == gru.choose_execution(torch.tensor([3, 3]), cpu) == "padded"
+    assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
+    assert scan.choose_execution(torch.tensor([3, 2]), cpu) == "lanes"
+    with torch.no_grad():
+        assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "packed"
+        assert make("gru", zoneout=0.1).choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
+    small, large = make("lstm"), DynamicRNN(64, 128, cell="lstm")  # a call costs as much as 8 million multiplications
+    assert small.choose_execution(torch.tensor([300, 2]), cpu) == "padded"
+    assert large.choose_execution(torch.tensor([60, 59, 58]), cpu) == "padded"
+    assert large.choose_execution(torch.tensor([300, 2]), cpu) == "staircase"
+    assert gru.choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "packed"
+    assert make("gru", zoneout=0.1).choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "padded"
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_autocast_keeps_states_in_float32(cell):
+    rnn = make(cell)
+    x = torch.randn(2, 5, INPUT)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rnn(x.bfloat16(), torch.tensor([5, 2]))
+        stepped, _ = rnn.step(x[:, 0].bfloat16())
+    assert out.output.dtype == stepped.dtype == torch.float32
+    torch.testing.assert_close(out.output, rnn(x, torch.tensor([5, 2])).output, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_weights_of_bfloat16(cell):
+    rnn = make(cell, pooling="attention").bfloat16()
+    rows, gradients = results(rnn, torch.randn(2, 5, INPUT).bfloat16(), torch.tensor([5, 2]))
+    assert {value.dtype for value in (*rows, *gradients)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be at least 1; got 0"),
+        ({"dropout": 1.0}, r"dropout is a share in \[0, 1\); got 1.0"),
+        ({"cell": "GRU"}, "cell must be one of rnn, gru, lstm, mingru, minlstm; got 'GRU'"),
+        ({"pooling": "sum"}, "pooling must be one of last, mean"),
+        ({"execution": "lanes"}, "'mingru' or 'minlstm'; got 'gru'. Take 'auto'"),
+        ({"execution": "packed", "zoneout": 0.1}, "without zoneout and layer_norm; got cell='gru'"),
+        ({"cell": "mingru", "weight_drop": 0.1}, "'mingru' has none; use dropout"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicRNN(**{"input_size": 2, "hidden_size": 3} | options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(2, 3),), ValueError, r"x of shape \(B, T, 3\); got \(2, 3\)"),
+        ((torch.ones(2, 3, 4),), ValueError, r"x of shape \(B, T, 3\); got \(2, 3, 4\)"),
+        ((torch.ones(2, 3, 3, dtype=torch.int64),), TypeError, "Embed tokens first"),
+        ((torch.ones(2, 3, 3), [4, 1]), ValueError, r"lengths must be in \[0, 3\], the steps of x; got 1 to 4"),
+        ((torch.ones(2, 3, 3), [1]), ValueError, r"lengths must be \(2,\), one for each row of x; got \(1,\)"),
+        ((torch.ones(2, 3, 3), torch.ones(2)), TypeError, "lengths are integers.*got torch.float32"),
+        (([torch.ones(2, 3)], [2]), ValueError, "a list knows its own"),
+        (([torch.ones(3)],), TypeError, r"a list of \[\(3,\)\]"),
+        ((torch.ones(2, 3, 3), None, torch.ones(1, 2, 4)), ValueError, r"\(2, 2, 4\); got \[\(1, 2, 4\)\]"),
+    ],
+)
+def test_inputs_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make("gru")(*arguments)
+
+
+def test_step_is_refused_where_it_cannot_be():
+    with pytest.raises(ValueError, match="reads the last step first"):
+        make("gru", bidirectional=True).step(torch.ones(2, INPUT))
+    with pytest.raises(ValueError, match=r"DynamicRNN\(input_size=3\) takes a step x \(B, 3\); got \(2, 1, 3\)"):
+        make("gru").step(torch.ones(2, 1, INPUT))
+    with pytest.raises(ValueError, match=r"proj_size=2"):
+        DynamicRNN.from_torch(nn.LSTM(INPUT, HIDDEN, proj_size=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cell", "execution"), PAIRS)
+def test_a_gpu_gives_the_numbers_of_the_cpu(cell, execution):
+    rnn, lengths = make(cell, execution, bidirectional=True).double(), [3, 7, 0, 7, 1]
+    x = ragged(lengths).double()
+    expected = results(rnn, x, torch.tensor(lengths))
+    for where in ("cpu", "cuda"):
+        actual = results(rnn.cuda(), x.cuda(), torch.tensor(lengths, device=where))
+        torch.testing.assert_close(actual, expected, check_device=False)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_zoneout_keeps_its_share_of_the_state_in_evaluation(cell):
+    plain = DynamicRNN(INPUT, HIDDEN, cell=cell).double()
+    zoned = DynamicRNN(INPUT, HIDDEN, cell=cell, zoneout=0.3).double().eval()
+    zoned.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 1, INPUT).double()
+    before = tuple(torch.randn(1, 2, HIDDEN).double() for _ in range(CELLS[cell].states))
+    state = before if cell == "lstm" else before[0]
+    after, kept = (each(x, state=state).state for each in (plain, zoned))
+    for old, new, actual in zip(before, *((s if cell == "lstm" else (s,)) for s in (after, kept)), strict=True):
+        torch.testing.assert_close(actual, 0.3 * old + 0.7 * new)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+def test_autocast_leaves_kernels_of_the_cpu_in_float32(cell):
+    rnn, x = make(cell), torch.randn(2, 5, INPUT)
+    expected = rnn(x, torch.tensor([5, 2]))
+    for execution in EXECUTIONS[cell]:
+        rnn.execution = execution
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(rnn(x, torch.tensor([5, 2])).output, expected.output)
+
+
+@pytest.mark.parametrize("cell", SCANS)
+def test_gates_close_to_one_are_not_rounded_to_it(cell):
+    rnn = DynamicRNN(INPUT, 1, cell=cell).bfloat16()
+    layer = rnn.layers[0]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.bias_ih[0] = -7 if cell == "mingru" else 7  # a gate of 0.9991, which bf16 makes 1
+        layer.bias_ih[1] = 0 if cell == "mingru" else -7
+    kept = rnn(torch.zeros(1, 1000, INPUT).bfloat16(), state=torch.ones(1, 1, 1).bfloat16()).state.item()
+    assert kept == pytest.approx(0.999089**1000, abs=0.01)
+
+
+def test_no_lengths_are_full_lengths():
+    rnn, x = make("gru", bidirectional=True, pooling="mean"), torch.randn(3, 5, INPUT)
+    for actual, expected in zip(rnn(x), rnn(x, [5, 5, 5]), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_means_of_bfloat16_count_every_step():
+    steps = torch.ones(1, 1000, 1).bfloat16()  # a sum of them in bf16 stops at 256
+    assert pool(steps, torch.tensor([1000]), "mean").item() == pytest.approx(1, abs=0.01)
+
+
+def test_dropout_stands_between_layers_in_training():
+    x = torch.randn(2, 3, INPUT)
+    for layers, differ in ((1, False), (2, True)):
+        rnn = DynamicRNN(INPUT, 20, layers, dropout=0.5)
+        assert rnn(x).output.equal(rnn(x).output) != differ
+        assert rnn.step(x[:, 0])[0].equal(rnn.step(x[:, 0])[0]) != differ
+        rnn.eval()
+        assert rnn(x).output.equal(rnn(x).output)
+    assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
+
+
+@pytest.mark.parametrize("cell", [*(pytest.param(cell, marks=pytest.mark.slow) for cell in ("gru", "lstm")), "mingru"])
+def test_compiled_it_trains_as_it_is(cell):
+    rnn, x, lengths = make(cell, bidirectional=True), ragged([4, 2, 0]), torch.tensor([4, 2, 0])
+    expected = results(rnn, x, lengths)
+    torch.testing.assert_close(results(torch.compile(rnn, backend="aot_eager"), x, lengths), expected)
+
+
+def test_a_frozen_module_stays_frozen():
+    frozen = nn.GRU(INPUT, HIDDEN).requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in DynamicRNN.from_torch(frozen).parameters())
+
+
+@pytest.mark.parametrize("cell", ["lstm", "mingru", "minlstm"])
+def test_states_last_before_training(cell):
+    rnn = DynamicRNN(INPUT, 200, cell=cell)
+    ones = torch.ones(1, 1, 200)
+    state = rnn(torch.zeros(1, 10, INPUT), state=(ones * 0, ones) if cell == "lstm" else ones).state
+    assert (state[1] if cell == "lstm" else state).mean() > 0.5
+
+
+def test_directions_are_a_claim():
+    with pytest.raises(TypeError, match="bidirectional must be True or False; got None"):
+        DynamicRNN(3, 4, bidirectional=None)
