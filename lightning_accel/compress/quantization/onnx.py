@@ -304,9 +304,7 @@ def _source_module(node: Any) -> str:
 
 def _is_lstm(module: nn.Module) -> bool:
     """Return whether a module becomes an LSTM node, which ONNX Runtime quantizes, unlike GRU and RNN."""
-    return isinstance(module, nn.LSTM) or (
-        isinstance(module, RecurrentLayer) and module.cell == "lstm" and module.has_kernel
-    )
+    return isinstance(module, nn.LSTM) or (isinstance(module, RecurrentLayer) and module.cell == "lstm")
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

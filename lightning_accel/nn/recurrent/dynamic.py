@@ -52,18 +52,13 @@ class DynamicRNN(nn.Module):
         pooling: how the steps of a sequence become one vector: its ``last`` valid step (in each direction), ``mean``,
             ``max``, ``attention`` with a learned query, or ``none``.
         dropout: dropout probability between layers.
-        weight_drop: dropout probability of the weights from state to gates, the same for all steps of a batch.
-        zoneout: probability that a state keeps its value at a step.
-        layer_norm: whether to normalise the gates' inputs from the input and from the state, and the c of an LSTM.
         execution: ``auto``, ``padded``, ``staircase``, ``packed`` or ``lanes``.
 
     Raises:
         ValueError: if a size is below 1, a probability not in [0, 1), a name unknown, or the execution or an option
             does not work with the cell.
 
-    Source: Feng et al. 2024, Were RNNs All We Needed? (minGRU, minLSTM); Merity et al. 2018, Regularizing and
-    Optimizing LSTM Language Models (weight drop); Krueger et al. 2017, Zoneout, eq. 4 and 5; Ba et al. 2016, Layer
-    Normalization, eq. 20 to 22, with one gain vector for all gates.
+    Source: Feng et al. 2024, Were RNNs All We Needed? (minGRU, minLSTM).
 
     >>> rnn = DynamicRNN(3, 5)
     >>> rnn(torch.randn(2, 4, 3), torch.tensor([4, 1])).pooled.shape
@@ -82,23 +77,25 @@ class DynamicRNN(nn.Module):
         bidirectional: bool = False,
         pooling: Pooling = "last",
         dropout: float = 0.0,
-        weight_drop: float = 0.0,
-        zoneout: float = 0.0,
-        layer_norm: bool = False,
         execution: Execution = "auto",
     ) -> None:
         super().__init__()
         if bidirectional not in (False, True):
             raise TypeError(f"bidirectional must be True or False; got {bidirectional!r}")
-        _require_options(
-            {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers},
-            {"dropout": dropout, "weight_drop": weight_drop, "zoneout": zoneout},
-            {
-                "cell": (cell, tuple(CELLS)),
-                "pooling": (pooling, get_args(Pooling)),
-                "execution": (execution, get_args(Execution)),
-            },
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is a share in [0, 1); got {dropout}")
+        choices = (
+            ("cell", cell, CELLS),
+            ("pooling", pooling, get_args(Pooling)),
+            ("execution", execution, get_args(Execution)),
         )
+        for name, given, known in choices:
+            if given not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {given!r}")
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
@@ -109,14 +106,12 @@ class DynamicRNN(nn.Module):
         self.execution: Execution = execution
         directions = 2 if bidirectional else 1
         self.layers = nn.ModuleList(  # in the order of the states: the directions of the first layer, of the second ...
-            RecurrentLayer(
-                hidden_size * directions if number else input_size, hidden_size, cell, weight_drop, zoneout, layer_norm
-            )
+            RecurrentLayer(hidden_size * directions if number else input_size, hidden_size, cell)
             for number in range(num_layers)
             for _ in range(directions)
         )
         self.attention = AttentionPooling(hidden_size * directions) if pooling == "attention" else None
-        self._check_execution(weight_drop)
+        self._check_execution()
 
     @property
     def output_size(self) -> int:
@@ -189,8 +184,6 @@ class DynamicRNN(nn.Module):
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Run one step ``x`` (B, I), for streams; return the output (B, H) and the new state.
 
-        ``weight_drop`` is not applied, since it would drop other weights at each step.
-
         Raises:
             ValueError: if the network is bidirectional, or shapes disagree.
         """
@@ -215,15 +208,15 @@ class DynamicRNN(nn.Module):
         if lengths is None or torch.compiler.is_compiling():
             return "padded"
         if device.type != "cpu":
-            return "packed" if self._has_kernel else "padded"
+            return "padded" if self._is_scan else "packed"
         if lengths.numel() == 0 or bool((lengths == lengths[0]).all()):
             return "padded"
         if self._is_scan:
             return "lanes"
-        if self.cell == "lstm" and self._has_kernel:
+        if self.cell == "lstm":
             return "staircase" if self._skipping_pays(lengths) else "padded"
         # forward alone, torch's packed kernels are fast on CPUs
-        return "packed" if self._has_kernel and not torch.is_grad_enabled() else "staircase"
+        return "staircase" if torch.is_grad_enabled() else "packed"
 
     def _skipping_pays(self, lengths: Tensor) -> bool:
         """Return whether skipping ended sequences saves more time than one call of oneDNN's LSTM per length costs."""
@@ -242,33 +235,23 @@ class DynamicRNN(nn.Module):
     def _is_scan(self) -> bool:
         return CELLS[self.cell].advance is None
 
-    @property
-    def _has_kernel(self) -> bool:
-        layer = self.layers[0]
-        assert isinstance(layer, RecurrentLayer)
-        return layer.has_kernel
-
-    def _check_execution(self, weight_drop: float) -> None:
-        if weight_drop and self._is_scan:
-            raise ValueError(
-                f"weight_drop={weight_drop} drops weights from state to gates, and {self.cell!r} has none; use dropout"
-            )
+    def _check_execution(self) -> None:
         if self.execution == "lanes" and not self._is_scan:
             raise ValueError(
                 f"execution='lanes' needs a cell whose gates know the input alone, 'mingru' or 'minlstm'; got "
                 f"{self.cell!r}. Take 'auto'"
             )
-        if self.execution == "packed" and not self._has_kernel:
+        if self.execution == "packed" and self._is_scan:
             raise ValueError(
-                "execution='packed' runs torch's kernels, which know 'rnn', 'gru' and 'lstm' without zoneout and "
-                f"layer_norm; got cell={self.cell!r}. Take 'auto'"
+                f"execution='packed' runs torch's kernels, which know 'rnn', 'gru' and 'lstm'; got cell={self.cell!r}. "
+                "Take 'auto'"
             )
 
     @property
     def _runs_as_one_op(self) -> bool:
         """Return whether each layer runs as one operation: in exported programs, except for torch.onnx's tracing."""
         exporting = torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
-        return exporting and self._has_kernel and not self.training
+        return exporting and not self._is_scan and not self.training
 
     def _layout(self, x: Tensor, lengths: Tensor | None) -> "PaddedLayout | SortedLayout | LanesLayout":
         if self._runs_as_one_op:
@@ -306,20 +289,6 @@ class DynamicRNN(nn.Module):
 
 _LSTM_CALL_OVERHEAD = 8_000_000  # multiplications that take as long as the overhead of a call, forward and backward
 _CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
-
-
-def _require_options(
-    sizes: dict[str, int], shares: dict[str, float], choices: dict[str, tuple[str, tuple[str, ...]]]
-) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1; got {size}")
-    for name, share in shares.items():
-        if not 0 <= share < 1:
-            raise ValueError(f"{name} is a share in [0, 1); got {share}")
-    for name, (given, known) in choices.items():
-        if given not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; got {given!r}")
 
 
 def _pad(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
-from lightning_accel.ops.recurrent import past_end, run_kernel, run_padded
+from lightning_accel.ops.recurrent import run_kernel, run_padded
 from lightning_accel.ops.scan.linear import scan_terms
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
@@ -69,9 +69,7 @@ _MEMORY_BIAS_SIGNS: dict[str, tuple[int, ...]] = {
 class Layout(Protocol):
     """Define the memory layout of the steps of a batch, and how a layer runs over them."""
 
-    def run(
-        self, layer: "RecurrentLayer", weight_hh: Tensor | None, data: Tensor, states: States | None
-    ) -> tuple[Tensor, States]: ...
+    def run(self, layer: "RecurrentLayer", data: Tensor, states: States | None) -> tuple[Tensor, States]: ...
 
 
 class RecurrentLayer(nn.Module):
@@ -85,24 +83,16 @@ class RecurrentLayer(nn.Module):
     weight_hh: Tensor | None
     bias_hh: Tensor | None
 
-    def __init__(
-        self, input_size: int, hidden_size: int, cell: CellName, weight_drop: float, zoneout: float, layer_norm: bool
-    ) -> None:
+    def __init__(self, input_size: int, hidden_size: int, cell: CellName) -> None:
         super().__init__()
         self.cell = cell
         self.hidden_size = hidden_size
-        self.weight_drop = weight_drop
-        self.zoneout = zoneout
         self.is_scan = CELLS[cell].advance is None
-        self.has_kernel = not (self.is_scan or zoneout or layer_norm)
         size = CELLS[cell].gates * hidden_size
         self.weight_ih = nn.Parameter(torch.empty(size, input_size))
         self.bias_ih = nn.Parameter(torch.empty(size))
         self.weight_hh = None if self.is_scan else nn.Parameter(torch.empty(size, hidden_size))
         self.bias_hh = None if self.is_scan else nn.Parameter(torch.empty(size))
-        self.norm_ih = nn.LayerNorm(size, bias=False) if layer_norm else nn.Identity()
-        self.norm_hh = nn.LayerNorm(size, bias=False) if layer_norm and not self.is_scan else nn.Identity()
-        self.norm_cell = nn.LayerNorm(hidden_size) if layer_norm and cell == "lstm" else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -133,17 +123,13 @@ class RecurrentLayer(nn.Module):
 
     def forward(self, data: Tensor, states: States | None, layout: Layout) -> tuple[Tensor, States]:
         """Run over ``data`` in ``layout``, starting from ``states`` or zeros; return the outputs and last states."""
-        # the same for all steps: DropConnect on the weights, not on the states (Merity et al. 2018)
-        weight_hh = None if self.weight_hh is None else F.dropout(self.weight_hh, self.weight_drop, self.training)
-        return layout.run(self, weight_hh, data, states)
+        return layout.run(self, data, states)
 
     def zero_states(self, like: Tensor, rows: int) -> States:
         one = like.new_zeros(rows, self.hidden_size, dtype=self.weight_ih.dtype)
         return (one,) * CELLS[self.cell].states
 
-    def steps(
-        self, x: Tensor, states: States | None, weight_hh: Tensor | None, lengths: Tensor | None = None
-    ) -> tuple[Tensor, States]:
+    def steps(self, x: Tensor, states: States | None, lengths: Tensor | None = None) -> tuple[Tensor, States]:
         """Run ``x`` (S, B, I); states stay unchanged after the ``lengths`` (B,), if given.
 
         Outputs after the length of a sample are undefined.
@@ -152,26 +138,21 @@ class RecurrentLayer(nn.Module):
         if self.is_scan:
             return self._scan(x, states, lengths)
         # on CPU, the LSTM kernel of oneDNN has no gradient in compiled graphs
-        unkernelled = self.cell == "lstm" and x.device.type == "cpu" and torch.compiler.is_compiling()
-        if self.has_kernel and not unkernelled:
-            x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
-            return self._cast_outputs(run_padded(self.cell, x, states, weights, lengths, self.training))
-        return self._loop(x, states, weight_hh, lengths)
+        if self.cell == "lstm" and x.device.type == "cpu" and torch.compiler.is_compiling():
+            return self._loop(x, states, lengths)
+        x = x.to(self.weight_ih.dtype)
+        return self._cast_outputs(run_padded(self.cell, x, states, self._weights(), lengths, self.training))
 
-    def packed(
-        self, x: Tensor, batch_sizes: Tensor, states: States | None, weight_hh: Tensor | None
-    ) -> tuple[Tensor, States]:
+    def packed(self, x: Tensor, batch_sizes: Tensor, states: States) -> tuple[Tensor, States]:
         """Run steps (N, I) in the layout of a PackedSequence with ``batch_sizes``, int64 on the CPU."""
-        states = self.zero_states(x, int(batch_sizes[0])) if states is None else states
-        x, weights = x.to(self.weight_ih.dtype), self._weights(weight_hh)
-        return self._cast_outputs(run_kernel(self.cell, x, states, weights, batch_sizes, self.training))
+        x = x.to(self.weight_ih.dtype)
+        return self._cast_outputs(run_kernel(self.cell, x, states, self._weights(), batch_sizes, self.training))
 
     def as_one_op(
         self, x: Tensor, states: States | None, lengths: Tensor | None, backwards: bool
     ) -> tuple[Tensor, States]:
         """Run ``x`` (S, B, I) as one operation, by :func:`lightning_accel.ops.recurrent_layer`."""
-        x, weights = x.to(self.weight_ih.dtype), self._weights(self.weight_hh)
-        return recurrent_layer(self.cell, x, states, weights, lengths, backwards)
+        return recurrent_layer(self.cell, x.to(self.weight_ih.dtype), states, self._weights(), lengths, backwards)
 
     def lanes(
         self, x: Tensor, states: States | None, begins: Tensor, ends: Tensor, starts: Tensor
@@ -181,12 +162,11 @@ class RecurrentLayer(nn.Module):
         ``begins`` and ``ends`` (B,) int64 are the positions of each sample's first and last step; ``starts`` (N,) bool
         is True at first steps.
         """
-        if states is None and not self.zoneout:
+        if states is None:
             out = gated_scan(self.cell, self._scan_gates(x)[None], starts=starts[None])
         else:
-            gate, value = self._scan_terms(x)
-            if states is not None:
-                value = value.index_add(0, begins, gate[begins] * states[0].to(value.dtype))
+            gate, value = scan_terms(self.cell, self._scan_gates(x))
+            value = value.index_add(0, begins, gate[begins] * states[0].to(value.dtype))
             out = linear_scan(gate[None], value[None], starts=starts[None])
         out = out[0].to(self.weight_ih.dtype)
         return out, (out[ends],)
@@ -194,19 +174,12 @@ class RecurrentLayer(nn.Module):
     def step(self, x: Tensor, states: States) -> States:
         """Run one step ``x`` (B, I)."""
         if self.is_scan:
-            gate, value = self._scan_terms(x)
+            gate, value = scan_terms(self.cell, self._scan_gates(x))
             return ((gate * states[0] + value).to(self.weight_ih.dtype),)
-        return self._advance(self._project(x), states, self.weight_hh)
+        return self._advance(self._project(x), states)
 
     def _scan(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
-        if self.zoneout:
-            gate, value = self._scan_terms(x)
-            if lengths is not None:
-                over = past_end(x, lengths)
-                gate, value = gate.masked_fill(over, 1), value.masked_fill(over, 0)  # so that the state stays
-            out = linear_scan(gate.transpose(0, 1), value.transpose(0, 1), states[0].to(value.dtype))
-        else:
-            out = gated_scan(self.cell, self._scan_gates(x).transpose(0, 1), states[0], lengths=lengths)
+        out = gated_scan(self.cell, self._scan_gates(x).transpose(0, 1), states[0], lengths=lengths)
         out = out.transpose(0, 1).to(self.weight_ih.dtype)
         return out, (out[-1],)
 
@@ -214,26 +187,14 @@ class RecurrentLayer(nn.Module):
         gates = self._project(x)
         return gates.to(torch.promote_types(gates.dtype, torch.float32))  # a gate may be close to 1
 
-    def _scan_terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``gate`` and ``value`` of the recurrence h = gate * h + value of a scan cell."""
-        gate, value = scan_terms(self.cell, self._scan_gates(x))
-        if self.zoneout and self.training:
-            kept = torch.rand_like(gate) < self.zoneout
-            return gate.masked_fill(kept, 1), value.masked_fill(kept, 0)
-        return (gate + self.zoneout * (1 - gate), (1 - self.zoneout) * value) if self.zoneout else (gate, value)
-
     def _project(self, x: Tensor) -> Tensor:
         dtype = self.weight_ih.dtype
-        if isinstance(self.norm_ih, nn.Identity):
-            return F.linear(x.to(dtype), self.weight_ih, self.bias_ih).to(dtype)
-        return self.norm_ih(F.linear(x.to(dtype), self.weight_ih).to(dtype)) + self.bias_ih
+        return F.linear(x.to(dtype), self.weight_ih, self.bias_ih).to(dtype)
 
-    def _loop(
-        self, x: Tensor, states: States, weight_hh: Tensor | None, lengths: Tensor | None
-    ) -> tuple[Tensor, States]:
+    def _loop(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
         out = []
         for number, gates in enumerate(self._project(x)):
-            new = self._advance(gates, states, weight_hh)
+            new = self._advance(gates, states)
             if lengths is not None:
                 goes_on = (number < lengths)[:, None]
                 new = tuple(torch.where(goes_on, *pair) for pair in zip(new, states, strict=True))
@@ -241,32 +202,15 @@ class RecurrentLayer(nn.Module):
             out.append(states[0])
         return torch.stack(out), states
 
-    def _advance(self, gates: Tensor, states: States, weight_hh: Tensor | None) -> States:
-        assert weight_hh is not None
-        assert self.bias_hh is not None
-        dtype, advance = self.weight_ih.dtype, CELLS[self.cell].advance
+    def _advance(self, gates: Tensor, states: States) -> States:
+        (_, weight_hh, _, bias_hh), advance = self._weights(), CELLS[self.cell].advance
         assert advance is not None
-        if isinstance(self.norm_hh, nn.Identity):
-            hidden = F.linear(states[0].to(dtype), weight_hh, self.bias_hh).to(dtype)
-        else:
-            hidden = self.norm_hh(F.linear(states[0].to(dtype), weight_hh).to(dtype)) + self.bias_hh
-        new = advance(gates, hidden, states)
-        if not isinstance(self.norm_cell, nn.Identity):
-            show = (gates + hidden).chunk(4, -1)[3].sigmoid()
-            new = show * self.norm_cell(new[1]).tanh(), new[1]
-        if not self.zoneout:
-            return new
-        if self.training:
-            return tuple(
-                torch.where(torch.rand_like(after) < self.zoneout, before, after)
-                for after, before in zip(new, states, strict=True)
-            )
-        return tuple(torch.lerp(after, before, self.zoneout) for after, before in zip(new, states, strict=True))
+        return advance(gates, F.linear(states[0].to(weight_hh.dtype), weight_hh, bias_hh).to(weight_hh.dtype), states)
 
-    def _weights(self, weight_hh: Tensor | None) -> list[Tensor]:
-        assert weight_hh is not None
+    def _weights(self) -> list[Tensor]:
+        assert self.weight_hh is not None
         assert self.bias_hh is not None
-        return [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
+        return [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
 
     def _cast_outputs(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
         dtype = self.weight_ih.dtype  # under autocast, kernels return another

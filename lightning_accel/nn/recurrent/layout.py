@@ -43,10 +43,8 @@ class PaddedLayout(_Layout):
     def reverse(self, data: Tensor) -> Tensor:
         return reverse_valid_steps(data, self.lengths)
 
-    def run(
-        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
-    ) -> tuple[Tensor, States]:
-        return layer.steps(data, states, weight_hh, self.lengths)
+    def run(self, layer: RecurrentLayer, data: Tensor, states: States | None) -> tuple[Tensor, States]:
+        return layer.steps(data, states, self.lengths)
 
 
 class SingleOpLayout(PaddedLayout):
@@ -65,9 +63,7 @@ class SingleOpLayout(PaddedLayout):
         out: tuple[Tensor, States] = layer(data, states, SingleOpLayout(self.lengths, backwards))
         return out
 
-    def run(
-        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
-    ) -> tuple[Tensor, States]:
+    def run(self, layer: RecurrentLayer, data: Tensor, states: States | None) -> tuple[Tensor, States]:
         return layer.as_one_op(data, states, self.lengths, self.backwards)
 
 
@@ -118,9 +114,7 @@ class SortedLayout(_ValidSteps):
         self.order = order.to(device, non_blocking=True)
         self.back = order.argsort().to(device, non_blocking=True)
 
-    def run(
-        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
-    ) -> tuple[Tensor, States]:
+    def run(self, layer: RecurrentLayer, data: Tensor, states: States | None) -> tuple[Tensor, States]:
         if states is None:
             states = layer.zero_states(data, self.rows)
         else:
@@ -130,26 +124,22 @@ class SortedLayout(_ValidSteps):
             nothing = torch.stack([parameter.sum() * 0 for parameter in layer.parameters()]).sum()
             return data.new_zeros(0, layer.hidden_size) + nothing, tuple(state + nothing for state in states)
         run = self._run_packed if self.packed else self._run_spans
-        out, new = run(layer, weight_hh, data, states)
+        out, new = run(layer, data, states)
         return out, tuple(state.index_select(0, self.back) for state in new)
 
-    def _run_packed(
-        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States
-    ) -> tuple[Tensor, States]:
+    def _run_packed(self, layer: RecurrentLayer, data: Tensor, states: States) -> tuple[Tensor, States]:
         full = self.spans[0][0]  # samples with at least one step
-        out, new = layer.packed(data, self.batch_sizes, tuple(state[:full] for state in states), weight_hh)
+        out, new = layer.packed(data, self.batch_sizes, tuple(state[:full] for state in states))
         return out, tuple(torch.cat([after, before[full:]]) for after, before in zip(new, states, strict=True))
 
-    def _run_spans(
-        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States
-    ) -> tuple[Tensor, States]:
+    def _run_spans(self, layer: RecurrentLayer, data: Tensor, states: States) -> tuple[Tensor, States]:
         parts, ended, at = [], [], 0
         for rows, steps in self.spans:
             if rows < len(states[0]):
                 ended.append(tuple(state[rows:] for state in states))
                 states = tuple(state[:rows] for state in states)
             span = data[at : at + rows * steps].view(steps, rows, -1)
-            out, states = layer.steps(span, states, weight_hh)
+            out, states = layer.steps(span, states)
             parts.append(out.flatten(0, 1))
             at += rows * steps
         ended.append(states)
@@ -178,9 +168,7 @@ class LanesLayout(_ValidSteps):
         self.begins = begins[filled].to(device, non_blocking=True)
         self.ends = (begins + lengths - 1)[filled].to(device, non_blocking=True)
 
-    def run(
-        self, layer: RecurrentLayer, weight_hh: Tensor | None, data: Tensor, states: States | None
-    ) -> tuple[Tensor, States]:
+    def run(self, layer: RecurrentLayer, data: Tensor, states: States | None) -> tuple[Tensor, States]:
         given = None if states is None else tuple(state.index_select(0, self.filled) for state in states)
         out, new = layer.lanes(data, given, self.begins, self.ends, self.starts)
         before = layer.zero_states(data, self.rows) if states is None else states

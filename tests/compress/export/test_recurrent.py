@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_accel import SequenceModel
-from lightning_accel.compress import ExportError, export, load_compressed
+from lightning_accel.compress import export, load_compressed
 from lightning_accel.compress.quantization.form import Compiled
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic
@@ -127,16 +127,6 @@ def test_compiled_forms_hold_one_call_for_each_layer(monkeypatch):
     calls = [node for node in graphs[0].graph.nodes if "recurrent_layer" in str(node.target)]
     assert len(calls) == 4
     assert len(graphs[0].graph.nodes) < 100
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [pytest.param({"zoneout": 0.1}, "size 6", marks=pytest.mark.slow), ({"layer_norm": True}, "size 6")],
-)
-def test_what_has_no_kernel_is_for_the_steps_it_was_traced_with(options, error, tmp_path):
-    module = Steps("gru", **options).eval()
-    with pytest.raises(ExportError, match=error):
-        export(module, [module.call(4, 6), module.call(4, 5)], tmp_path / "m.pt2")
 
 
 @pytest.mark.parametrize("backwards", [False, True])

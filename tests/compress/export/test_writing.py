@@ -15,7 +15,7 @@ from lightning_accel.compress import export as package_export
 from lightning_accel.compress.export import loading as compressed
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic
-from lightning_accel.nn import DynamicRNN, MixtureOfExperts
+from lightning_accel.nn import MixtureOfExperts
 
 FORMATS = [("pt2", "m.pt2"), ("onnx", "m.onnx")]
 
@@ -207,9 +207,16 @@ def test_a_file_for_the_traced_rows_alone_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_unrolled_loops_and_values_are_refused_with_a_way_out(tmp_path):
-    model = DynamicRNN(3, 4, cell="gru", layer_norm=True)
-    calls = [((torch.randn(4, steps, 3), torch.tensor([2, 1, 2, 2])), {}) for steps in (5, 4)]
-    with pytest.raises(ExportError, match=r"DynamicRNN .* size 5 .*pad sequences.* dynamic=False"):
+    class Unrolled(nn.Module):
+        def forward(self, x):
+            state = torch.zeros_like(x[:, 0])
+            for step in x.unbind(1):
+                state = (state + step).tanh()
+            return state
+
+    model = Unrolled()
+    calls = [((torch.randn(4, steps, 3),), {}) for steps in (5, 4)]
+    with pytest.raises(ExportError, match=r"Unrolled .* size 5 .*pad sequences.* dynamic=False"):
         export(model.eval(), calls, tmp_path / "m.pt2")
     graphs = RelationalGNN(num_features=3, num_classes=4, target_kind="classification", level="graph")
     graphs.configure_model()
