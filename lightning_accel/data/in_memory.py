@@ -72,10 +72,10 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
-def require_loading_options(batch_size: int, split_seed: int, num_workers: int) -> None:
+def require_loading_options(batch_size: int, seed: int, num_workers: int) -> None:
     """Raise a ValueError if a number is out of range, before any data are read."""
     for name, value, least in (
-        ("batch_size", batch_size, 1), ("split_seed", split_seed, 0), ("num_workers", num_workers, 0),
+        ("batch_size", batch_size, 1), ("seed", seed, 0), ("num_workers", num_workers, 0),
     ):  # fmt: skip
         if value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")

@@ -11,24 +11,25 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
 from lightning_accel.data.preprocessing import ScaledPixels
+from lightning_accel.ops.renames import renamed_arguments
 
 
 class DigitsDataModule(InMemoryDataModule):
     """Load 1,797 grayscale digits as batches of images (B, 1, 8, 8) float32 in [0, 1] and labels (B,) int64.
 
-    Seventy percent train, ten validate and twenty test, stratified by class; the same ``split_seed`` gives the same
+    Seventy percent train, ten validate and twenty test, stratified by class; the same ``seed`` gives the same
     split on every machine. ``predict`` runs over the test images.
 
     Args:
         batch_size: samples per process and step.
-        split_seed: seed of the split.
+        seed: seed of the split.
         max_shift: largest random shift of training images, in pixels, 0 to 7, vertically and horizontally.
         num_workers: workers that load batches; 0 is fastest, since the images are in memory.
         binarize: make every pixel exactly 0 or 1, 1 above 0.5; shifted images stay binary, since they move by whole
             pixels and are padded with zeros.
 
     Raises:
-        ValueError: if a number is out of range; in ``load_state_dict``, if ``split_seed`` or ``binarize`` differs from
+        ValueError: if a number is out of range; in ``load_state_dict``, if ``seed`` or ``binarize`` differs from
             the checkpoint's.
 
     Source: E. Alpaydin and C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository
@@ -38,28 +39,29 @@ class DigitsDataModule(InMemoryDataModule):
     num_classes = 10
     class_names = tuple("0123456789")
 
+    @renamed_arguments(split_seed="seed")
     def __init__(
         self,
         batch_size: int = 64,
-        split_seed: int = 0,
+        seed: int = 0,
         max_shift: int = 0,
         num_workers: int = 0,
         binarize: bool = False,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers)
+        require_loading_options(batch_size, seed, num_workers)
         if not 0 <= max_shift <= 7:
             raise ValueError(f"max_shift must lie in [0, 7], the images being 8 pixels wide; got {max_shift}")
         self.batch_size = batch_size
-        self.split_seed = split_seed
+        self.seed = seed
         self.max_shift = max_shift
         self.num_workers = num_workers
         self.binarize = binarize
 
     def setup(self, stage: str | None = None) -> None:
         pixels, labels = load_digits(return_X_y=True)
-        rest, test = train_test_split(range(len(labels)), test_size=0.2, random_state=self.split_seed, stratify=labels)
-        train, val = train_test_split(rest, test_size=0.125, random_state=self.split_seed, stratify=labels[rest])
+        rest, test = train_test_split(range(len(labels)), test_size=0.2, random_state=self.seed, stratify=labels)
+        train, val = train_test_split(rest, test_size=0.125, random_state=self.seed, stratify=labels[rest])
         images = torch.from_numpy(pixels).float().div(16).view(-1, 1, 8, 8)
         if self.binarize:
             images = images.gt(0.5).float()
@@ -73,12 +75,12 @@ class DigitsDataModule(InMemoryDataModule):
         return ScaledPixels(16, self.binarize)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"split_seed": self.split_seed, "binarize": self.binarize}
+        return {"split_seed": self.seed, "binarize": self.binarize}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["split_seed"] != self.split_seed:
+        if state_dict["split_seed"] != self.seed:
             raise ValueError(
-                f"the checkpoint was trained with split_seed={state_dict['split_seed']}; with {self.split_seed}, "
+                f"the checkpoint was trained with seed={state_dict['split_seed']}; with {self.seed}, "
                 "images that it was trained on would be tested"
             )
         trained_on = state_dict.get("binarize", False)  # older checkpoints lack it

@@ -19,6 +19,7 @@ from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import InMemoryDataModule, require_loading_options
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables.files import existing_file, regular_file, split_rows
+from lightning_accel.ops.renames import renamed_arguments
 
 IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
 Limits: TypeAlias = tuple[float, float]
@@ -127,7 +128,7 @@ class IdxDataModule(InMemoryDataModule):
     255); test images are clamped to that range.
 
     Labels are any whole numbers; the classes are the sorted labels of the training file. A share ``val_share`` of the
-    training images validates, stratified by class; the same files and ``split_seed`` give the same split on every
+    training images validates, stratified by class; the same files and ``seed`` give the same split on every
     machine.
 
     After ``setup``: ``num_features`` (values of an image), ``image_shape``, and with labels ``num_classes`` and
@@ -138,7 +139,7 @@ class IdxDataModule(InMemoryDataModule):
         labelled: False to read no labels; batches are then ``(images,)``.
         binarize: make every value exactly 0 or 1, 1 above 0.5.
         val_share: share of the training images that validate.
-        split_seed: seed of the split into training and validation images.
+        seed: seed of the split into training and validation images.
         batch_size: samples per process and step.
         num_workers: workers that load batches; 0 is fastest, since the images are in memory.
         predict_path: IDX file of images to predict; by default the test images.
@@ -157,6 +158,7 @@ class IdxDataModule(InMemoryDataModule):
     num_classes: int
     class_names: list[str]
 
+    @renamed_arguments(split_seed="seed")
     def __init__(
         self,
         path: str | Path,
@@ -164,13 +166,13 @@ class IdxDataModule(InMemoryDataModule):
         labelled: bool = True,
         binarize: bool = False,
         val_share: float = 0.1,
-        split_seed: int = 0,
+        seed: int = 0,
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers)
+        require_loading_options(batch_size, seed, num_workers)
         if not 0 < val_share < 1:
             raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
         if not Path(path).is_dir():
@@ -180,7 +182,7 @@ class IdxDataModule(InMemoryDataModule):
         self.labelled = labelled
         self.binarize = binarize
         self.val_share = val_share
-        self.split_seed = split_seed
+        self.seed = seed
         self.batch_size = batch_size
         self.num_workers = num_workers
 
@@ -206,7 +208,7 @@ class IdxDataModule(InMemoryDataModule):
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
         split_by = path if labels is None else _require_idx(self.path, "train-labels")
-        train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.split_seed, split_by)
+        train, val = split_rows(np.arange(len(images)), labels, self.val_share, self.seed, split_by)
         self._digest = digest_of(images, *([] if labels is None else [labels]))
         every = self._rows(images, labels)
         self.train_rows, self.val_rows = (replace(every, chosen=torch.from_numpy(part)) for part in (train, val))
@@ -274,7 +276,7 @@ class IdxDataModule(InMemoryDataModule):
         return {
             "image shape": list(self.image_shape),
             "classes": self.class_names if self.labelled else None,
-            "split": [self.split_seed, self.val_share],
+            "split": [self.seed, self.val_share],
             "binarize": self.binarize,
             "limits": list(self._limits),
             "mean of the training file": self._mean,

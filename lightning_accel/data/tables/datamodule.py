@@ -29,6 +29,7 @@ from lightning_accel.data.tables.files import (
     split_in_three,
 )
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.renames import renamed_arguments
 
 
 class TabularDataModule(InMemoryDataModule):
@@ -38,7 +39,7 @@ class TabularDataModule(InMemoryDataModule):
     feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
     as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
     A column that mixes numbers and text is an error unless ``categorical`` names it. Splits are stratified by class,
-    and the same file and ``split_seed`` give the same split on every machine.
+    and the same file and ``seed`` give the same split on every machine.
 
     After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
     ``length``, ``colour=red`` and ``missingindicator_length``.
@@ -57,7 +58,7 @@ class TabularDataModule(InMemoryDataModule):
         decimal: decimal mark of a CSV file.
         val_share: share of the rows that validate.
         test_share: share of the rows that test.
-        split_seed: seed of the splits.
+        seed: seed of the splits.
         batch_size: samples per process and step.
         num_workers: workers that load batches; 0 is fastest, since the rows are in memory.
         predict_path: file of rows to predict, with the same feature columns, with or without the target; by default the
@@ -77,6 +78,7 @@ class TabularDataModule(InMemoryDataModule):
     class_names: list[str]
     feature_names: list[str]
 
+    @renamed_arguments(split_seed="seed")
     def __init__(
         self,
         path: str | Path,
@@ -89,13 +91,13 @@ class TabularDataModule(InMemoryDataModule):
         decimal: str = ".",
         val_share: float = 0.15,
         test_share: float = 0.15,
-        split_seed: int = 0,
+        seed: int = 0,
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, split_seed, num_workers)
+        require_loading_options(batch_size, seed, num_workers)
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "val_share and test_share must be above 0 and leave rows to train on; "
@@ -111,7 +113,7 @@ class TabularDataModule(InMemoryDataModule):
         self.decimal = decimal
         self.val_share = val_share
         self.test_share = test_share
-        self.split_seed = split_seed
+        self.seed = seed
         self.batch_size = batch_size
         self.num_workers = num_workers
 
@@ -123,7 +125,7 @@ class TabularDataModule(InMemoryDataModule):
         labels, self.class_names = read_classes(table[self.target], self.path)
         self.num_classes = len(self.class_names)
         shares = self.val_share, self.test_share
-        train, val, test = split_in_three(labels, len(labels), shares, self.split_seed, self.path)
+        train, val, test = split_in_three(labels, len(labels), shares, self.seed, self.path)
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.ignore]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(
@@ -161,7 +163,7 @@ class TabularDataModule(InMemoryDataModule):
         return {
             "columns": self.feature_names,
             "classes": self.class_names,
-            "split": [self.split_seed, self.val_share, self.test_share],
+            "split": [self.seed, self.val_share, self.test_share],
             "means of the training rows": self._centres,
             DIGEST: self._digest,
         }

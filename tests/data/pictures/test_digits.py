@@ -26,10 +26,10 @@ def test_splits_hold_every_image_once_and_every_class_in_proportion():
 
 
 def test_split_depends_on_the_split_seed_alone():
-    (first, _), *_ = splits(split_seed=3)
+    (first, _), *_ = splits(seed=3)
     torch.manual_seed(99)
-    (second, _), *_ = splits(split_seed=3)
-    (other, _), *_ = splits(split_seed=4)
+    (second, _), *_ = splits(seed=3)
+    (other, _), *_ = splits(seed=4)
     assert first.equal(second)
     assert not first.equal(other)
 
@@ -111,16 +111,16 @@ def test_memory_is_not_pinned_without_cuda():
     assert not in_memory_loader(BatchTensorDataset(torch.zeros(3)), DigitsDataModule(), 2, 0).pin_memory
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("split_seed", -1), ("num_workers", -1)])
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("seed", -1), ("num_workers", -1)])
 def test_numbers_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=rf"{name} must be at least \d; got {value}"):
         DigitsDataModule(**{name: value})
 
 
 def test_checkpoint_of_another_split_is_refused():
-    state = DigitsDataModule(split_seed=2).state_dict()
-    DigitsDataModule(split_seed=2).load_state_dict(state)
-    with pytest.raises(ValueError, match="trained with split_seed=2; with 0, images that it was trained on"):
+    state = DigitsDataModule(seed=2).state_dict()
+    DigitsDataModule(seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="trained with seed=2; with 0, images that it was trained on"):
         DigitsDataModule().load_state_dict(state)
 
 

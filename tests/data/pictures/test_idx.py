@@ -125,10 +125,10 @@ def test_test_and_prediction_run_over_the_test_file(mnist):
 
 
 def test_split_depends_on_the_split_seed_alone(mnist):
-    first = whole(set_up(mnist, split_seed=3).val_dataloader())
+    first = whole(set_up(mnist, seed=3).val_dataloader())
     torch.manual_seed(99)
-    assert first[0].equal(whole(set_up(mnist, split_seed=3).val_dataloader())[0])
-    assert not first[0].equal(whole(set_up(mnist, split_seed=4).val_dataloader())[0])
+    assert first[0].equal(whole(set_up(mnist, seed=3).val_dataloader())[0])
+    assert not first[0].equal(whole(set_up(mnist, seed=4).val_dataloader())[0])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_numbers_out_of_range_are_refused(tmp_path, options, said):
         IdxDataModule(tmp_path / "no")
 
 
-@pytest.mark.parametrize("change", [{"split_seed": 1}, {"binarize": True}, {"labelled": False}, {"val_share": 0.2}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"binarize": True}, {"labelled": False}, {"val_share": 0.2}])
 def test_checkpoint_of_other_options_is_refused(mnist, change):
     state = set_up(mnist).state_dict()
     set_up(mnist, batch_size=3).load_state_dict(state)

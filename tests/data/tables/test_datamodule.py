@@ -84,7 +84,7 @@ def test_only_training_rows_move_the_normalisation(make, table):
 
 def test_splits_are_disjoint_complete_and_repeatable(make, table):
     unique = table.assign(width=np.arange(60.0), length=1.0, colour="red")
-    data, again, other = make(unique), make(unique), make(unique, split_seed=1)
+    data, again, other = make(unique), make(unique), make(unique, seed=1)
     parts = [rows.tensors[0][:, 1] for rows in (data.train_rows, data.val_rows, data.test_rows)]
     assert [len(part) for part in parts] == [42, 9, 9]
     assert len(torch.cat(parts).unique()) == 60
@@ -187,7 +187,7 @@ def test_checkpoint_keeps_what_was_fitted(make, table):
     for other, said in (
         (make(table.assign(width=table["width"] + 1)), "means of the training rows"),
         (make(table[["width", "length", "wet", "colour", "kind", "key"]]), "columns"),
-        (make(split_seed=1), "split"),
+        (make(seed=1), "split"),
         (make(table.assign(kind=table["kind"].replace("elm", "fir"))), "classes"),
     ):
         with pytest.raises(ValueError, match=rf"trained on other data than .*: {said}"):
