@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel.models.hooks import name_classes
 from lightning_accel.nn.features import require_floating, require_rows, require_width
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 
@@ -110,11 +111,10 @@ class Classifier(L.LightningModule):
         self.log(f"{stage}/loss", F.cross_entropy(logits, target), batch_size=len(target), sync_dist=True)
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Return the most probable class of each sample, (B,) int64, and its probability, (B,)."""
         x = batch if isinstance(batch, Tensor) else batch[0]
-        probability, label = self(x).softmax(dim=-1).max(dim=-1)
-        return {"class": label, "probability": probability}
+        return name_classes(self(x), None)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())

@@ -1,39 +1,45 @@
 """Deep belief network. Shapes: B samples, V visible units, H hidden units, C classes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from operator import index
 from typing import Any, Literal, TypeAlias
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_accel.models.dbn_metrics import BeliefMetrics, Likelihood
+from lightning_accel.models.dbn_metrics import (
+    Batch,
+    BeliefMetrics,
+    EvaluatedNetwork,
+    Likelihood,
+    classes_of,
+    first_of,
+    flat,
+)
 from lightning_accel.models.dbn_stages import (
-    Decay,
     Schedule,
     Stage,
-    Units,
     data_statistics,
+    make_stack,
     redistribute_states,
+    require_classes,
     require_options,
     require_schedule,
     set_parameter_,
+    unsharded,
 )
 from lightning_accel.models.hooks import (
     is_logging_step,
     keep_plain_hyperparameters,
     list_of_str,
+    require_class_names,
     take_from_datamodule,
 )
-from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn.boltzmann.rbm import Visible
 from lightning_accel.nn.boltzmann.stack import RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
@@ -43,12 +49,10 @@ from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
 FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
-Batch: TypeAlias = Tensor | Sequence[Tensor]
 _KEY = "deep_belief_network"  # key in checkpoints
-_LARGE = 1e6  # more than the loss of any sample
 
 
-class DeepBeliefNetwork(L.LightningModule):
+class DeepBeliefNetwork(EvaluatedNetwork):
     """Train a stack of restricted Boltzmann machines, one after another and then together, within one ``fit``.
 
     Batches are samples, or pairs of samples and classes (B,) int64; samples (B, ...) are flattened. Stage i trains RBM
@@ -77,12 +81,9 @@ class DeepBeliefNetwork(L.LightningModule):
         stages: how each RBM is trained; a single one applies to all.
         finetune: ``none``, ``classifier`` or ``updown``.
         finetune_epochs: epochs of fine-tuning.
-        finetune_lr: its initial learning rate; by default 0.5 for ``classifier``, 0.01 for ``updown``.
-        finetune_lr_decay: ``linear``, to 0, or ``none``.
-        visible: kind of the lowest units: ``bernoulli``, ``gaussian`` or ``categorical``, see
-            :class:`lightning_accel.RBM`.
-        num_categories: number of categories of categorical units.
-        learn_variance: whether the variance of Gaussian units is learned.
+        finetune_lr: its initial learning rate, which falls to 0; by default 0.5 for ``classifier`` and 0.01 for
+            ``updown``.
+        visible: kind of the lowest units, ``bernoulli`` or ``gaussian``, see :class:`lightning_accel.RBM`.
         labels: whether the top RBM models the class together with the units below: to classify without a head, and to
             draw samples of a class.
         num_classes: by default the datamodule's attribute of that name; for ``labels`` and ``classifier``.
@@ -104,6 +105,8 @@ class DeepBeliefNetwork(L.LightningModule):
     Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets
     """
 
+    unlike_tensor_parallelism = "'ddp'"
+
     def __init__(
         self,
         num_visible: int | None = None,
@@ -113,10 +116,7 @@ class DeepBeliefNetwork(L.LightningModule):
         finetune: FineTuning = "none",
         finetune_epochs: int = 10,
         finetune_lr: float | None = None,
-        finetune_lr_decay: Decay = "linear",
         visible: Visible = "bernoulli",
-        num_categories: int | None = None,
-        learn_variance: bool = False,
         labels: bool = False,
         num_classes: int | None = None,
         class_names: Sequence[str] | None = None,
@@ -148,12 +148,12 @@ class DeepBeliefNetwork(L.LightningModule):
         self.minibatch_size = minibatch_size
         self.automatic_optimization = minibatch_size is None
         self.make_optimizer = optimizer
-        self._units = Units(visible, num_categories, learn_variance)
+        self.visible = visible
         plan = [(f"rbm {i + 1}", stage.epochs, stage.lr, stage.lr_decay) for i, stage in enumerate(self.stages)]
         if finetune != "none":
             finetune_lr = (0.5 if finetune == "classifier" else 0.01) if finetune_lr is None else finetune_lr
-            require_schedule(finetune_epochs, finetune_lr, finetune_lr_decay)
-            plan.append((finetune, finetune_epochs, finetune_lr, finetune_lr_decay))
+            require_schedule(finetune_epochs, finetune_lr, "linear")
+            plan.append((finetune, finetune_epochs, finetune_lr, "linear"))
         self.schedule = Schedule(plan)
         self.sampling = [stage.start_sampling(seed=0) for stage in self.stages]
         self._groups_are_ours = False
@@ -166,10 +166,6 @@ class DeepBeliefNetwork(L.LightningModule):
         self._ranks = RankStates()
         if num_visible is not None and (num_classes is not None or not self._needs_classes):
             self.configure_model()
-
-    @property
-    def _needs_classes(self) -> bool:
-        return self.labels or self.finetune == "classifier"
 
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
@@ -187,7 +183,7 @@ class DeepBeliefNetwork(L.LightningModule):
                 "minibatch_size does without the backward pass, whose gradients fp16 scales; take bf16-mixed, or leave "
                 "minibatch_size out"
             )
-        self._read_datamodule()
+        super().setup(stage)
 
     def _read_datamodule(self) -> None:
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -197,13 +193,10 @@ class DeepBeliefNetwork(L.LightningModule):
         if self._needs_classes:
             take_from_datamodule(self, num_classes=int, class_names=list_of_str)
 
-    def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, once they are known."""
-        reject_tensor_parallelism(self, "'ddp'")
-        if self.stack is not None:
-            return
-        if self._trainer is not None:  # callbacks that copy the model call this before setup
-            self._read_datamodule()
+    def _is_built(self) -> bool:
+        return self.stack is not None
+
+    def _require_sizes(self) -> None:
         if self.num_visible is None or (self._needs_classes and self.num_classes is None):
             raise ValueError(
                 "DeepBeliefNetwork needs num_visible, and num_classes where it knows classes; got "
@@ -211,15 +204,14 @@ class DeepBeliefNetwork(L.LightningModule):
                 "datamodule that has attributes num_features and num_classes, as DigitsDataModule, IdxDataModule, "
                 "BarsAndStripesDataModule and TabularDataModule have"
             )
-        if self._needs_classes and self.class_names is not None and len(self.class_names) != self.num_classes:
-            raise ValueError(f"num_classes is {self.num_classes}, but there are {len(self.class_names)} class_names")
-        self.stack = self._units.make_stack(
-            self.num_visible,
-            self.layers,
-            (self.num_classes or 0) if self.labels else 0,
-            self.stages,
-            untied=self.finetune == "updown",
-        )
+        if self._needs_classes:
+            require_class_names(self.class_names, self.num_classes)
+
+    def _build(self) -> None:
+        assert self.num_visible is not None
+        num_labels = (self.num_classes or 0) if self.labels else 0
+        untied = self.finetune == "updown"
+        self.stack = make_stack(self.num_visible, self.layers, num_labels, self.stages, self.visible, untied)
         if self.finetune == "classifier":
             assert self.num_classes is not None
             self.head = nn.Linear(self.layers[-1], self.num_classes)
@@ -249,11 +241,6 @@ class DeepBeliefNetwork(L.LightningModule):
         lr = self.schedule.spans[0].lr
         self._groups_are_ours = True
         return self.make_optimizer([{"params": weights, "lr": lr}, {"params": biases, "lr": lr, "weight_decay": 0.0}])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute logits (B, C) of a classifier, else means of the top hidden units (B, H), of samples (B, ...)."""
-        features = self._require_stack(self.stack).transform(_flat(x))
-        return features if self.head is None else self.head(features.to(self.head.weight.dtype))
 
     def on_fit_start(self) -> None:
         trainer: Any = self.trainer  # connectors set the attributes read here
@@ -299,14 +286,14 @@ class DeepBeliefNetwork(L.LightningModule):
             for parameter in [one for one in optimizer.state if id(one) in trained]:
                 del optimizer.state[parameter]
         if self.finetune == "updown":
-            self._require_stack(self.stack).untie_()
+            self.built_stack.untie_()
         if self._stage < len(self.layers):
             self._begin_rbm(self._stage)
 
     def _begin_rbm(self, number: int) -> None:
-        rbm = self._require_stack(self.stack).layers[number]
+        rbm = self.built_stack.layers[number]
         self.sampling[number] = self.stages[number].start_sampling(self._seed_of(number))
-        with self._unsharded_parameters():
+        with unsharded(self.trainer.strategy.model):
             found = data_statistics(self, partial(self._checked_input, number=number), self.trainer.train_dataloader)
         self._data_checked = found is not None
         if found is None:
@@ -321,39 +308,13 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def _checked_input(self, batch: Batch, number: int) -> Tensor:
         rows = self._rbm_input(batch, number)
-        self._require_stack(self.stack).layers[number].require_support(rows, all_rows=False)
+        self.built_stack.layers[number].require_support(rows, all_rows=False)
         if self._needs_classes:
-            self._require_classes(_classes_of(batch), len(rows))
+            require_classes(classes_of(batch), len(rows), self.num_classes or 0)
         return rows
 
-    def _require_classes(self, classes: Tensor, num_rows: int) -> None:
-        integers = not classes.is_floating_point() and classes.shape == (num_rows,)
-        if not integers or not 0 <= int(classes.min()) <= int(classes.max()) < (self.num_classes or 0):
-            raise ValueError(
-                f"classes must be ({num_rows},) integers in [0, {self.num_classes}), one for each row; got "
-                f"{tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
-            )
-
-    def _copy_recognition_weights(self) -> None:
-        """Copy the RBMs' weights to separate recognition weights, which are trained only in the last stage."""
-        if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
-            self._require_stack(self.stack).untie_()
-
     def _trained_module(self) -> nn.Module:
-        return self._require_stack(self.stack).layers[self._stage] if self._stage < len(self.layers) else self
-
-    @contextmanager
-    def _unsharded_parameters(self) -> Iterator[None]:
-        """Temporarily gather parameters that FSDP2 has sharded."""
-        root = self.trainer.strategy.model
-        if not isinstance(root, FSDPModule):
-            yield
-            return
-        root.unshard()
-        try:
-            yield
-        finally:
-            root.reshard()
+        return self.built_stack.layers[self._stage] if self._stage < len(self.layers) else self
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         trainer: Any = self.trainer
@@ -372,17 +333,17 @@ class DeepBeliefNetwork(L.LightningModule):
 
     def _objective(self, batch: Batch) -> Tensor:
         """Return what the stage minimizes, ()."""
-        stack = self._require_stack(self.stack)
+        stack = self.built_stack
         if self._stage < len(self.layers):
             rows = self._training_input(batch)
             gap = self.sampling[self._stage](stack.layers[self._stage], rows)
             self._log_training("energy_gap", gap)
             return gap
         if self.finetune == "updown":
-            classes = _classes_of(batch) if self.labels else None
-            loss = UpDown(self.sampling[-1])(stack, _flat(_first(batch)), classes)
+            classes = classes_of(batch) if self.labels else None
+            loss = UpDown(self.sampling[-1])(stack, flat(first_of(batch)), classes)
         else:
-            loss = F.cross_entropy(self(_first(batch)), _classes_of(batch))
+            loss = F.cross_entropy(self(first_of(batch)), classes_of(batch))
         self._log_training("loss", loss)
         return loss
 
@@ -390,7 +351,7 @@ class DeepBeliefNetwork(L.LightningModule):
         optimizer: Any = self.optimizers()
         assert self.minibatch_size is not None
         if self._stage < len(self.layers):
-            rbm, learn = self._require_stack(self.stack).layers[self._stage], self.sampling[self._stage]
+            rbm, learn = self.built_stack.layers[self._stage], self.sampling[self._stage]
             rows = self._training_input(batch)
             self._log_training("energy_gap", learn.train_(rbm, rows, self.minibatch_size, optimizer))
             return
@@ -436,73 +397,12 @@ class DeepBeliefNetwork(L.LightningModule):
             for parameter in self._untrained_parameters():
                 parameter.grad = None
 
-    def on_validation_epoch_start(self) -> None:
-        self._begin_evaluation(self.val_figures)
-
-    def on_test_epoch_start(self) -> None:
-        self._begin_evaluation(self.test_figures)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_figures)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_figures)
-
-    def _begin_evaluation(self, figures: BeliefMetrics) -> None:
-        figures.begin()
-        self._copy_recognition_weights()
-
-    def _evaluate(self, batch: Batch, stage: str, figures: BeliefMetrics) -> None:
-        x = _first(batch)
-        scores = None if self.head is None else self(x)
-        classes = _classes_of(batch) if self._needs_classes else None
-        figures.update(self._require_stack(self.stack), self._num_trained(), _flat(x), scores, classes)
-        if figures.log_z_gap is not None:
-            self.log(f"{stage}/log_z_gap", figures.log_z_gap, sync_dist=True)
-        for name, figure in figures.items():
-            if name != "loss" or not self._epochs_to_last_stage():
-                self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
-
-    def on_validation_epoch_end(self) -> None:
-        if epochs := self._epochs_to_last_stage():
-            self.log("val/loss", _LARGE * epochs, logger=False, sync_dist=True)
-
-    def _epochs_to_last_stage(self) -> int:
-        if self.trainer.state.fn != "fit":
-            return 0
-        return max(0, self.schedule.spans[-1].first_epoch - self.current_epoch)
-
-    def _num_trained(self) -> int:
-        """Return the number of layers trained so far, including the current one; all outside of ``fit``."""
-        return min(self._stage + 1, len(self.layers)) if self.trainer.state.fn == "fit" else len(self.layers)
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Return the most probable class of each sample, (B,), and its probability; without classes, the top features.
-
-        ``class`` is a list of names if the model knows them, else an int64 tensor; ``feature`` is (B, H).
-        """
-        x = _first(batch)
-        if not self._needs_classes:
-            return {"feature": self(x)}
-        stack = self._require_stack(self.stack)
-        log_prob = self(x).log_softmax(dim=-1) if self.head is not None else stack.class_log_prob(_flat(x))
-        probability, label = log_prob.exp().max(dim=-1)
-        names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
-        return {"class": label if names is None else names, "probability": probability}
-
     def _rbm_input(self, batch: Batch, number: int) -> Tensor:
         """Return the input of RBM ``number`` for a batch, (B, V)."""
         with torch.no_grad():
-            stack = self._require_stack(self.stack)
-            rows = stack.transform(_flat(_first(batch)), number)
-            return stack.join_labels(rows, _classes_of(batch)) if stack.layers[number].num_labels else rows
-
-    def _require_stack(self, stack: RBMStack | None) -> RBMStack:
-        if stack is None:
-            raise RuntimeError(
-                "the sizes of this DeepBeliefNetwork are not known yet; pass num_visible and num_classes"
-            )
-        return stack
+            stack = self.built_stack
+            rows = stack.transform(flat(first_of(batch)), number)
+            return stack.join_labels(rows, classes_of(batch)) if stack.layers[number].num_labels else rows
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         mine = {"sampling": [one.state_dict() for one in self.sampling]}
@@ -536,21 +436,3 @@ class DeepBeliefNetwork(L.LightningModule):
             states = [saved["sampling"][number] for saved in self._saved]
             learn.load_state_dict(redistribute_states(states, world_size, rank), self.device)
         self._saved = []
-
-
-def _first(batch: Batch) -> Tensor:
-    return batch if isinstance(batch, Tensor) else batch[0]
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Flatten ``x`` (B, ...) to floating samples (B, V)."""
-    return x.flatten(1) if x.is_floating_point() else x.flatten(1).float()
-
-
-def _classes_of(batch: Batch) -> Tensor:
-    if isinstance(batch, Tensor) or len(batch) < 2:
-        raise ValueError(
-            "labels=True and finetune='classifier' need batches of rows and classes; got rows alone. Let the data "
-            "module give both, or train without classes"
-        )
-    return batch[1]

@@ -1,7 +1,7 @@
-"""Evaluation metrics of deep belief networks. Shapes: B samples, V visible units, C classes."""
+"""Evaluation of deep belief networks. Shapes: B samples, V visible units, H top hidden units, C classes."""
 
-from collections.abc import Iterator
-from typing import Literal, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias, cast
 
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
@@ -10,11 +10,15 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel.models.dbn_stages import Schedule
+from lightning_accel.models.hooks import SizedModel, name_classes
 from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import RBMStack
 
+Batch: TypeAlias = Tensor | Sequence[Tensor]
 Likelihood: TypeAlias = Literal["none", "exact", "ais"]
+_LARGE = 1e6  # more than the loss of any sample
 
 
 class BeliefMetrics(nn.Module):
@@ -90,3 +94,108 @@ class BeliefMetrics(nn.Module):
                 "do where training diverges. Lower the learning rate, or take likelihood='exact' for small RBMs"
             )
         return found
+
+
+class EvaluatedNetwork(SizedModel):
+    """Evaluate a deep belief network, of which training has completed the lowest layers, and predict by it."""
+
+    stack: RBMStack | None
+    head: nn.Linear | None
+    layers: list[int]
+    labels: bool
+    finetune: str
+    class_names: list[str] | None
+    schedule: Schedule
+    val_figures: BeliefMetrics
+    test_figures: BeliefMetrics
+    _stage = 0
+
+    @property
+    def _needs_classes(self) -> bool:
+        return self.labels or self.finetune == "classifier"
+
+    @property
+    def built_stack(self) -> RBMStack:
+        """Return the stack; raise a RuntimeError if its sizes are not known yet."""
+        if self.stack is None:
+            raise RuntimeError(
+                "the sizes of this DeepBeliefNetwork are not known yet; pass num_visible and num_classes"
+            )
+        return self.stack
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits (B, C) of a classifier, else means of the top hidden units (B, H), of samples (B, ...)."""
+        features = self.built_stack.transform(flat(x))
+        return features if self.head is None else self.head(features.to(self.head.weight.dtype))
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_figures.begin()
+        self._copy_recognition_weights()
+
+    def on_test_epoch_start(self) -> None:
+        self.test_figures.begin()
+        self._copy_recognition_weights()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_figures)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_figures)
+
+    def _evaluate(self, batch: Batch, stage: str, figures: BeliefMetrics) -> None:
+        x = first_of(batch)
+        scores = None if self.head is None else self(x)
+        classes = classes_of(batch) if self._needs_classes else None
+        figures.update(self.built_stack, self._num_trained(), flat(x), scores, classes)
+        if figures.log_z_gap is not None:
+            self.log(f"{stage}/log_z_gap", figures.log_z_gap, sync_dist=True)
+        for name, figure in figures.items():
+            if name != "loss" or not self._epochs_to_last_stage():
+                self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
+
+    def on_validation_epoch_end(self) -> None:
+        if epochs := self._epochs_to_last_stage():
+            self.log("val/loss", _LARGE * epochs, logger=False, sync_dist=True)
+
+    def _epochs_to_last_stage(self) -> int:
+        if self.trainer.state.fn != "fit":
+            return 0
+        return max(0, self.schedule.spans[-1].first_epoch - self.current_epoch)
+
+    def _num_trained(self) -> int:
+        """Return the number of layers trained so far, including the current one; all outside of ``fit``."""
+        return min(self._stage + 1, len(self.layers)) if self.trainer.state.fn == "fit" else len(self.layers)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Return the most probable class of each sample, (B,), and its probability; without classes, the top features.
+
+        ``class`` is a list of names if the model knows them, else an int64 tensor; ``feature`` is (B, H).
+        """
+        x = first_of(batch)
+        if not self._needs_classes:
+            return {"feature": self(x)}
+        scores = self(x) if self.head is not None else self.built_stack.class_log_prob(flat(x))
+        return name_classes(scores, self.class_names)
+
+    def _copy_recognition_weights(self) -> None:
+        """Copy the RBMs' weights to separate recognition weights, which are trained only in the last stage."""
+        if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
+            self.built_stack.untie_()
+
+
+def first_of(batch: Batch) -> Tensor:
+    return batch if isinstance(batch, Tensor) else batch[0]
+
+
+def flat(x: Tensor) -> Tensor:
+    """Flatten ``x`` (B, ...) to floating samples (B, V)."""
+    return x.flatten(1) if x.is_floating_point() else x.flatten(1).float()
+
+
+def classes_of(batch: Batch) -> Tensor:
+    if isinstance(batch, Tensor) or len(batch) < 2:
+        raise ValueError(
+            "labels=True and finetune='classifier' need batches of rows and classes; got rows alone. Let the data "
+            "module give both, or train without classes"
+        )
+    return batch[1]

@@ -1,6 +1,7 @@
-"""Training stages, kinds of units and data statistics of deep belief networks. Shapes: B samples, V visible units."""
+"""Training stages, layers and data statistics of deep belief networks. Shapes: B samples, V visible units."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
@@ -10,6 +11,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
@@ -215,24 +217,40 @@ def redistribute_states(states: Sequence[dict[str, Any]], world_size: int, rank:
     return mine
 
 
-class Units(NamedTuple):
-    """Hold the kind of the lowest visible units; all others are Bernoulli."""
+def make_stack(
+    num_visible: int, layers: Sequence[int], num_labels: int, stages: Sequence[Stage], visible: Visible, untied: bool
+) -> RBMStack:
+    """Create RBMs initialized as ``stages`` say, the lowest with ``visible`` units and the top with ``num_labels``."""
+    rbms = []
+    for number, (below, size) in enumerate(pairwise([num_visible, *layers])):
+        labels = num_labels if number == len(layers) - 1 else 0
+        kind: Visible = "bernoulli" if number else visible
+        std = stages[number].std_for(below + labels, size, kind == "bernoulli")
+        rbms.append(RBM(below, size, num_labels=labels, initial_std=std, visible=kind))
+    return RBMStack(rbms, untied=untied)
 
-    visible: Visible
-    num_categories: int | None
-    learn_variance: bool
 
-    def make_stack(
-        self, num_visible: int, layers: Sequence[int], num_labels: int, stages: Sequence[Stage], untied: bool
-    ) -> RBMStack:
-        """Create the RBMs, the top one with ``num_labels``, and initialize them as ``stages`` say."""
-        rbms = []
-        for number, (below, size) in enumerate(pairwise([num_visible, *layers])):
-            labels = num_labels if number == len(layers) - 1 else 0
-            options: dict[str, Any] = self._asdict() if number == 0 else {}
-            std = stages[number].std_for(below + labels, size, number > 0 or self.visible == "bernoulli")
-            rbms.append(RBM(below, size, num_labels=labels, initial_std=std, **options))
-        return RBMStack(rbms, untied=untied)
+@contextmanager
+def unsharded(root: object) -> Iterator[None]:
+    """Temporarily gather parameters that FSDP2 has sharded."""
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    root.unshard()
+    try:
+        yield
+    finally:
+        root.reshard()
+
+
+def require_classes(classes: Tensor, num_samples: int, num_classes: int) -> None:
+    """Raise a ValueError unless there is a class for each sample."""
+    integers = not classes.is_floating_point() and classes.shape == (num_samples,)
+    if not integers or not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
+        raise ValueError(
+            f"classes must be ({num_samples},) integers in [0, {num_classes}), one for each row; got "
+            f"{tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
+        )
 
 
 def require_options(

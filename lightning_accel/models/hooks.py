@@ -119,6 +119,15 @@ def list_of_str(names: Sequence[object]) -> list[str]:
     return [str(name) for name in list_of_names(names)]
 
 
+def name_classes(scores: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the most probable class of ``scores`` (B, C), by name if there are ``names``, and its probability."""
+    probability, label = scores.softmax(dim=-1).max(dim=-1)
+    return {
+        "class": label if names is None else [names[i] for i in label.tolist()],
+        "probability": probability,
+    }
+
+
 def keep_plain_hyperparameters(module: L.LightningModule) -> None:
     """Keep only hyperparameters that are safe to load: NumPy values become Python's, gates stay if a config named them.
 

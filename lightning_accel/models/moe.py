@@ -18,6 +18,7 @@ from lightning_accel.models.hooks import (
     is_logging_step,
     keep_plain_hyperparameters,
     list_of_str,
+    name_classes,
     require_class_names,
 )
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
@@ -231,9 +232,7 @@ class MoEClassifier(SizedModel):
         ``class`` is a list of names if the model knows them, else an int64 tensor.
         """
         x = batch if isinstance(batch, Tensor) else batch[0]
-        probability, label = self(x).logits.softmax(dim=-1).max(dim=-1)
-        names = None if self.class_names is None else [self.class_names[i] for i in label.tolist()]
-        return {"class": label if names is None else names, "probability": probability}
+        return name_classes(self(x).logits, self.class_names)
 
     def _evaluate(self, batch: Batch, stage: str, loss: Metric, accuracy: Metric) -> None:
         x, target = batch

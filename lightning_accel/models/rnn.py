@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
-from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, require_class_names
+from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
-from lightning_accel.models.sequence_predictions import forecast, name_classes, name_labels, name_steps
+from lightning_accel.models.sequence_predictions import forecast, name_labels, name_steps
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy

@@ -7,15 +7,6 @@ import torch
 from torch import Tensor
 
 
-def name_classes(scores: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the most probable class of ``scores`` (B, C), by name if there are ``names``, and its probability."""
-    probability, label = scores.softmax(dim=-1).max(dim=-1)
-    return {
-        "class": label if names is None else [names[i] for i in label.tolist()],
-        "probability": probability,
-    }
-
-
 def name_labels(scores: Tensor, lengths: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
     """Return the most probable class of each valid step of ``scores`` (B, T, C), a list for each sample."""
     labels = scores.argmax(dim=-1).tolist()

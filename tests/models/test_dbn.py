@@ -261,8 +261,8 @@ def test_rates_fall_to_zero_within_each_stage():
         def on_train_batch_end(self, trainer, *_):
             rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    fit(model(finetune="classifier", finetune_lr=0.2, finetune_lr_decay="none"), batch_size=11, callbacks=[Rates()])
-    expected = [0.5, 0.375, 0.25, 0.125, 0.3, 0.15, 0.2, 0.2, 0.2, 0.2]
+    fit(model(finetune="classifier", finetune_lr=0.2), batch_size=11, callbacks=[Rates()])
+    expected = [0.5, 0.375, 0.25, 0.125, 0.3, 0.15, 0.2, 0.15, 0.1, 0.05]
     assert rates == pytest.approx(expected)
 
 
