@@ -146,7 +146,8 @@ def describe_layers(
 def count_parameters(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     """Count the values, each tensor once, and those that are not zero.
 
-    >>> count_parameters([torch.tensor([1.0, 0.0, 2.0])])
+    >>> shared = torch.tensor([1.0, 0.0, 2.0])
+    >>> count_parameters([shared, shared])
     (3, 2)
     """
     distinct = {id(value): value for value in parameters}.values()
