@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.callbacks import Distillation, Export, Pruning, Quantization
-from lightning_accel.callbacks.distillation.teacher import Teacher
+from lightning_accel.callbacks import Export, Pruning, Quantization
 from lightning_accel.callbacks.pruning.callback import exclusion_names
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
 from lightning_accel.compress.export.flat import FromTensors
@@ -55,8 +54,6 @@ TAKERS = {
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
     "Export outputs": ("logits", lambda names: Export(outputs=names).outputs),
     "export outputs": ("logits", kept_outputs),
-    "Distillation": ("net", lambda names: Distillation("initial", features=names).features),
-    "Teacher": ("first", lambda names: Teacher(net(), names).features),
     "Pruning": ("head", lambda names: exclusion_names(Pruning(0.5, exclude=names)._options.exclude)),
     "Quantization": ("head", lambda names: Quantization(skip=names).skip),
     "quantize": ("head", refused_skip),

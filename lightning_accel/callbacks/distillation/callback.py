@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
 from types import MethodType
@@ -28,12 +28,10 @@ from lightning_accel.callbacks.distillation.loss import (
     lengths_in,
     output_tensor,
     position_mask,
-    similarity_error,
     squared_error,
 )
 from lightning_accel.callbacks.distillation.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights, module_sizes, restore_
-from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies import PipelineStrategy
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
@@ -72,11 +70,6 @@ class Distillation(L.Callback):
             ignored.
         module: name of the submodule whose output is compared, ``""`` for the module itself, to override the rule
             above.
-        features: names of submodules whose outputs are compared too, or a mapping from the student's names to the
-            teacher's.
-        feature_loss: ``mse`` for equal shapes (Romero et al. 2015, FitNets, without a regressor), ``similarity`` for
-            any, see :func:`~lightning_accel.callbacks.distillation.loss.similarity_error`.
-        feature_weight: factor of the mean distance of the features, relative to that of the outputs.
         class_dim: dimension of the classes; 1 for images of logits.
         ignore_index: class that marks positions to ignore.
 
@@ -99,30 +92,20 @@ class Distillation(L.Callback):
         temperature: float = 4.0,
         loss: Literal["kl", "mse"] | Callable[[Tensor, Tensor], Tensor] = "kl",
         module: str | None = None,
-        features: Sequence[str] | Mapping[str, str] = (),
-        feature_loss: Literal["mse", "similarity"] = "mse",
-        feature_weight: float = 1.0,
         class_dim: int = -1,
         ignore_index: int = -100,
     ) -> None:
-        for name, value in {"weight": weight, "feature_weight": feature_weight}.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be at least 0; got {value}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be at least 0; got {weight}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be above 0; got {temperature}")
         if loss not in ("kl", "mse") and not callable(loss):
             raise ValueError(f"loss must be 'kl', 'mse' or a function; got {loss!r}")
-        if feature_loss not in ("mse", "similarity"):
-            raise ValueError(f"feature_loss must be 'mse' or 'similarity'; got {feature_loss!r}")
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
         self.teacher, self.checkpoint = teacher, checkpoint
         self.weight, self.temperature, self.loss = weight, temperature, loss
         self.module = module
-        self.features = (
-            dict(features) if isinstance(features, Mapping) else {name: name for name in list_of_names(features)}
-        )
-        self.feature_loss, self.feature_weight = feature_loss, feature_weight
         self.class_dim, self.ignore_index = class_dim, ignore_index
         self._copy: WholeCopy | None = None
         self._untried: WholeCopy | None = None
@@ -164,7 +147,7 @@ class Distillation(L.Callback):
                 load_weights(module, self.checkpoint)
         else:
             module = load_teacher(self.teacher)
-        self._teacher = Teacher(module, list(self.features.values()))
+        self._teacher = Teacher(module)
         self._untried = _copy_for_dry_run(trainer, pl_module)
 
     def _require_supported(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -186,7 +169,7 @@ class Distillation(L.Callback):
             self._make_initial_teacher(trainer, pl_module)
         untried, self._untried = self._untried, None
         if untried is not None and self._teacher is not None:
-            self._require_all_parts(pl_module)
+            self._require_module(pl_module)
             self._place(trainer, pl_module)
             _dry_run_step(trainer, pl_module, untried, self._try, "distill")
 
@@ -219,19 +202,22 @@ class Distillation(L.Callback):
         if self._saved:
             restore_(made, self._saved["weights"], self._saved["plan"])
         self._copy, self._saved = None, {}
-        self._teacher = Teacher(made, list(self.features.values()))
+        self._teacher = Teacher(made)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._make_initial_teacher(trainer, pl_module)
-        self._require_all_parts(pl_module)
+        self._require_module(pl_module)
         if self._teacher is not None:
             self._place(trainer, pl_module)
         self._wrap_step(pl_module)
 
-    def _require_all_parts(self, pl_module: L.LightningModule) -> None:
-        _require_parts("student", pl_module, [*self.features, *([] if self.module is None else [self.module])])
-        if self._teacher is not None:
-            _require_parts("teacher", self._teacher.module, self._teacher.features)
+    def _require_module(self, pl_module: L.LightningModule) -> None:
+        if self.module is not None and self.module not in dict(pl_module.named_modules()):
+            children = ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"the student {type(pl_module).__name__} has no submodule {self.module!r}; give one of its own, such "
+                f"as {children}"
+            )
 
     def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._teacher is not None
@@ -243,8 +229,7 @@ class Distillation(L.Callback):
         self._watch(pl_module)
 
     def _watch(self, module: L.LightningModule) -> None:
-        names = callable_parts(module) if self._student is None else [self._student]
-        self._recorder.watch(module, dict.fromkeys([*names, *self.features]))
+        self._recorder.watch(module, callable_parts(module) if self._student is None else [self._student])
 
     # ---- the step
 
@@ -281,8 +266,7 @@ class Distillation(L.Callback):
 
     def _distance(self, module: L.LightningModule, calls: Calls, batch: Any, weight: Any) -> Tensor:
         if self._student is None:
-            parts = {name: found for name, found in calls.items() if name in callable_parts(module)}
-            self._student = outermost(parts, module)
+            self._student = outermost(calls, module)
         found = calls.get(self._student or "")
         if not found:
             raise ValueError(
@@ -292,12 +276,10 @@ class Distillation(L.Callback):
             )
         assert self._student is not None
         assert self._teacher is not None
-        terms, hints = [], dict.fromkeys(self.features, 0)
+        terms = []
         for call in found:
-            output, features = self._teacher.run(call, self._student, module.device)
+            output = self._teacher.run(call, self._student, module.device)
             terms.append(self._compare(module.get_submodule(self._student), call, output, batch, weight))
-            if self.features:
-                terms[-1] = terms[-1] + self.feature_weight * self._compare_features(calls, features, hints)
         return torch.stack(terms).mean()
 
     def _compare(self, module: nn.Module, call: Call, teachers: Any, batch: Any, weight: Any) -> Tensor:
@@ -322,35 +304,6 @@ class Distillation(L.Callback):
                 return share * squared_error(own, aim, keep)
             assert callable(self.loss)
             return share * (self.loss(own, aim) if keep is None else self.loss(own[keep], aim[keep]))
-
-    def _compare_features(self, calls: Calls, teachers: Calls, used: dict[str, int]) -> Tensor:
-        """Return the mean over pairs; repeated calls of a student's submodule in a step are used in order."""
-        terms = []
-        for name, other in self.features.items():
-            aims = teachers.get(other, [])
-            own = calls.get(name, [])[used[name] : used[name] + len(aims)]
-            used[name] += len(aims)
-            if not own or len(own) < len(aims):
-                raise ValueError(
-                    f"feature {name!r} of the student is called {len(own)} times in a step, {other!r} of the teacher "
-                    f"{len(aims)} times; name submodules that both call"
-                )
-            for mine, aim in zip(own, aims, strict=True):
-                terms.append(self._feature_distance(name, mine.output, other, aim.output))
-        return torch.stack(terms).mean()
-
-    def _feature_distance(self, name: str, mine: Any, other: str, aim: Any) -> Tensor:
-        own = output_tensor(mine, f"feature {name!r} of the student")
-        goal = output_tensor(aim, f"feature {other!r} of the teacher")
-        with torch.autocast(own.device.type, enabled=False):
-            if self.feature_loss == "similarity":
-                return similarity_error(own, goal)
-            if own.shape != goal.shape:
-                raise ValueError(
-                    f"feature {name!r} of the student is {tuple(own.shape)}, {other!r} of the teacher "
-                    f"{tuple(goal.shape)}; feature_loss='similarity' compares features of different widths"
-                )
-            return squared_error(own, goal)
 
     # ---- after training
 
@@ -416,16 +369,6 @@ def _to_function(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_
         return step(*args, **kwargs)
 
     return training_step
-
-
-def _require_parts(whose: str, module: nn.Module, names: Sequence[str]) -> None:
-    there = dict(module.named_modules())
-    if missing := [name for name in names if name not in there]:
-        children = ", ".join(name for name, _ in module.named_children())
-        raise ValueError(
-            f"the {whose} {type(module).__name__} has no submodule {missing[0]!r}; give one of its own, such as "
-            f"{children}"
-        )
 
 
 class _UntriedError(Exception):

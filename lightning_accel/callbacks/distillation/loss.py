@@ -43,19 +43,6 @@ def squared_error(student: Tensor, teacher: Tensor, keep: Tensor | None = None) 
     return mean_of(difference, keep)
 
 
-def similarity_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """Compute how much the similarities between samples differ in two feature batches (B, ...) of any widths, ().
-
-    Source: Tung and Mori 2019, Similarity-Preserving Knowledge Distillation, https://arxiv.org/abs/1907.09682, eq. 4.
-
-    >>> similarity_error(torch.eye(2), torch.eye(2, 3))
-    tensor(0.)
-    """
-    own, aim = (_to_float32(value).flatten(1) for value in (student, teacher))
-    own, aim = (F.normalize(value @ value.T, dim=1) for value in (own, aim))
-    return (own - aim).square().mean()
-
-
 def mean_of(values: Tensor, keep: Tensor | None) -> Tensor:
     """Return the mean of the values where ``keep`` is True; 0 if none is."""
     if keep is None:

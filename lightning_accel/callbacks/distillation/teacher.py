@@ -1,7 +1,7 @@
 """Loading and running of the teacher in distillation."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_accel.callbacks.distillation.recorded_calls import Call, CallRecorder, Calls
+from lightning_accel.callbacks.distillation.recorded_calls import Call
 from lightning_accel.compress.calls import first_line
-from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.checkpoints.named_code import code_named_in
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint
 
@@ -24,39 +23,33 @@ class Teacher:
 
     Args:
         module: the teacher, which gets frozen.
-        features: names of submodules whose outputs are recorded.
     """
 
-    def __init__(self, module: nn.Module, features: Sequence[str] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._before = (
             [(one, one.training) for one in module.modules()],
             [(one, one.requires_grad) for one in module.parameters()],
         )
         self.module = module.requires_grad_(False).eval()
-        self.features = list_of_names(features)
-        self._copies: dict[torch.device, tuple[nn.Module, CallRecorder]] = {}
+        self._copies: dict[torch.device, nn.Module] = {}
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Move the teacher to the student's device, and to its ``dtype`` if all parameters of the student share one."""
         self.module.to(device, dtype) if dtype is not None else self.module.to(device)
-        self.close()
+        self._copies = {}
 
-    def run(self, call: Call, name: str, device: torch.device) -> tuple[Any, Calls]:
-        """Return the teacher's output for a call of the student's submodule ``name``, and its recorded features.
+    def run(self, call: Call, name: str, device: torch.device) -> Any:
+        """Return the teacher's output for a call of the student's submodule ``name``.
 
         Raises:
             ValueError: if the teacher cannot take the inputs of that call.
         """
         if device not in self._copies:
-            module = self.module if not self._copies else copy.deepcopy(self.module).to(device)
-            recorder = CallRecorder()
-            recorder.watch(module, self.features)
-            self._copies[device] = module, recorder
-        module, recorder = self._copies[device]
-        part = self._submodule(module, name)
-        with torch.no_grad(), recorder.recording() as calls:
+            self._copies[device] = self.module if not self._copies else copy.deepcopy(self.module).to(device)
+        part = self._submodule(self._copies[device], name)
+        with torch.no_grad():
             try:
-                return part(*call.args, **call.kwargs), calls
+                return part(*call.args, **call.kwargs)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -81,17 +74,12 @@ class Teacher:
 
     def release(self) -> None:
         """Restore modes and ``requires_grad`` of the module."""
-        self.close()
+        self._copies = {}
         modes, trainable = self._before
         for module, mode in modes:
             module.training = mode
         for parameter, requires_grad in trainable:
             parameter.requires_grad_(requires_grad)
-
-    def close(self) -> None:
-        for _, recorder in self._copies.values():
-            recorder.close()
-        self._copies = {}
 
 
 def _describe(call: Call) -> str:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, SequenceModel
 from lightning_accel.callbacks import Distillation, ExactResume, Pruning
 from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed
-from lightning_accel.callbacks.distillation.loss import divergence, position_mask, similarity_error, squared_error
+from lightning_accel.callbacks.distillation.loss import divergence, position_mask, squared_error
 from lightning_accel.callbacks.distillation.recorded_calls import CallRecorder
 from lightning_accel.callbacks.distillation.teacher import module_sizes, restore_
 from lightning_accel.data.sequences.batch import IGNORED
@@ -141,29 +141,6 @@ def test_other_distances(loss):
     torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["mse", "similarity"])
-def test_features_of_submodules(kind):
-    width = 9 if kind == "mse" else 7
-    module, teacher = Own(width=width), teacher_net()
-    aim = copy.deepcopy(teacher).double().eval()
-
-    def step(student, batch):
-        x, target = batch
-        hidden, hint = student.net[1](student.net[0](x)), aim[:3](x)
-        logits = student.net[3](hidden)
-        if kind == "mse":
-            distance = (hidden - hint).square().mean()
-        else:
-            rows = [value @ value.T for value in (hidden, hint)]
-            rows = [value / value.norm(dim=1, keepdim=True) for value in rows]
-            distance = (rows[0] - rows[1]).square().sum() / len(x) ** 2
-        return F.cross_entropy(logits, target) + 0.5 * (kl(logits, aim[3](hint), 4.0).mean() + 3 * distance)
-
-    expected = by_hand(module, step, batches_of(DATA))
-    fit(module, Distillation(teacher, features={"net.1": "2"}, feature_loss=kind, feature_weight=3.0))
-    torch.testing.assert_close(module.state_dict(), expected, rtol=1e-12, atol=1e-12)
-
-
 def sequence_model(seed, **options):
     torch.manual_seed(seed)
     sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_size": 8, **options}
@@ -236,7 +213,6 @@ def test_classifiers_teach_each_other():
     aim[:, 1] = own[:, 1] = -torch.inf  # a class that is masked out
     assert divergence(own, aim, 2.0).isfinite()
     assert squared_error(own[:, [0]], own[:, [0]] + 2, keep) == 4
-    assert similarity_error(own[:, [0, 2]], own[:, [0, 2]] * 3) == pytest.approx(0, abs=1e-6)
 
 
 class Watches(L.Callback):
@@ -534,13 +510,13 @@ def test_a_config_builds_the_teacher():
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(L.Trainer, "trainer")
     for teacher in ("initial", {"class_path": "lightning_accel.Classifier", "init_args": {"hidden_dims": [9]}}):
-        options = {"teacher": teacher, "features": {"network.1": "network.1"}, "temperature": 2.0}
+        options = {"teacher": teacher, "temperature": 2.0}
         callback = {"class_path": "lightning_accel.callbacks.Distillation", "init_args": options}
         config = parser.parse_object({"trainer": {"callbacks": [callback]}})
         made = parser.instantiate(config).trainer.callbacks[0]
         assert isinstance(made, Distillation)
         assert made.teacher == "initial" or made.teacher.network[1].out_features == 9
-        assert made.features == {"network.1": "network.1"}
+        assert made.temperature == 2.0
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -595,10 +571,8 @@ def test_autocast_reaches_the_teacher_and_not_the_distance():
 def test_what_cannot_work_is_refused(tmp_path):
     for options, message in [
         ({"weight": -1.0}, "weight must be at least 0; got -1.0"),
-        ({"feature_weight": float("nan")}, "feature_weight must be at least 0; got nan"),
         ({"temperature": 0.0}, "temperature must be above 0; got 0.0"),
         ({"loss": "ce"}, "loss must be 'kl', 'mse' or a function; got 'ce'"),
-        ({"feature_loss": "kl"}, "feature_loss must be 'mse' or 'similarity'; got 'kl'"),
         ({"checkpoint": "a.ckpt"}, "checkpoint holds weights for a module, but teacher is 'initial'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -608,9 +582,8 @@ def test_what_cannot_work_is_refused(tmp_path):
     module = Own()
     with pytest.raises(ValueError, match="share weights, which would be frozen; write teacher='initial'"):
         fit(module, Distillation(module.net))
-    for name, features, whose in (("nets", (), "student Own"), (None, {"net": "7"}, "teacher Sequential")):
-        with pytest.raises(ValueError, match=f"the {whose} has no submodule"):
-            fit(Own(), Distillation(teacher_net(), module=name, features=features))
+    with pytest.raises(ValueError, match="the student Own has no submodule 'nets'; give one of its own, such as net"):
+        fit(Own(), Distillation(teacher_net(), module="nets"))
 
     class ByHand(Own):
         automatic_optimization = False
@@ -636,11 +609,7 @@ def test_teachers_that_do_not_fit_are_rejected_before_training():
     for make_teacher, message in [
         (lambda: Distillation(nn.Linear(5, 4)), r"the teacher gives \(4, 4\) where the student gives \(4, 3\)"),
         (
-            lambda: Distillation(teacher_net(), features={"net.1": "2"}),
-            r"'net.1' of the student is \(4, 7\), '2' of the teacher",
-        ),
-        (
-            lambda: Distillation(teacher_net(), features={"net": "0"}, module="net.3"),
+            lambda: Distillation(teacher_net(), module="net.3"),
             r"the teacher Sequential must take what the student's submodule 'net.3' is called with, \(4, 7\) float64, "
             "and fails with RuntimeError: mat1 and mat2",
         ),
