@@ -1,4 +1,4 @@
-"""Limits on the memory that reading a file needs beyond its own size, checked before it is allocated."""
+"""Bounds of options, and of the memory that reading a file needs beyond its own size, before it is allocated."""
 
 import gzip
 import zlib
@@ -8,6 +8,22 @@ MAX_BYTES = 1 << 27  # any file may need as much
 
 _MAX_RATIO = 32  # largest ratio of unpacked to packed size; compressed text and numbers stay well below
 _CHUNK = 1 << 20
+
+
+def require_at_least(least: int, **options: int | None) -> None:
+    """Raise a ValueError if an option that is set is below ``least``."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")
+
+
+def require_shares(val_share: float, test_share: float) -> None:
+    """Raise a ValueError unless both shares are positive and leave a rest."""
+    if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+        raise ValueError(
+            "val_share and test_share must be above 0 and leave items to train on; "
+            f"got val_share={val_share}, test_share={test_share}"
+        )
 
 
 def allowed_bytes(path: Path) -> int:

@@ -72,15 +72,6 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
 
 
-def require_loading_options(batch_size: int, seed: int, num_workers: int) -> None:
-    """Raise a ValueError if a number is out of range, before any data are read."""
-    for name, value, least in (
-        ("batch_size", batch_size, 1), ("seed", seed, 0), ("num_workers", num_workers, 0),
-    ):  # fmt: skip
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
-
-
 def in_memory_loader(
     rows: Dataset[Any], datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:

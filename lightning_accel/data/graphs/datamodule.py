@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
-from lightning_accel.data.digest import DIGEST, require_same_data
+from lightning_accel.data.bounds import require_at_least, require_shares
+from lightning_accel.data.digest import require_same_data
 from lightning_accel.data.graphs.dataset import GraphDataset, NeighbourDataset, NodeDataset
 from lightning_accel.data.graphs.features import Features, Scale, apply_features, features_of, fit_scale, scale_features
 from lightning_accel.data.graphs.files import FileGraphs, GraphLayout, read_graphs
@@ -34,7 +35,7 @@ from lightning_accel.data.graphs.splits import (
 )
 from lightning_accel.data.graphs.substructures import SUBSTRUCTURES
 from lightning_accel.data.graphs.tasks import Family, Level
-from lightning_accel.data.in_memory import in_memory_loader, require_loading_options, resumable_loader
+from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.tables.files import existing_file
 
@@ -82,9 +83,7 @@ def _require_sizes(
     batch_size: int | None, max_nodes: int | None, max_edges: int | None, num_neighbors: Sequence[int] | None
 ) -> None:
     """Raise a ValueError if a size is out of range."""
-    for name, value in (("batch_size", batch_size), ("max_nodes", max_nodes), ("max_edges", max_edges)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}")
+    require_at_least(1, batch_size=batch_size, max_nodes=max_nodes, max_edges=max_edges)
     if num_neighbors is not None:
         if not num_neighbors or any(most < 1 and most != -1 for most in num_neighbors):
             raise ValueError(
@@ -238,16 +237,12 @@ class GraphDataModule(L.LightningDataModule):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
         _require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
-        require_loading_options(batch_size or 1, seed, num_workers)
+        require_at_least(0, seed=seed, num_workers=num_workers)
         named_shares = {"val_share": val_share, "test_share": test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
         usual = (0.2, 0.5) if self.task == "substructures" else (0.1, 0.2)  # the former of Chen et al. 2020
         self.shares = (usual[0] if val_share is None else val_share, usual[1] if test_share is None else test_share)
-        if min(self.shares) <= 0 or sum(self.shares) >= 1:
-            raise ValueError(
-                "val_share and test_share must be above 0 and leave graphs to train on; "
-                f"got val_share={self.shares[0]}, test_share={self.shares[1]}"
-            )
+        require_shares(*self.shares)
         if self.task == "csl" and not 0 <= fold < 5:
             raise ValueError(f"fold of csl must be from 0 to 4; got {fold}")
         if self.task == "substructures" and (unknown := set(names) - set(SUBSTRUCTURES)):
@@ -276,10 +271,7 @@ class GraphDataModule(L.LightningDataModule):
         if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             return
         splits, read, source = self._read()
-        of_source = (
-            (None, None) if source is None else (splits.digest_of_source(source), splits.digest_of_others(source))
-        )
-        self._digests = splits.digest(), *of_source
+        self._digest = splits.digest(source)
         where = self._source_name()
         features = features_of(splits.graphs, where, [] if read is None else read.lines)
         splits.graphs = [apply_features(graph, features, where) for graph in splits.graphs]
@@ -422,9 +414,7 @@ class GraphDataModule(L.LightningDataModule):
             "target": [self.level, self.target_kind, self.class_names, self.target_names],
             "features": [self.num_features, self.edge_dim, self.num_relations, self.feature_names, self.relation_names],
             "split": [self.seed, *self.shares, self.fold],
-            "digest of what trains": self._digests[0],
-            DIGEST: self._digests[1],
-            "digest of their other attributes": self._digests[2],
+            "digest of the graphs": self._digest,  # older checkpoints have others under other names
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -433,7 +423,7 @@ class GraphDataModule(L.LightningDataModule):
         fresh = self.task not in (None, "csl", "karate") and not resuming  # graphs of another seed are new to the model
         now = self.state_dict()
         if fresh and state_dict["source"][0] == self.task:
-            del now["source"], now["split"], now["digest of what trains"]
+            del now["source"], now["split"], now["digest of the graphs"]
         remedy = "Give the graphs and the split of its run; new graphs of a file go in predict_path"
         require_same_data(state_dict, now, f"graphs than those of {self._source_name()}", remedy)
 

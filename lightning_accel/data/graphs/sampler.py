@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
+from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.planned_sampler import Plan, PlannedSampler, integer_sizes, share_indices
 
 
@@ -117,7 +118,11 @@ class GraphBudgetBatchSampler(PlannedSampler):
         rank: int | None = None,
     ) -> None:
         limits = {"batch_size": batch_size, "max_nodes": max_nodes, "max_edges": max_edges}
-        _require_limits(limits, edges is not None)
+        require_at_least(1, **limits)
+        if all(value is None for value in limits.values()):
+            raise ValueError("give batch_size, max_nodes or max_edges, of all processes together")
+        if max_edges is not None and edges is None:
+            raise ValueError("max_edges needs edges, the number of each graph's; got none")
         self.nodes = integer_sizes(nodes, "nodes are whole numbers of 0 or more, one for each graph")
         self.edges = (
             np.zeros_like(self.nodes)
@@ -159,13 +164,3 @@ class GraphBudgetBatchSampler(PlannedSampler):
         for batch in range(self._first_batches.pop(self.epoch, 0), len(plan.starts)):
             rows = plan.rows[plan.starts[batch] : plan.stops[batch]]
             yield rows[share_indices(len(rows), replicas, rank)].tolist()
-
-
-def _require_limits(limits: dict[str, int | None], has_edges: bool) -> None:
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}")
-    if all(value is None for value in limits.values()):
-        raise ValueError("give batch_size, max_nodes or max_edges, of all processes together")
-    if limits["max_edges"] is not None and not has_edges:
-        raise ValueError("max_edges needs edges, the number of each graph's; got none")

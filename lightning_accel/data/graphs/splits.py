@@ -1,6 +1,5 @@
 """Splits of graphs, or of the nodes of one graph, for training, validation and test. Shapes: F features, K targets."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,35 +68,23 @@ class GraphSplits:
         y = y.double().view(len(y), -1)
         return y.where(y.isfinite(), torch.nan)
 
-    def digest(self) -> str:
-        """Digest the edges and targets of the training graphs, after the transform."""
-        digest = hashlib.blake2b(self.train.astype("<i8").tobytes(), digest_size=8)
-        for i in [0] if self.of_nodes else self.train.tolist():
-            graph = self.graphs[i]
-            for part in (graph.edge_index, graph.y.double().nan_to_num(0.5)):
-                digest.update(part.contiguous().numpy().tobytes())
-        return digest.hexdigest()
+    def digest(self, source: Sequence[object] | None) -> str:
+        """Digest the training and validation data: their targets, and all other tensors before a transform.
 
-    def digest_of_source(self, source: Sequence[object]) -> str:
-        """Digest the training and validation data, with features before a transform, which may be random."""
+        Args:
+            source: the graphs before transforms, which may be random; None where only the edges afterwards are known.
+        """
+        fitted = np.concatenate([self.train, self.val])
         parts = [self.train, self.val]
-        fitted = np.concatenate(parts)
         for i in [0] if self.of_nodes else fitted.tolist():
-            given, y = source[i], self.graphs[i].y
-            features = [given.x, given.edge_index, given.edge_attr] if isinstance(given, Data) else []
-            tensors = [y[torch.from_numpy(fitted)] if self.of_nodes else y, *features]
-            parts += [_as_array(part) for part in tensors if isinstance(part, Tensor) and part.layout == torch.strided]
+            graph, given = self.graphs[i], None if source is None else source[i]
+            parts.append(_as_array(graph.y[torch.from_numpy(fitted)] if self.of_nodes else graph.y))
+            parts += _tensors_of(given) if isinstance(given, Data) else [_as_array(graph.edge_index)]
         return digest_of(*parts)
 
-    def digest_of_others(self, source: Sequence[object]) -> str:
-        """Digest the other tensors of the training and validation graphs: ``edge_type``, ``pos``, sparse matrices."""
-        fitted = [0] if self.of_nodes else np.concatenate([self.train, self.val]).tolist()
-        graphs = [given for given in map(source.__getitem__, fitted) if isinstance(given, Data)]
-        return digest_of(*(part for graph in graphs for part in _other_tensors(graph)))
 
-
-def _other_tensors(graph: Data) -> list[np.ndarray]:
-    """Return the tensors of a graph except features, edges, targets and masks, which have their own digests."""
+def _tensors_of(graph: Data) -> list[np.ndarray]:
+    """Return the tensors of a graph except targets and masks."""
     found = []
     for name in sorted(graph.keys()):
         value = graph[name]
@@ -106,7 +93,7 @@ def _other_tensors(graph: Data) -> list[np.ndarray]:
         if value.layout != torch.strided:
             sparse = value.to_sparse_coo().coalesce()
             found += [_as_array(sparse.indices()), _as_array(sparse.values())]
-        elif name not in ("x", "edge_index", "edge_attr"):
+        else:
             found.append(_as_array(value))
     return found
 

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
+from lightning_accel.data.bounds import require_at_least
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 
 
 class BarsAndStripesDataModule(InMemoryDataModule):
@@ -40,11 +41,10 @@ class BarsAndStripesDataModule(InMemoryDataModule):
 
     def __init__(self, size: int = 3, batch_size: int = 16, copies: int = 1, num_workers: int = 0) -> None:
         super().__init__()
-        require_loading_options(batch_size, 0, num_workers)
+        require_at_least(1, batch_size=batch_size, copies=copies)
+        require_at_least(0, num_workers=num_workers)
         if not 2 <= size <= 12:
             raise ValueError(f"size must lie in [2, 12], there being 2 * 2**size pictures; got {size}")
-        if copies < 1:
-            raise ValueError(f"copies must be at least 1; got {copies}")
         self.size = size
         self.batch_size = batch_size
         self.copies = copies

@@ -9,7 +9,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
+from lightning_accel.data.bounds import require_at_least
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import ScaledPixels
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -49,7 +50,8 @@ class DigitsDataModule(InMemoryDataModule):
         binarize: bool = False,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers)
+        require_at_least(1, batch_size=batch_size)
+        require_at_least(0, seed=seed, num_workers=num_workers)
         if not 0 <= max_shift <= 7:
             raise ValueError(f"max_shift must lie in [0, 7], the images being 8 pixels wide; got {max_shift}")
         self.batch_size = batch_size

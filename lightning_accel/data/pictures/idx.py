@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_accel.data.bounds import require_allowed
+from lightning_accel.data.bounds import require_allowed, require_at_least
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.in_memory import InMemoryDataModule, require_loading_options
+from lightning_accel.data.in_memory import InMemoryDataModule
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables.files import existing_file, regular_file, split_rows
 from lightning_accel.ops.renames import renamed_arguments
@@ -172,7 +172,8 @@ class IdxDataModule(InMemoryDataModule):
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers)
+        require_at_least(1, batch_size=batch_size)
+        require_at_least(0, seed=seed, num_workers=num_workers)
         if not 0 < val_share < 1:
             raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
         if not Path(path).is_dir():

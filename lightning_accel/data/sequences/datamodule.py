@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
-from lightning_accel.data.in_memory import in_memory_loader, require_loading_options, resumable_loader
+from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import Layout, TargetKind
@@ -121,12 +122,9 @@ class SequenceDataModule(L.LightningDataModule):
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers)
-        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
-            raise ValueError(
-                "val_share and test_share must be above 0 and leave sequences to train on; "
-                f"got val_share={val_share}, test_share={test_share}"
-            )
+        require_at_least(1, batch_size=batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
+        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_shares(val_share, test_share)
         if target_kind not in get_args(TargetKind):
             raise ValueError(f"target_kind must be one of {', '.join(get_args(TargetKind))}; got {target_kind!r}")
         self.path = None if path is None else existing_file(path)
@@ -137,8 +135,6 @@ class SequenceDataModule(L.LightningDataModule):
         generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
         self._require_effect([name for name, value in generated.items() if value is not None])
         self.num_sequences = 10_000 if num_sequences is None else num_sequences
-        # raises for a size out of range, before anything is read
-        LengthBatchSampler([1], batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
         self.batch_size = batch_size
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.in_memory import identity_collate
 from lightning_accel.data.planned_sampler import Plan, PlannedSampler, integer_sizes, share_indices
 from lightning_accel.data.samplers import ResumableLoader
@@ -162,7 +163,11 @@ class LengthBatchSampler(PlannedSampler):
         rank: int | None = None,
     ) -> None:
         self.lengths = _require_lengths(lengths)
-        _require_sizes(batch_size, max_tokens, max_steps, window, chunk_steps, seed)
+        sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "max_steps": max_steps}
+        require_at_least(1, **sizes, window=window, chunk_steps=chunk_steps)
+        require_at_least(0, seed=seed)
+        if all(size is None for size in sizes.values()):
+            raise ValueError("give batch_size, max_tokens or max_steps, of all processes together")
         super().__init__((self.lengths,), shuffle, seed, num_replicas, rank)
         self.chunk_steps = chunk_steps
         longest = int(self.lengths.max())
@@ -282,24 +287,6 @@ _BATCH_SAMPLER_ERROR = (
     "LengthBatchSampler deals its batches to processes itself, and Lightning must not put another sampler into it; "
     "write length_batch_loader(dataset, sampler), not DataLoader(..., batch_sampler=sampler)"
 )
-
-
-def _require_sizes(
-    batch_size: int | None,
-    max_tokens: int | None,
-    max_steps: int | None,
-    window: int | None,
-    chunk_steps: int | None,
-    seed: int,
-) -> None:
-    for name, value in (
-        ("batch_size", batch_size), ("max_tokens", max_tokens), ("max_steps", max_steps), ("window", window),
-        ("chunk_steps", chunk_steps), ("seed", seed + 1),
-    ):  # fmt: skip
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be {'0' if name == 'seed' else '1'} or more; got {value - (name == 'seed')}")
-    if batch_size is None and max_tokens is None and max_steps is None:
-        raise ValueError("give batch_size, max_tokens or max_steps, of all processes together")
 
 
 def length_batch_loader(

@@ -8,6 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.data.sequences.dataset import SequenceDataset
 
@@ -53,7 +54,7 @@ def copy_memory(
     Raises:
         ValueError: if a number is below 1.
     """
-    _require_positive(num_sequences=num_sequences, blanks=blanks, symbols=symbols, remembered=remembered)
+    require_at_least(1, num_sequences=num_sequences, blanks=blanks, symbols=symbols, remembered=remembered)
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(1, symbols + 1, (num_sequences, remembered), generator=generator)
     tokens = torch.zeros(num_sequences, blanks + 2 * remembered, dtype=torch.uint8)
@@ -100,7 +101,7 @@ def selective_copying(
     Raises:
         ValueError: if the context cannot hold the symbols, or the vocabulary has no symbol.
     """
-    _require_positive(num_sequences=num_sequences, remembered=remembered)
+    require_at_least(1, num_sequences=num_sequences, remembered=remembered)
     if vocab_size < 3:
         raise ValueError(f"vocab_size must be at least 3, for a blank, a symbol and a mark; got {vocab_size}")
     if context < remembered:
@@ -177,12 +178,6 @@ def _random_below(limits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _require_lengths(num_sequences: int, lengths: tuple[int, int], least: int) -> None:
-    _require_positive(num_sequences=num_sequences)
+    require_at_least(1, num_sequences=num_sequences)
     if not least <= lengths[0] <= lengths[1]:
         raise ValueError(f"lengths must be a pair (least, most) from {least} up; got {lengths}")
-
-
-def _require_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1; got {number}")

@@ -14,8 +14,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 
+from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
-from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule, require_loading_options
+from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables.files import (
@@ -97,12 +98,9 @@ class TabularDataModule(InMemoryDataModule):
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers)
-        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
-            raise ValueError(
-                "val_share and test_share must be above 0 and leave rows to train on; "
-                f"got val_share={val_share}, test_share={test_share}"
-            )
+        require_at_least(1, batch_size=batch_size)
+        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_shares(val_share, test_share)
         self.path = existing_file(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.target = target

@@ -14,8 +14,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
-from lightning_accel.data.in_memory import identity_collate, require_loading_options
+from lightning_accel.data.in_memory import identity_collate, in_memory_loader
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of, replicas_and_rank
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.data.text.tokens import (
@@ -88,14 +89,9 @@ class TextDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        require_loading_options(batch_size, seed, num_workers)
-        if context_length < 1:
-            raise ValueError(f"context_length must be at least 1; got {context_length}")
-        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
-            raise ValueError(
-                "val_share and test_share must be above 0 and leave text to train on; "
-                f"got val_share={val_share}, test_share={test_share}"
-            )
+        require_at_least(1, batch_size=batch_size, context_length=context_length)
+        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_shares(val_share, test_share)
         self.of_python = path is None
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # empty if they are in an archive
         self.paths = modules if path is None else _find_texts(Path(path), list_of_names(suffixes))
@@ -146,7 +142,7 @@ class TextDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "text": [len(self.stream), self.vocab_size, self.stream.checksum()],
+            "tokens and vocabulary": [len(self.stream), self.vocab_size],
             "split": [self.context_length, self.val_share, self.test_share, self.seed],
             DIGEST: self._digest,
         }
@@ -159,12 +155,11 @@ class TextDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
         now = self.state_dict()
-        if not resuming and any(state_dict.get(name, now[name]) != now[name] for name in ("text", DIGEST)):
+        if not resuming and any(
+            state_dict.get(name, now[name]) != now[name] for name in ("tokens and vocabulary", DIGEST)
+        ):
             return  # any part of a text may be tested if the model was not trained on it
-        remedy = (
-            "'text' is tokens, vocabulary and checksum, 'split' context_length, shares and seed. Give the text and the "
-            "options of its run"
-        )
+        remedy = "'split' is context_length, shares and seed. Give the text and the options of its run"
         require_same_data(state_dict, now, f"text than that of {self._where()}", remedy)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -175,16 +170,23 @@ class TextDataModule(L.LightningDataModule):
                 f"{replicas} processes; give more text, or a smaller batch_size"
             )
         sampler = ResumableSampler(self.train_windows, self.batch_size, replicas, rank, self.seed)
-        loader = self._loader(self.train_windows, sampler)
+        loader = ResumableLoader(
+            self.train_windows,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=identity_collate,
+            persistent_workers=self.num_workers > 0,
+        )
         if self.trainer is not None:
             loader.progress = progress_of(self.trainer)
         return loader
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.val_windows)
+        return in_memory_loader(self.val_windows, self, self.batch_size, self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.test_windows)
+        return in_memory_loader(self.test_windows, self, self.batch_size, self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the prompts, one per batch, since they differ in length."""
@@ -197,16 +199,6 @@ class TextDataModule(L.LightningDataModule):
         if empty := [prompt for prompt, row in zip(self.prompts, rows, strict=True) if not len(row)]:
             raise ValueError(f"a prompt must hold a token; got {empty[0]!r}")
         return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]  # a list is a dataset
-
-    def _loader(self, windows: TokenWindows, sampler: ResumableSampler | None = None) -> ResumableLoader:
-        return ResumableLoader(
-            windows,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            collate_fn=identity_collate,
-            persistent_workers=self.num_workers > 0,
-        )
 
 
 def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:

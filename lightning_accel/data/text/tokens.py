@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -96,11 +95,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.ends else 0
-
-    def checksum(self) -> int:
-        """Return a checksum of a hundred evenly spaced samples of 256 tokens, most likely different for other texts."""
-        starts = np.linspace(0, max(0, len(self) - 256), 100, dtype=np.int64).tolist()
-        return zlib.crc32(b"".join(self.read(at, min(at + 256, len(self))).tobytes() for at in starts))
 
     def digest(self) -> str:
         """Digest the lengths of the documents and all tokens; above 256 MiB, 1,024 evenly spaced samples of tokens.

@@ -400,9 +400,9 @@ def test_generated_tasks_may_be_tested_at_other_lengths_but_not_resumed():
         ),
         ({"target_kind": "regresion"}, r"target_kind must be one of classification, .*; got 'regresion'"),
         ({"batch_size": 0}, r"batch_size must be at least 1; got 0"),
-        ({"max_tokens": 0}, r"max_tokens must be 1 or more; got 0"),
-        ({"chunk_steps": 0}, r"chunk_steps must be 1 or more; got 0"),
-        ({"val_share": 0.5, "test_share": 0.5}, r"leave sequences to train on; got val_share=0.5, test_share=0.5"),
+        ({"max_tokens": 0}, r"max_tokens must be at least 1; got 0"),
+        ({"chunk_steps": 0}, r"chunk_steps must be at least 1; got 0"),
+        ({"val_share": 0.5, "test_share": 0.5}, r"leave items to train on; got val_share=0.5, test_share=0.5"),
     ],
     ids=str,
 )

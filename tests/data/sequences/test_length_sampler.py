@@ -166,8 +166,8 @@ def test_other_batches_are_refused_on_resuming():
     ("options", "message"),
     [
         ({}, "give batch_size, max_tokens or max_steps"),
-        ({"batch_size": 0}, "batch_size must be 1 or more; got 0"),
-        ({"batch_size": 4, "seed": -1}, "seed must be 0 or more; got -1"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"batch_size": 4, "seed": -1}, "seed must be at least 0; got -1"),
         ({"max_tokens": 20}, "max_tokens=20 holds no sequence of 30 steps"),
         ({"lengths": [[1]], "batch_size": 1}, r"got int64 of shape \(1, 1\)"),
         ({"lengths": [1, -2], "batch_size": 1}, r"with -2"),

@@ -265,5 +265,5 @@ def test_other_formats_are_refused(tmp_path):
 
 @pytest.mark.parametrize("shares", [(0, 0.1), (0.5, 0.5)])
 def test_shares_that_leave_nothing_are_refused(tmp_path, shares):
-    with pytest.raises(ValueError, match="leave rows to train on"):
+    with pytest.raises(ValueError, match="leave items to train on"):
         TabularDataModule(tmp_path, "kind", val_share=shares[0], test_share=shares[1])

@@ -359,12 +359,12 @@ def test_other_text_or_another_split_is_refused_on_resuming(folder):
         run(folder, Recorder(), ckpt_path, "other", seed=1)
     (folder / "more.txt").write_text("more")
     with pytest.raises(
-        ValueError, match=r"text \[1208, 257, \d+\] there, \[1213, 257, \d+\] here. .text. is tokens, vocab"
+        ValueError, match=r"tokens and vocabulary \[1208, 257\] there, \[1213, 257\] here. .split. is context_length"
     ):
         run(folder, Recorder(), ckpt_path, "other")
     (folder / "more.txt").unlink()
     (folder / "a.txt").write_text("bä" * 200)  # as long as before
-    with pytest.raises(ValueError, match=r"text \[1208, 257, \d+\] there, \[1208, 257, \d+\] here"):
+    with pytest.raises(ValueError, match=r"digest of the data .* there, .* here"):
         run(folder, Recorder(), ckpt_path, "other")
 
 
@@ -389,8 +389,8 @@ def test_a_checkpoint_is_tested_on_other_text_but_not_on_what_it_was_trained_on(
         ({"path": ".", "suffixes": [".tex"]}, FileNotFoundError, "no file in . ends in .tex; set suffixes"),
         ({"context_length": 0}, ValueError, "context_length must be at least 1; got 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1; got 0"),
-        ({"val_share": 0.0}, ValueError, "val_share and test_share must be above 0 and leave text"),
-        ({"val_share": 0.5, "test_share": 0.5}, ValueError, "val_share and test_share must be above 0 and leave text"),
+        ({"val_share": 0.0}, ValueError, "val_share and test_share must be above 0 and leave items"),
+        ({"val_share": 0.5, "test_share": 0.5}, ValueError, "val_share and test_share must be above 0 and leave items"),
     ],
     ids=str,
 )
