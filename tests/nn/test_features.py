@@ -123,7 +123,7 @@ LAYERS = {
         "RelationalOrder3Pooling(in_channels=6) takes x (N, 6)", True, True,
     ),
     "relational_pooling": (
-        lambda: OnGraph(RelationalPooling(GIN(WIDTH + 2, 8, num_layers=1), tuples="edges"), EDGES),
+        lambda: OnGraph(RelationalPooling(GIN(WIDTH + 2, 8, num_layers=1), marks=2), EDGES),
         "RelationalPooling calls its base_gnn with rows of 7 features, 5 of a node and 2 marks; GIN does not take them",
         False, False,
     ),
