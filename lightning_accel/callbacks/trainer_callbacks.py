@@ -1,8 +1,9 @@
-"""Access to the callbacks of a Trainer, and to the averaged weights that some of Lightning's hold."""
+"""Access to the callbacks of a Trainer, to the averaged weights that some of Lightning's hold, and to its loggers."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -43,3 +44,13 @@ def averaged_weights(trainer: L.Trainer) -> list[dict[str, Tensor]]:
     return [
         {clean_name(name): value for name, value in average.named_parameters()} for average in averaged_modules(trainer)
     ]
+
+
+def log_figure(trainer: L.Trainer, name: str, figure: Any) -> None:
+    """Give a matplotlib figure, drawn by Agg, to every logger that takes images."""
+    logger: Any
+    for logger in trainer.loggers:
+        if callable(add_figure := getattr(logger.experiment, "add_figure", None)):
+            add_figure(name, figure, trainer.global_step)
+        elif callable(log_image := getattr(logger, "log_image", None)):
+            log_image(key=name, images=[np.asarray(figure.canvas.buffer_rgba())], step=trainer.global_step)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accel.callbacks.deployment.copies import run_folder
 from lightning_accel.callbacks.fit_end import failures_as_warnings
+from lightning_accel.callbacks.trainer_callbacks import log_figure
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
 
 _MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
@@ -141,13 +141,7 @@ class ExpertLoadMonitor(L.Callback):
         figure = draw_load(self.steps, self.loads, self.names)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
-        logger: Any
-        for logger in trainer.loggers:
-            if callable(add_figure := getattr(logger.experiment, "add_figure", None)):
-                add_figure("expert_load", figure, trainer.global_step)
-            elif callable(log_image := getattr(logger, "log_image", None)):
-                canvas: Any = figure.canvas
-                log_image(key="expert_load", images=[np.asarray(canvas.buffer_rgba())], step=trainer.global_step)
+        log_figure(trainer, "expert_load", figure)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "loads": self.loads, "names": self.names}

@@ -1,7 +1,6 @@
 """Monitoring of restricted Boltzmann machines in figures. Shapes: B samples, V visible units, H hidden units."""
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -10,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_accel.callbacks.contrastive_divergences import find_contrastive_divergences
 from lightning_accel.callbacks.deployment.copies import run_folder
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.monitors.rbm_pictures import RBMView, draw_rbm, picture_shape, plain_copy
+from lightning_accel.callbacks.trainer_callbacks import log_figure
 from lightning_accel.nn import RBM, ContrastiveDivergence
 from lightning_accel.ops.float32 import at_least_float32
 
-_MOST_POINTS = 400  # of a curve; beyond that, every second is dropped
+_MOST_SAMPLES = 32  # in a figure
 
 
 class Samples(NamedTuple):
@@ -40,13 +39,7 @@ class RBMMonitor(L.Callback):
     - filters, the contribution of each hidden unit to the visible ones;
     - means of the visible units given the chains of the module's :class:`~lightning_accel.nn.ContrastiveDivergence`: an
       attribute, or a list with one for each machine;
-    - validation samples (training samples if there is no validation) and their reconstructions;
-    - a histogram of the mean activity of the hidden units;
-    - the mean free energy of validation samples minus that of training samples, always the same ones: if it rises, the
-      machine overfits (Hinton 2012, A Practical Guide to Training Restricted Boltzmann Machines, section 6).
-
-    The last number is logged as ``val/free_energy_gap/<name>``, by the first process alone, so that callbacks should
-    monitor it only in runs of one process.
+    - samples of the first validation batch (training batch if there is no validation) and their reconstructions.
 
     Samples are the first part of a batch (a tensor, tuple, list or dict), (B, ...) flattened to (B, V); for a machine
     with label units the second part is the class. A machine with as many visible units as the previous one has hidden
@@ -57,38 +50,16 @@ class RBMMonitor(L.Callback):
         folder: folder of the figures, absolute, or relative to the run folder (the Trainer's ``log_dir``).
         image_shape: shape of a sample, such as (28, 28); by default that of batches (B, C, height, width) or (B,
             height, width), else a square if there is one, else a line.
-        num_rows: number of training samples, the first of the run, and of validation samples to compare; checkpoints
-            hold the training samples, so that a resumed run uses the same ones.
-        every_n_validations: draw figures every this number of validations, besides at the end; takes about half a
-            second for each machine.
 
     Raises:
         TypeError: before training, if the module has no RBM.
-        ValueError: if a number is below 1; before training, if ``image_shape`` fits no RBM, or if the strategy flattens
-            the weights (FSDP1).
+        ValueError: before training, if ``image_shape`` fits no RBM, or if the strategy flattens the weights (FSDP1).
     """
 
-    def __init__(
-        self,
-        folder: str = "figures",
-        image_shape: tuple[int, ...] | None = None,
-        num_rows: int = 200,
-        every_n_validations: int = 1,
-    ) -> None:
-        if min(num_rows, every_n_validations) < 1:
-            raise ValueError(
-                f"num_rows and every_n_validations must be at least 1; got num_rows={num_rows}, "
-                f"every_n_validations={every_n_validations}"
-            )
+    def __init__(self, folder: str = "figures", image_shape: tuple[int, ...] | None = None) -> None:
         self.folder = folder
         self.image_shape = image_shape
-        self.num_rows = num_rows
-        self.every_n_validations = every_n_validations
-        self.gaps: dict[str, list[tuple[int, float]]] = {}  # (optimizer step, nats) by name
-        self._training: Samples | None = None
-        self._gathering = True  # collect training samples until they are compared, or an epoch is over
-        self._validation: Samples | None = None
-        self._num_validations = 0
+        self._samples: Samples | None = None
         self._drawn_at: int | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -112,27 +83,13 @@ class RBMMonitor(L.Callback):
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Reset the state for a new run, or keep that of a resumed one."""
-        step = trainer.global_step
-        if step == 0 or self._training is None:
-            self._training, self._gathering, self._num_validations = None, True, 0
-        names = _named_rbms(pl_module)
-        self.gaps = {name: [point for point in self.gaps.get(name, []) if point[0] <= step] for name in names}
-        self._validation, self._drawn_at = None, None
+        self._samples, self._drawn_at = None, None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.is_global_zero and self._gathering:
-            self._training = self._add_samples(self._training, batch)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._gathering = False
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if _validates_in_fit(trainer):
-            self._gathering = False
-            self._validation = None
+        if self._samples is None:
+            self._samples = _extract_samples(batch)
 
     def on_validation_batch_end(
         self,
@@ -143,46 +100,42 @@ class RBMMonitor(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if trainer.is_global_zero and dataloader_idx == 0 and _validates_in_fit(trainer):
-            self._validation = self._add_samples(self._validation, batch)
-
-    def _add_samples(self, rows: Samples | None, batch: Any) -> Samples | None:
-        """Add samples of ``batch`` to ``rows``, up to ``num_rows``."""
-        missing = self.num_rows - (0 if rows is None else len(rows.values))
-        more = _extract_samples(batch, missing) if missing > 0 else None
-        if rows is None or more is None:
-            return more if rows is None else rows
-        labels = None if rows.labels is None or more.labels is None else torch.cat([rows.labels, more.labels])
-        return Samples(torch.cat([rows.values, more.values]), labels)
+        if _validates_in_fit(trainer) and dataloader_idx == batch_idx == 0:
+            self._samples = _extract_samples(batch)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not _validates_in_fit(trainer):
-            return
-        views = self._compute_views(pl_module)
-        if trainer.is_global_zero:
-            self._measure(trainer, pl_module, views)
-        self._num_validations += 1
-        if self._num_validations % self.every_n_validations == 0:
-            self._try_to_draw(trainer, run_folder(trainer), lambda: views)
+        if _validates_in_fit(trainer):
+            self._try_to_draw(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._drawn_at != trainer.global_step:
-            self._try_to_draw(trainer, run_folder(trainer), lambda: self._compute_views(pl_module))
+            self._try_to_draw(trainer, pl_module)
 
-    def _try_to_draw(self, trainer: L.Trainer, folder: Path, look: Callable[[], Mapping[str, RBMView]]) -> None:
-        self._drawn_at = trainer.global_step
+    def _try_to_draw(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._drawn_at, folder = trainer.global_step, run_folder(trainer) / self.folder
         with failures_as_warnings("RBMMonitor drew no picture"):
-            views = look()
-            if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                self._draw(trainer, views, folder / self.folder)
+            views = self._compute_views(pl_module)  # in every process, since weights may be sharded
+            if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+                return
+            if self._samples is not None and all(view.rows is None for view in views.values()):
+                rank_zero_warn(
+                    f"RBMMonitor: rows of {self._samples.values[0].numel()} values, the first part of a batch, fit no "
+                    f"RBM of {type(pl_module).__name__}, so that no reconstructions are drawn"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, view in views.items():
+                lowest = (*view.below, view.rbm)[0]
+                shape = picture_shape(lowest.num_visible - lowest.num_labels, self._shape())
+                figure = draw_rbm(view, name, shape)
+                figure.savefig(folder / f"rbm_{name}.png")
+                log_figure(trainer, f"rbm/{name}", figure)
 
     def _compute_views(self, pl_module: L.LightningModule) -> dict[str, RBMView]:
         """Return what to draw, by name; every process must call it, since weights may be sharded."""
         rbms = _named_rbms(pl_module)
         plain = {name: plain_copy(rbm) for name, rbm in rbms.items()}
         chains = dict(zip(rbms, _chains_of(list(rbms.values()), pl_module), strict=True))
-        shown = self._validation or self._training
-        seen = {} if shown is None else _compute_inputs(plain, shown)
+        seen = {} if self._samples is None else _compute_inputs(plain, self._samples)
         views, below = {}, list[str]()
         for name, rbm in plain.items():
             below = [*below, name] if below and _is_stacked_on(rbm, plain[below[-1]]) else [name]
@@ -190,53 +143,10 @@ class RBMMonitor(L.Callback):
             views[name] = RBMView(rbm, [plain[lower] for lower in below[:-1]], seen.get(name), pixels, chains[name])
         return views
 
-    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, views: Mapping[str, RBMView]) -> None:
-        if self._training is None or self._validation is None:
-            return
-        training = _compute_inputs({name: view.rbm for name, view in views.items()}, self._training)
-        if not training:
-            rank_zero_warn(
-                f"RBMMonitor: rows of {self._training.values[0].numel()} values, the first part of a batch, fit no RBM "
-                f"of {type(pl_module).__name__}, so that neither reconstructions nor free energies are drawn"
-            )
-        for name, view in views.items():
-            if view.rows is None or name not in training:
-                continue
-            gap = float(view.rbm.free_energy(view.rows).mean() - view.rbm.free_energy(training[name]).mean())
-            points = [point for point in self.gaps[name] if point[0] != trainer.global_step]
-            self.gaps[name] = [*(points[::2] if len(points) >= _MOST_POINTS else points), (trainer.global_step, gap)]
-            pl_module.log(f"val/free_energy_gap/{name}", gap, rank_zero_only=True)
-
-    def _draw(self, trainer: L.Trainer, views: Mapping[str, RBMView], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, view in views.items():
-            lowest = (*view.below, view.rbm)[0]
-            shape = picture_shape(lowest.num_visible - lowest.num_labels, self._shape())
-            steps, gaps = zip(*self.gaps[name], strict=True) if self.gaps[name] else ((), ())
-            figure = draw_rbm(view, name, shape, steps, gaps)
-            figure.savefig(folder / f"rbm_{name}.png")
-            _log_figure(trainer, f"rbm/{name}", figure)
-
     def _shape(self) -> Sequence[int] | None:
         if self.image_shape is not None:
             return self.image_shape
-        rows = self._validation or self._training
-        return None if rows is None else rows.values.shape[1:]
-
-    def state_dict(self) -> dict[str, Any]:
-        training = None if self._training is None else tuple(self._training)
-        return {
-            "gaps": self.gaps,
-            "training rows": training,
-            "gathering": self._gathering,
-            "validations": self._num_validations,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.gaps = {name: [(int(at), float(gap)) for at, gap in points] for name, points in state_dict["gaps"].items()}
-        training = state_dict["training rows"]
-        self._training = None if training is None else Samples(*training)
-        self._gathering, self._num_validations = state_dict["gathering"], state_dict["validations"]
+        return None if self._samples is None else self._samples.values.shape[1:]
 
 
 def _validates_in_fit(trainer: L.Trainer) -> bool:
@@ -247,18 +157,17 @@ def _named_rbms(module: L.LightningModule) -> dict[str, RBM]:
     return {name: part for name, part in module.named_modules() if isinstance(part, RBM)}
 
 
-def _extract_samples(batch: Any, most: int) -> Samples | None:
-    """Return the first ``most`` samples of ``batch``: its first part, and the second if it holds class indices."""
+def _extract_samples(batch: Any) -> Samples | None:
+    """Return the first samples of ``batch``: its first part, and the second if it holds class indices."""
     batch = list(batch.values()) if isinstance(batch, Mapping) else batch
     parts = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, Sequence) else []
     values, labels = (*parts, None, None)[:2]
     if not isinstance(values, Tensor) or values.ndim < 2:
         return None
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     is_class = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
-    # a copy, since a view would keep the batch in memory
-    kept = labels[:most].to("cpu", torch.int64, copy=True) if isinstance(labels, Tensor) and is_class else None
-    return Samples(values[:most].detach().to("cpu", dtype, copy=True), kept)
+    # clones, since views would keep the batch in memory
+    kept = labels[:_MOST_SAMPLES].cpu().long().clone() if isinstance(labels, Tensor) and is_class else None
+    return Samples(at_least_float32(values[:_MOST_SAMPLES].detach().cpu()).clone(), kept)
 
 
 def _is_stacked_on(rbm: RBM, lower: RBM) -> bool:
@@ -308,13 +217,3 @@ def _fits(training: ContrastiveDivergence, rbm: RBM) -> bool:
 def _states(training: ContrastiveDivergence) -> Tensor:
     assert training.chains is not None
     return at_least_float32(training.chains.detach().cpu())
-
-
-def _log_figure(trainer: L.Trainer, name: str, figure: Figure) -> None:
-    logger: Any
-    for logger in trainer.loggers:
-        if callable(add_figure := getattr(logger.experiment, "add_figure", None)):
-            add_figure(name, figure, trainer.global_step)
-        elif callable(log_image := getattr(logger, "log_image", None)):
-            canvas: Any = figure.canvas
-            log_image(key=name, images=[np.asarray(canvas.buffer_rgba())], step=trainer.global_step)

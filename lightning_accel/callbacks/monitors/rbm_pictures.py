@@ -95,19 +95,15 @@ def tile(pictures: np.ndarray, num_columns: int) -> np.ndarray:
     return sheet
 
 
-def draw_rbm(
-    view: RBMView, name: str, shape: tuple[int, int], steps: Sequence[int] = (), gaps: Sequence[float] = ()
-) -> Figure:
-    """Draw filters, samples, reconstructions, hidden activity, and the free-energy gap over training."""
-    figure = Figure(figsize=(11, 7), layout="constrained")
+def draw_rbm(view: RBMView, name: str, shape: tuple[int, int]) -> Figure:
+    """Draw filters, samples and reconstructions."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{name}: {view.rbm.num_visible} visible, {view.rbm.num_hidden} hidden units", fontsize="medium")
-    axes: dict[str, Any] = figure.subplot_mosaic("AABBCC;DDDEEE", height_ratios=(3, 2))
-    _draw_filters(axes["A"], view, shape)
-    _draw_samples(axes["B"], view, shape)
-    _draw_reconstructions(axes["C"], view, shape)
-    _draw_activity(axes["D"], view)
-    _draw_gaps(axes["E"], steps, gaps)
+    left, middle, right = figure.subplots(1, 3)
+    _draw_filters(left, view, shape)
+    _draw_samples(middle, view, shape)
+    _draw_reconstructions(right, view, shape)
     return figure
 
 
@@ -140,29 +136,6 @@ def _draw_reconstructions(axis: Any, view: RBMView, shape: tuple[int, int]) -> N
     if len(pairs[-1]) < 2 * columns and len(pairs) > 1:  # an incomplete last pair would mix up the two
         pairs.pop()
     _draw_tiles(axis, torch.cat(pairs), shape, columns=min(columns, len(rows)))
-
-
-def _draw_activity(axis: Any, view: RBMView) -> None:
-    if view.rows is None:
-        _draw_placeholder(axis, "activity of the hidden units", "no rows of data that fit")
-        return
-    activity = view.rbm(view.rows).mean(dim=0)
-    activity = activity[activity.isfinite()]
-    axis.hist(activity.numpy(), bins=25, range=(0.0, 1.0))
-    _title(axis, "mean activity of the hidden units")
-    axis.set_xlabel(f"mean over {len(view.rows)} rows")
-    axis.set_ylabel("hidden units")
-
-
-def _draw_gaps(axis: Any, steps: Sequence[int], gaps: Sequence[float]) -> None:
-    if not steps:
-        _draw_placeholder(axis, "free-energy gap", "needs training and validation rows that fit")
-        return
-    axis.plot(steps, gaps, marker="." if len(steps) < 30 else None)
-    axis.axhline(0, color="grey", linewidth=0.8)
-    _title(axis, "free energy of validation less training rows: rising is overfitting")
-    axis.set_xlabel("optimizer step")
-    axis.set_ylabel("nats")
 
 
 def _draw_tiles(
