@@ -45,6 +45,8 @@ from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_layers
 from lightning_accel.ops.names import list_of_names
 
+_NUM_BATCHES = 2  # of validation, that the file is compared on
+
 
 class Export(L.Callback):
     """Write the trained model to one file that runs without its class or this package, and verify it before it is kept.
@@ -76,11 +78,6 @@ class Export(L.Callback):
         postprocess: ``probabilities`` of the scores, a module, or None for the model's output.
         class_names: names of the classes; by default those of the datamodule or the module, if either has them.
         dynamic: whether the file accepts batches of any size.
-        outputs: names of the tensors that the file returns; by default those whose first dimension is the batch.
-        verify: whether the file is compared with the model.
-        num_batches: number of validation batches to compare on.
-        tolerance: of the comparison, as a share of the largest value; by default 0.001, and for quantized models 0.02,
-            or more where rounding alone may cause it (see :func:`lightning_accel.compress.export.writing`).
         compare: whether the report measures the plain forms, too; compiling takes about a minute.
 
     Raises:
@@ -102,10 +99,6 @@ class Export(L.Callback):
         postprocess: nn.Module | Literal["probabilities"] | None = None,
         class_names: Sequence[str] | None = None,
         dynamic: bool = True,
-        outputs: Sequence[str] | None = None,
-        verify: bool = True,
-        num_batches: int = 2,
-        tolerance: float | None = None,
         compare: bool = True,
     ) -> None:
         if format != "auto" and format not in get_args(Format):
@@ -116,10 +109,6 @@ class Export(L.Callback):
             raise ValueError(f"preprocess must be 'datamodule', a module or None; got {preprocess!r}")
         if isinstance(preprocess, nn.Module):
             _require_inverse(preprocess)
-        if num_batches < 1:
-            raise ValueError(f"num_batches must be at least 1, to compare on; got {num_batches}")
-        if tolerance is not None and not tolerance >= 0:
-            raise ValueError(f"tolerance must be at least 0, a share of the largest value; got {tolerance}")
         self.format = format
         self.filename = filename
         self.module = module
@@ -127,10 +116,6 @@ class Export(L.Callback):
         self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
         self.class_names = None if class_names is None else list_of_names(class_names)
         self.dynamic = dynamic
-        self.outputs = None if outputs is None else list_of_names(outputs)
-        self.verify = verify
-        self.num_batches = num_batches
-        self.tolerance = tolerance
         self.compare = compare
         self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds VALIDATING
         self.exported: Exported | None = None
@@ -161,7 +146,7 @@ class Export(L.Callback):
         preprocess = self._preprocess(trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         raw = None if preprocess is None else _FileInputs(preprocess)
         inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
-        options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess, "outputs": self.outputs}
+        options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess}
         format: Format = "pt2" if self.format == "auto" else self.format
         try:
             specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
@@ -202,7 +187,7 @@ class Export(L.Callback):
         if result is not None:
             copied = copied.to(result.device)
         name = self.module if self.module is not None or result is None else result.deployed
-        deployed = find_deployed(copied, loader, name, self.num_batches, datamodule)
+        deployed = find_deployed(copied, loader, name, _NUM_BATCHES, datamodule)
         result = result if result is not None and result.deployed == deployed.name else None
         format = self._format(result)
         preprocess = self._preprocess(datamodule)
@@ -216,7 +201,6 @@ class Export(L.Callback):
             dynamic=self.dynamic,
             preprocess=preprocess,
             postprocess=self.postprocess,
-            outputs=self.outputs,
             class_names=names,
             metadata={
                 "model": type(copied).__name__,
@@ -224,10 +208,7 @@ class Export(L.Callback):
                 "step": trainer.global_step,
                 "columns": getattr(preprocess, "columns", None),
             },
-            quantized=None if result is None else _quantized_content(result, format),
-            reference=None if result is None else result.run,
-            verify=self.verify,
-            tolerance=self.tolerance,
+            quantized=result,
         )
         _log_export(self.exported)
         label = f"{format} file" if result is None else f"{result.name}, {format} file"
@@ -360,22 +341,11 @@ def _quantization_result(trainer: L.Trainer) -> Any:
     return None
 
 
-def _quantized_content(result: Any, format: Format) -> Any:
-    """Return the program of the result, or the bytes of its ONNX file."""
-    if format == "onnx" and result.onnx is not None:
-        return result.onnx if isinstance(result.onnx, bytes) else Path(result.onnx).read_bytes()
-    return result.program
-
-
 def _log_export(exported: Exported) -> None:
     left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
     if exported.unused:
         left += f"; works without {', '.join(exported.unused)}"
-    checked = "not compared with the model"
-    if exported.num_checked:
-        checked = (
-            f"on {exported.num_checked} batches {exported.largest_difference:.1e} of the largest value at most off"
-        )
+    checked = f"on {exported.num_checked} batches {exported.largest_difference:.1e} of the largest value at most off"
     rank_zero_info(
         f"exported {exported.path} ({exported.file_bytes:,} bytes), which gives {', '.join(exported.outputs)}{left}; "
         f"{checked}"

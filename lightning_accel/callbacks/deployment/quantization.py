@@ -30,9 +30,10 @@ from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.metric_names import require_logged
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
+from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
 from lightning_accel.compress.quantization.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.quantization.form import CannotConvertError, export
-from lightning_accel.compress.quantization.inputs import Flat, noise_share, tensors_of
+from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.quantized import (
     Backend,
@@ -391,9 +392,9 @@ class Quantization(L.Callback):
 @torch.no_grad()
 def _call_flat(module: nn.Module, call: Inputs) -> None:
     """Flatten and rebuild a call and its result, as forms of ``module`` do, to find errors early."""
-    flat = Flat(module, call)
-    result = flat.record_result(call)
-    noise_share(result, flat.rebuild(flat(*tensors_of(call))))
+    structure = Structure.of(module, call)
+    result = Flat(module, structure)(*tensors_of(call))
+    noise_share(result, structure.rebuild(result))
 
 
 def _save_report(report: Report | None, folder: Path) -> None:

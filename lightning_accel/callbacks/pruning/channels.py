@@ -83,7 +83,7 @@ class ChannelStructure:
 
     def _require_effect(self) -> None:
         any_scores = {name: torch.arange(size, dtype=torch.float64) for name, size in self._sizes.items()}
-        gone = choose_channels(any_scores, self.options.target, "layer", 1, self.round_to)
+        gone = choose_channels(any_scores, self.options.target, "layer", self.round_to)
         if self.options.target and not any(gone.values()):
             raise ValueError(
                 f"round_to={self.round_to} lets no channel go at a target of {self.options.target}; the layers have "
@@ -95,7 +95,7 @@ class ChannelStructure:
             return
         scores = score_channels(pl_module, self.groups, self.options.criterion)
         scope = "global" if self.options.scope == "global" else "layer"
-        chosen = choose_channels(scores, sparsity, scope, 1, self.round_to)
+        chosen = choose_channels(scores, sparsity, scope, self.round_to)
         self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
         self._update_indices(pl_module)
         self._zero(trainer, with_moments=True)

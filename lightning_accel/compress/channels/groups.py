@@ -101,14 +101,14 @@ def find_channel_groups(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     exclude: Sequence[str | type[nn.Module]] = (),
-    check: bool = True,
 ) -> ChannelGroups:
     """Find the channels of ``module`` that can be removed, each with the slices of all parameters that belong to it.
 
     A copy of the module is run on the CPU, once, and each operation is followed. After the removal of channels, the
     module computes what the whole one computes with their slices set to zero. Channels of the inputs and outputs, those
     that are normalized over (layer norm), and those of unknown operations cannot be removed;
-    :attr:`ChannelGroups.left_out` has the reasons. Fields ``state`` and ``states`` of an output that is a named tuple
+    :attr:`ChannelGroups.left_out` has the reasons. Some channels of a copy are removed as a trial; layers whose removal
+    changes the output otherwise are left out, too. Fields ``state`` and ``states`` of an output that is a named tuple
     or a mapping are taken for recurrent states, which become smaller with the module.
 
     Args:
@@ -117,7 +117,6 @@ def find_channel_groups(
         kwargs: keyword arguments of the call.
         exclude: names or globs of parameters or modules, or classes of modules or their names, whose output channels
             are kept.
-        check: whether to remove some channels of a copy and compare its output; layers that fail are left out.
 
     Raises:
         TypeError: if the module cannot be copied or run on the CPU, or outputs no tensor.
@@ -141,7 +140,7 @@ def find_channel_groups(
             )
         trace.pin(_without_states(output), "the module's output")
         found = _collect(trace, small, exclude)
-        return _drop_failures(small, found, args, kwargs) if check and found.layers else found
+        return _drop_failures(small, found, args, kwargs) if found.layers else found
 
 
 def _without_states(output: Any) -> Any:

@@ -36,35 +36,8 @@ class ChannelPlan:
     def __bool__(self) -> bool:
         return bool(self.kept)
 
-    def then(self, later: "ChannelPlan") -> "ChannelPlan":
-        """Combine this plan with ``later``, which was made for the module that this plan results in."""
-        kept = {name: dict(dims) for name, dims in self.kept.items()}
-        shapes = dict(self.shapes)
-        for name, dims in later.kept.items():
-            if name not in kept:
-                kept[name], shapes[name] = dict(dims), later.shapes[name]
-                continue
-            _require_shape(name, self.shape_after(name), later.shapes[name])
-            for dim, indices in dims.items():
-                before = kept[name].get(dim)
-                kept[name][dim] = list(indices) if before is None else [before[index] for index in indices]
-        attributes = {name: dict(values) for name, values in self.attributes.items()}
-        for name, values in later.attributes.items():
-            attributes.setdefault(name, {}).update(values)
-        return ChannelPlan(kept, shapes, attributes)
-
     def shape_after(self, name: str) -> list[int]:
         return [len(self.kept[name].get(dim, range(size))) for dim, size in enumerate(self.shapes[name])]
-
-    def prefixed(self, prefix: str) -> "ChannelPlan":
-        """Return the plan for a parent module, in which the module of this plan is the submodule ``prefix``."""
-        if not prefix:
-            return self
-        return ChannelPlan(
-            {f"{prefix}.{name}": dims for name, dims in self.kept.items()},
-            {f"{prefix}.{name}": shape for name, shape in self.shapes.items()},
-            {f"{prefix}.{name}" if name else prefix: values for name, values in self.attributes.items()},
-        )
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: {str(dim): list(indices) for dim, indices in dims.items()} for name, dims in self.kept.items()}

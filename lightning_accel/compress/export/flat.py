@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from lightning_accel.compress.calls import Inputs, Run
-from lightning_accel.compress.export.structure import bind, named_tensors, restore
+from lightning_accel.compress.export.structure import Structure, Unflat, bind, named_tensors, restore
 from lightning_accel.nn.moe.layer import Experts
-from lightning_accel.ops.names import list_of_names
 
 
 class FromTensors(nn.Module):
@@ -35,18 +34,15 @@ class FromTensors(nn.Module):
         self.left_out: list[str] = []
         self.unused: list[str] = []  # arguments that the file does not need
 
-    def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs], outputs: Sequence[str] | None) -> None:
-        """Choose the outputs of the file: ``outputs``, or those whose size depends on that of the call."""
-        outputs = None if outputs is None else list_of_names(outputs)
+    def keep(self, live: Run, example: Inputs, calls: Sequence[Inputs]) -> None:
+        """Choose the outputs of the file: those whose size depends on that of the call, or all."""
         self.example = example
         self.arguments = bind(self.signature, *example)
         self.output = live(*example[0], **example[1])
         found = [{name: value.shape for name, value in outputs_of(live, call).items()} for call in calls]
         known = list(found[0])
-        if outputs is not None and (unknown := [name for name in outputs if name not in known]):
-            raise ValueError(f"no output {unknown[0]!r}; there are: {', '.join(known)}")
         follow = [name for name in known if any(one.get(name) != found[0][name] for one in found)]
-        self.kept = outputs if outputs is not None else follow or known
+        self.kept = follow or known
         self.left_out = [name for name in known if name not in self.kept]
 
     def tensors_of(self, call: Inputs) -> dict[str, Tensor]:
@@ -72,25 +68,14 @@ class FromTensors(nn.Module):
         return self.module(*args, **kwargs)
 
     def replace_module(self, program: ExportedProgram) -> None:
-        """Replace the module by a program with the same inputs and output tensors."""
-        self.module = _RestoredOutput(program, self.module_output())
+        """Replace the module by a program from the tensors of a call to those of the output."""
+        structure = Structure.of(self.module, self.preprocessed(*self.example))
+        self.module = Unflat(program.module(check_guards=False), structure)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = restore(self.example, iter(tensors))
         found = named_tensors(self.whole(*args, **kwargs), others=[])
         return tuple(found[name] for name in self.kept)
-
-
-class _RestoredOutput(nn.Module):
-    """Run a program and return its output in the classes of the module that it replaces."""
-
-    def __init__(self, program: ExportedProgram, output: Any) -> None:
-        super().__init__()
-        self.program = program.module(check_guards=False)
-        self.output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return restore(self.output, iter(named_tensors(self.program(*args, **kwargs), others=[]).values()))
 
 
 def outputs_of(run: Run, call: Inputs) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ from torch.export import Dim
 import lightning_accel.ops  # noqa: F401  # its operators
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.export.flat import FromTensors
-from lightning_accel.compress.export.structure import named_tensors, restore
-from lightning_accel.compress.quantization.inputs import tensors_of
+from lightning_accel.compress.export.structure import named_tensors, restore, tensors_of
 
 # The indices in torch of the gates in the order of ONNX: input, output, forget, cell; update, reset, hidden.
 _GATES = {"rnn": (0,), "gru": (1, 0, 2), "lstm": (0, 3, 1, 2)}

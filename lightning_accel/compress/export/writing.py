@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +29,9 @@ from lightning_accel.compress.export.structure import (
     plain_values,
     restore,
     sort_keywords,
+    tensors_of,
 )
+from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.checkpoints.atomic import replace_atomically
@@ -78,23 +80,20 @@ def export(
     dynamic: bool = True,
     preprocess: nn.Module | None = None,
     postprocess: nn.Module | None = None,
-    outputs: Sequence[str] | None = None,
     class_names: Sequence[str] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    quantized: ExportedProgram | bytes | None = None,
-    reference: Run | None = None,
-    verify: bool = True,
-    tolerance: float | None = None,
+    quantized: Form | None = None,
 ) -> Exported:
     """Write ``module`` to a file that runs without its class, after verification of its outputs on ``inputs``.
 
     The file is written under a temporary name, loaded, and compared with the module on each of ``inputs`` and on 1 and
     an odd number of their samples; then it is renamed. If anything fails, no file is written, and an existing file is
-    kept.
+    kept. Outputs may differ by 0.001 of their largest value, those of ``quantized`` by 0.02, or by twice its own
+    difference from ``module`` if that is more, since rounding in another order may differ as much.
 
-    Arguments that no output depends on, and that the module does not need, such as labels for a loss, are removed; a
-    call of the file may still pass them. The length of token sequences, integers (B, T), is dynamic if the module
-    accepts others.
+    The file returns all outputs whose size depends on that of the batch, which excludes sums over the batch. Arguments
+    that no output depends on, and that the module does not need, such as labels for a loss, are removed; a call of the
+    file may still pass them. The length of token sequences, integers (B, T), is dynamic if the module accepts others.
 
     Args:
         module: module to export; it is run in evaluation mode and not changed.
@@ -105,19 +104,9 @@ def export(
         dynamic: whether the batch size is dynamic; else the file takes only the batch size of the first of ``inputs``.
         preprocess: module that converts the first argument to the input of ``module``, such as a normalization.
         postprocess: module that takes the output of ``module``, such as :class:`Probabilities`.
-        outputs: names of the output tensors of the file, such as ``logits``. By default all whose size depends on that
-            of the batch, which excludes sums over the batch.
         class_names: names to store in the file, for :meth:`Compressed.predict`.
         metadata: plain values to store in the file.
-        quantized: written instead of ``module``: a program with the same inputs and outputs, or the bytes of an ONNX
-            file whose inputs are the tensors of a call, with names that end in ``__`` and their index, and whose
-            outputs are the tensors of the output, in order.
-        reference: compared with the file instead of ``module``, which ``quantized`` needs: another form with the inputs
-            and outputs of ``module``.
-        verify: whether to compare outputs.
-        tolerance: largest difference of an output, relative to its largest absolute value; integers must be equal. By
-            default 0.001; for ``quantized``, 0.02, or twice the difference between ``reference`` and ``module`` if that
-            is more, since rounding in another order may differ as much in the other direction.
+        quantized: form of the module that is written instead of it, such as the result of :func:`quantize`.
 
     Raises:
         ValueError: if the format is unknown, ``path`` has another suffix, there are no ``inputs``, or ``quantized``
@@ -128,39 +117,19 @@ def export(
     """
     path = Path(path)
     require_exportable(format, path)
-    if not isinstance(inputs, Sequence) or not all(isinstance(call, tuple) and _is_call(call) for call in inputs):
-        raise TypeError(
-            "inputs is a list of calls of the module, each a tuple of its positional arguments and a dict of the named "
-            f"ones, such as [((x,), {{}})]; got {type(inputs).__name__}"
-        )
-    if not inputs:
-        raise ValueError("export needs at least one call of the module to trace and to compare with; got none")
-    if isinstance(quantized, bytes) and format != "onnx":
+    _require_calls(inputs)
+    if quantized is not None and quantized.program is None and format != "onnx":
         raise ValueError(f"what was quantized is an ONNX file; format={format!r} cannot hold it. Take format='onnx'")
-    name = type(module).__name__
-    make = partial(_trace_call, module, inputs, format, dynamic, preprocess, postprocess, outputs, quantized, reference)
-    for free_length in (True, False):
-        traced = make(free_length=free_length)
-        flat, calls = traced.flat, traced.calls
-        about = _file_metadata(flat, traced.example, traced.shapes, format, class_names)
-        about |= {"module": name, "metadata": dict(metadata or {})}
-        try:
-            with _temporary_path(path) as written:
-                if isinstance(quantized, bytes):
-                    _write_quantized(quantized, flat, calls, about, written)
-                else:
-                    assert traced.program is not None
-                    _write(traced.program, about, format, written, name)
-                allowed = partial(_tolerances, traced.plain, tolerance, quantized is not None)
-                difference = _verify(written, traced.live, calls, flat, allowed, path) if verify else 0.0
-                replace_atomically(written, path)
-            break
-        except ExportError:
-            if not traced.free_length:  # a dynamic length may be what the format cannot have
-                raise
-    compared = len(calls) if verify else 0
-    size = path.stat().st_size
-    return Exported(path, format, size, flat.kept, flat.left_out, difference, compared, flat.unused)
+    trace = partial(_trace_call, module, inputs, format, dynamic, preprocess, postprocess, quantized)
+    names = None if class_names is None else [str(name) for name in list_of_names(class_names)]
+    about = {"module": type(module).__name__, "class_names": names, "metadata": dict(metadata or {})}
+    traced = trace()
+    try:
+        return _write_verified(traced, path, format, about, quantized)
+    except ExportError:
+        if not traced.free_length:
+            raise
+    return _write_verified(trace(free_length=False), path, format, about, quantized)  # the format may not have it
 
 
 @torch.no_grad()
@@ -172,7 +141,6 @@ def try_export(
     dynamic: bool = True,
     preprocess: nn.Module | None = None,
     postprocess: nn.Module | None = None,
-    outputs: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Trace ``module`` as :func:`export` does, and translate it to ONNX for that format, but write nothing.
 
@@ -183,30 +151,26 @@ def try_export(
         TypeError: as :func:`export`.
         ExportError: as :func:`export`.
     """
-    traced = _trace_call(module, inputs, format, dynamic, preprocess, postprocess, outputs, None, None)
+    traced = _trace_call(module, inputs, format, dynamic, preprocess, postprocess, None)
     assert traced.program is not None
     output = traced.flat.module_output()
-    restore(output, iter(named_tensors(output, others=[]).values()))
-    specs = _specs(traced.flat, traced.example, traced.shapes)
+    restore(output, iter(tensors_of(output)))
+    specs = _specs(traced)
     if format == "onnx":
         names = [one["name"] for one in specs]
-        try:
-            with suppress_output():
-                _to_onnx(traced.program, names, traced.flat.kept)
-        except Exception as error:
-            failure = f"{type(module).__name__} cannot be written as onnx: {first_line(_innermost(error))}"
-            raise ExportError(failure) from error
+        with _failures_explained(f"{type(module).__name__} cannot be written as onnx"):
+            _to_onnx(traced.program, names, traced.flat.kept)
     return specs
 
 
 class _Traced(NamedTuple):
     flat: FromTensors
     plain: Run
-    live: Run
+    live: Run  # what the file is compared with, a quantized form if there is one
     calls: list[Inputs]
     example: Inputs
     shapes: list[dict[int, Any]] | None
-    program: ExportedProgram | None
+    program: ExportedProgram | None  # None if the bytes of an ONNX file are written
     free_length: bool
 
 
@@ -217,36 +181,33 @@ def _trace_call(
     dynamic: bool,
     preprocess: nn.Module | None,
     postprocess: nn.Module | None,
-    outputs: Sequence[str] | None,
-    quantized: ExportedProgram | bytes | None,
-    reference: Run | None,
+    quantized: Form | None,
     free_length: bool = True,
     unused: Sequence[str] = (),
 ) -> _Traced:
-    """Determine inputs, outputs and dynamic sizes, and trace the module, unless ``quantized`` is an ONNX file."""
+    """Determine inputs, outputs and dynamic sizes, and trace the module, unless an ONNX file is written."""
     flat = FromTensors(module, preprocess, postprocess, dense=format == "onnx")
     plain = partial(flat.whole, run=flat.module)
-    live = plain if reference is None else partial(flat.whole, run=reference)
+    live = plain if quantized is None else partial(flat.whole, run=quantized.run)
     inputs = [sort_keywords(module.forward, call) for call in inputs]
     calls = [*inputs, *(_calls_of_other_sizes(live, inputs[0]) if dynamic else [])]
     example = max(calls, key=_size) if dynamic else inputs[0]
-    flat.keep(live, example, calls, outputs)
+    flat.keep(live, example, calls)
     flat.unused = list(unused)
     is_sliced = len(calls) > len(inputs)
     other = _shorter_call(live, inputs[0]) if dynamic and free_length and quantized is None else None
     all_calls = calls if other is None else [*calls, other]
     shapes = _dynamic_shapes(flat, all_calls, sliced=is_sliced) if dynamic else None
-    name = type(module).__name__
-    if isinstance(quantized, bytes):
-        return _Traced(flat, plain, live, calls, example, shapes, None, False)
     if quantized is not None:
-        flat.replace_module(quantized)
+        if _onnx_content(quantized, format) is not None:
+            return _Traced(flat, plain, live, calls, example, shapes, None, False)
+        flat.replace_module(quantized.program)
     again = partial(
         _trace_call, module, format=format, dynamic=dynamic, preprocess=preprocess, postprocess=postprocess,
-        outputs=outputs, quantized=quantized, reference=reference,
+        quantized=quantized,
     )  # fmt: skip
     try:
-        program = _trace(flat, example, shapes, name, format)
+        program = _trace(flat, example, shapes, type(module).__name__, format)
     except ExportError:
         if other is None:
             raise
@@ -254,6 +215,11 @@ def _trace_call(
     if quantized is None and not unused and (found := _unused_arguments(program, flat, live, inputs)):
         return again([_drop_arguments(call, found, flat) for call in inputs], free_length=free_length, unused=found)
     return _Traced(flat, plain, live, all_calls, example, shapes, program, other is not None)
+
+
+def _onnx_content(quantized: Form | None, format: str) -> bytes | None:
+    """Return the bytes of the ONNX file to write, if that is what a form has."""
+    return quantized.onnx if quantized is not None and format == "onnx" else None
 
 
 def _shorter_call(live: Run, call: Inputs) -> Inputs | None:
@@ -314,8 +280,17 @@ def _drop_arguments(call: Inputs, names: Sequence[str], flat: FromTensors) -> In
     return args, {name: value for name, value in kwargs.items() if name not in names}
 
 
-def _is_call(call: tuple[Any, ...]) -> bool:
-    return len(call) == 2 and isinstance(call[0], tuple | list) and isinstance(call[1], Mapping)
+def _require_calls(inputs: Any) -> None:
+    def is_call(one: Any) -> bool:
+        return len(one) == 2 and isinstance(one[0], tuple | list) and isinstance(one[1], Mapping)
+
+    if not isinstance(inputs, Sequence) or not all(isinstance(one, tuple) and is_call(one) for one in inputs):
+        raise TypeError(
+            "inputs is a list of calls of the module, each a tuple of its positional arguments and a dict of the named "
+            f"ones, such as [((x,), {{}})]; got {type(inputs).__name__}"
+        )
+    if not inputs:
+        raise ValueError("export needs at least one call of the module to trace and to compare with; got none")
 
 
 def require_exportable(format: str, path: Path | None = None) -> None:
@@ -402,10 +377,10 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _specs(flat: FromTensors, example: Inputs, shapes: list[dict[int, Any]] | None) -> list[dict[str, Any]]:
+def _specs(traced: _Traced) -> list[dict[str, Any]]:
     """Return name, dtype and shape of each input tensor, with None for dynamic sizes."""
-    tensors = flat.tensors_of(example)
-    free: Sequence[Mapping[int, Any]] = shapes or [{}] * len(tensors)
+    tensors = traced.flat.tensors_of(traced.example)
+    free: Sequence[Mapping[int, Any]] = traced.shapes or [{}] * len(tensors)
     return [
         {
             "name": name,
@@ -416,14 +391,9 @@ def _specs(flat: FromTensors, example: Inputs, shapes: list[dict[int, Any]] | No
     ]
 
 
-def _file_metadata(
-    flat: FromTensors,
-    example: Inputs,
-    shapes: list[dict[int, Any]] | None,
-    format: Format,
-    class_names: Sequence[str] | None,
-) -> dict[str, Any]:
+def _file_metadata(traced: _Traced, format: Format) -> dict[str, Any]:
     """Return the metadata for :func:`load_compressed`, which the file stores as JSON."""
+    flat = traced.flat
     return {
         "lightning_accel": __version__,
         "format_version": FORMAT_VERSION,
@@ -431,29 +401,53 @@ def _file_metadata(
         "torch": torch.__version__,
         "arguments": [*flat.arguments, *flat.unused],
         "unused_inputs": flat.unused,
-        "inputs": _specs(flat, example, shapes),
+        "inputs": _specs(traced),
         "plain_inputs": plain_values(flat.arguments),
         "outputs": describe(flat.output, kept=set(flat.kept)),
         "output_names": flat.kept,
-        "class_names": None if class_names is None else [str(name) for name in list_of_names(class_names)],
         "probabilities": isinstance(flat.postprocess, Probabilities | nn.Softmax),
-        "preprocess": None if flat.preprocess is None else type(flat.preprocess).__name__,
     }
 
 
-def _write(program: ExportedProgram, about: dict[str, Any], format: str, path: Path, name: str) -> None:
-    text = json.dumps(about)
+def _write_verified(
+    traced: _Traced, path: Path, format: Format, about: dict[str, Any], quantized: Form | None
+) -> Exported:
+    flat = traced.flat
+    about = about | _file_metadata(traced, format)
+    with _temporary_path(path) as written:
+        with _failures_explained(f"{about['module']} cannot be written as {format}"):
+            _write(traced, about, format, written, _onnx_content(quantized, format))
+        difference = _verify(written, traced, path, is_quantized=quantized is not None)
+        replace_atomically(written, path)
+    size = path.stat().st_size
+    return Exported(path, format, size, flat.kept, flat.left_out, difference, len(traced.calls), flat.unused)
+
+
+def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, content: bytes | None) -> None:
+    program = traced.program
+    if program is None:
+        assert content is not None
+        model, names = add_processing(content, traced.flat, traced.calls)
+        entry = model.metadata_props.add()
+        entry.key, entry.value = METADATA, json.dumps(about | names)
+        path.write_bytes(model.SerializeToString())
+    elif format == "onnx":
+        made = _to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
+        made.model.metadata_props[METADATA] = json.dumps(about)
+        made.save(path)
+    else:
+        program.example_inputs = None  # they would be written as a pickle
+        torch.export.save(program, path, extra_files={METADATA: json.dumps(about)})
+
+
+@contextmanager
+def _failures_explained(failed: str) -> Iterator[None]:
+    """Raise an ExportError in place of any exception, and suppress output."""
     try:
         with suppress_output():
-            if format == "onnx":
-                made = _to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
-                made.model.metadata_props[METADATA] = text
-                made.save(path)
-            else:
-                program.example_inputs = None  # they would be written as a pickle
-                torch.export.save(program, path, extra_files={METADATA: text})
+            yield
     except Exception as error:
-        raise ExportError(f"{name} cannot be written as {format}: {first_line(_innermost(error))}") from error
+        raise ExportError(f"{failed}: {first_line(_innermost(error))}") from error
 
 
 def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) -> Any:
@@ -469,62 +463,30 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
     return made
 
 
-def _write_quantized(
-    content: bytes, flat: FromTensors, calls: Sequence[Inputs], about: dict[str, Any], path: Path
-) -> None:
-    try:
-        with suppress_output():
-            model, names = add_processing(content, flat, calls)
-            entry = model.metadata_props.add()
-            entry.key, entry.value = METADATA, json.dumps(about | names)
-            path.write_bytes(model.SerializeToString())
-    except Exception as error:
-        raise ExportError(
-            f"what is quantized cannot be written as onnx with what comes before and after it: "
-            f"{first_line(_innermost(error))}"
-        ) from error
-
-
-def _verify(
-    written: Path,
-    live: Run,
-    calls: Sequence[Inputs],
-    flat: FromTensors,
-    tolerances: Callable[[Inputs, dict[str, Tensor]], dict[str, float]],
-    path: Path,
-) -> float:
+def _verify(written: Path, traced: _Traced, path: Path, is_quantized: bool) -> float:
+    """Compare the file with the module; return the largest difference."""
     loaded = load_compressed(written)
     largest = 0.0
-    for call in calls:
-        expected = outputs_of(live, call)
-        allowed = tolerances(call, expected)
-        sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in flat.tensors_of(call).items())
+    for call in traced.calls:
+        expected = outputs_of(traced.live, call)
+        exact = outputs_of(traced.plain, call) if is_quantized else {}
+        sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in traced.flat.tensors_of(call).items())
         try:
             found = outputs_of(loaded, call)
         except Exception as error:
             raise ExportError(f"{path} was not written: the file fails on {sizes}: {first_line(error)}") from error
-        for name in flat.kept:
+        for name in traced.flat.kept:
             difference = _difference(found[name], expected[name])
-            if not difference <= allowed[name]:
+            allowed = max(0.02, min(0.5, 2 * _difference(exact[name], expected[name]))) if is_quantized else 1e-3
+            allowed = allowed if expected[name].is_floating_point() else 0.0
+            if not difference <= allowed:
                 raise ExportError(
                     f"{path} was not written: its output {name!r} differs from the module's by {difference:.3g} of the "
-                    f"largest value, on {sizes}; the tolerance is {allowed[name]:.3g}. A layer that draws random "
-                    "numbers, or a Python branch that torch.export followed on the traced batch alone, would do that"
+                    f"largest value, on {sizes}; the tolerance is {allowed:.3g}. A layer that draws random numbers, or "
+                    "a Python branch that torch.export followed on the traced batch alone, would do that"
                 )
             largest = max(largest, difference)
     return largest
-
-
-def _tolerances(
-    plain: Run, tolerance: float | None, quantized: bool, call: Inputs, expected: dict[str, Tensor]
-) -> dict[str, float]:
-    """Return the tolerance of each output of a call."""
-    if tolerance is None and quantized:
-        exact = outputs_of(plain, call)
-        found = {name: max(0.02, min(0.5, 2 * _difference(exact[name], value))) for name, value in expected.items()}
-    else:
-        found = dict.fromkeys(expected, 1e-3 if tolerance is None else tolerance)
-    return {name: found[name] if value.is_floating_point() else 0.0 for name, value in expected.items()}
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

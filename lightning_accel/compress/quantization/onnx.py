@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.onnx import translations
+from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
-from lightning_accel.compress.quantization.inputs import Flat, argument_names, dynamic_sizes, tensors_of
+from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges, has_vnni
 from lightning_accel.compress.quiet import suppress_output
@@ -33,7 +34,7 @@ _WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
 
 
 class _FloatFiles(NamedTuple):
-    flat: Flat
+    structure: Structure
     written: Path
     ready: Path  # after ONNX Runtime's optimization
 
@@ -54,7 +55,7 @@ class _Plan(NamedTuple):
 class OnnxCall:
     """Run the bytes of an ONNX file, with the inputs and outputs of the module that it was made from."""
 
-    def __init__(self, content: bytes, flat: Flat) -> None:
+    def __init__(self, content: bytes, structure: Structure) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -64,13 +65,12 @@ class OnnxCall:
         self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
         self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
-        self.flat = flat
+        self.structure = structure
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_flat = not kwargs and all(isinstance(one, Tensor) for one in args)  # the usual call, faster by microseconds
-        tensors = args if is_flat else tensors_of((args, kwargs))
+        tensors = self.structure.tensors_of(args, kwargs)
         feed = {name: tensors[place].detach().numpy() for name, place in zip(self.names, self.kept, strict=True)}
-        return self.flat.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
+        return self.structure.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> F
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         made = _write_float_files(module, inputs, Path(folder))
         content = made.ready.read_bytes()
-    return Form("fp32 ONNX Runtime", OnnxCall(content, made.flat), onnx=content, file_bytes=len(content))
+    return Form("fp32 ONNX Runtime", OnnxCall(content, made.structure), onnx=content, file_bytes=len(content))
 
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -156,7 +156,7 @@ def _make_form(
 ) -> Form:
     require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        flat, written, ready = _write_float_files(module, inputs, Path(folder))
+        structure, written, ready = _write_float_files(module, inputs, Path(folder))
         int8 = Path(folder, "int8.onnx")
         nodes = list(_product_nodes(written, ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
@@ -168,7 +168,7 @@ def _make_form(
         return layers.left_float[key] if key in layers.skipped else left_float(key, one)
 
     reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
-    form = Form(name, OnnxCall(content, flat), onnx=content, file_bytes=len(content))
+    form = Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))
     form.left_float = {key: why for key, why in reasons.items() if why}
     return form
 
@@ -204,18 +204,18 @@ def _optimize(source: Path, target: Path) -> None:
         quant_pre_process(source, target, skip_symbolic_shape=True)
 
 
-def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat:
+def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Structure:
     """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call."""
     module = copy.deepcopy(module)
     for one in module.modules():
         if isinstance(one, Experts):
             one.backend = "dense"  # uses only operators of ONNX
-    flat = Flat(module, inputs[0])
-    flat.record_result(inputs[0])
-    tensors = tuple(tensors_of(inputs[0]))
-    names = [f"{name}__{place}" for place, name in enumerate(argument_names(module, inputs[0]))]
-    dims = [dict.fromkeys(one, torch.export.Dim.DYNAMIC) or None for one in dynamic_sizes(inputs)]
-    for shapes in ((tuple(dims),), None):
+    structure = Structure.of(module, inputs[0])
+    flat, tensors = Flat(module, structure), tuple(tensors_of(inputs[0]))
+    arguments = named_tensors(bind(module.forward, *inputs[0]), others=[])
+    names = [f"{name.replace('.', '_')}__{place}" for place, name in enumerate(arguments)]
+    dims = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in dynamic_shapes(inputs))
+    for shapes in ((dims,), None):
         try:
             with torch.no_grad():
                 exported = torch.export.export(flat, tensors, dynamic_shapes=shapes)
@@ -233,7 +233,7 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Flat
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
     assert program is not None
     program.save(path)
-    return flat
+    return structure
 
 
 def require_onnxruntime() -> None:

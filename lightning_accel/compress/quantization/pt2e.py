@@ -1,7 +1,7 @@
 """Forms of a module for torch: compiled float32 and bfloat16, and int8 and float8 by torchao."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.export.structure import Structure, Unflat, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Compiled, Form, export, size_of
 from lightning_accel.compress.quantization.layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
 from lightning_accel.compress.quiet import suppress_output
@@ -36,22 +37,13 @@ def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
         layers: layers of ``module`` to quantize.
         ranges: input ranges found in training, by layer name.
     """
-    graph = _prepare(module, inputs, layers, dynamic=False)
+    graph = _prepare(module, inputs, layers)
     with torch.no_grad():
-        for args, kwargs in inputs:
-            graph(*args, **kwargs)
+        for call in inputs:
+            graph(*tensors_of(call))
     if ranges is not None:
         _set_ranges(graph, ranges)
-    return _convert("int8 PT2E static", graph, inputs, layers, "")
-
-
-def pt2e_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Make a form with linear layers in int8 and input ranges computed in each call."""
-    graph = _prepare(module, inputs, layers, dynamic=True)
-    args, kwargs = inputs[0]
-    with torch.no_grad():
-        graph(*args, **kwargs)  # observers of weights need a call, too
-    return _convert("int8 PT2E dynamic", graph, inputs, layers, "this form has linear layers alone")
+    return _convert(graph, Structure.of(module, inputs[0]), inputs, layers)
 
 
 def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -89,7 +81,7 @@ def _make_form(
     form = Form(name, Compiled(module), left_float=left_float or {})
     try:
         form.program = export(module, inputs)
-        form.file_bytes = size_of(form.program, inputs[0])
+        form.file_bytes = size_of(form.program)
     except Exception as error:  # the form may still compile; files are optional
         form.program, form.no_file = None, first_line(error)
     args, kwargs = inputs[0]
@@ -98,7 +90,7 @@ def _make_form(
 
 
 def _quantize_with_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config: Any) -> Form:
-    linear = {key for key, one in layers.quantized.items() if _is_linear(one)}
+    linear = {key for key, one in layers.quantized.items() if isinstance(one, nn.Linear)}
     if not linear:
         raise CannotConvertError("no linear layer to quantize")
     copied, prefix = copy.deepcopy(module), ""
@@ -112,14 +104,13 @@ def _quantize_with_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs
     return _make_form(name, copied, inputs, {**layers.left_float, **left})
 
 
-def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynamic: bool) -> Any:
+def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Any:
     """Return a graph of ``module`` with observers of ranges."""
     _import_torchao()
     with suppress_output():
         from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
-        chosen = [name for name, one in layers.quantized.items() if _is_linear(one) or not dynamic]
-        if not chosen:
+        if not layers.quantized:
             raise CannotConvertError("no layer that it can quantize")
         # Before torch 2.13, non-strict graphs lack some metadata of their layers, and merge two calls of a layer
         # without weights (the ReLU of a residual block) into one partition with two results, which is rejected
@@ -127,7 +118,7 @@ def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynami
         for strict in (False, True):
             try:
                 graph = export(copy.deepcopy(module), inputs, strict).module()
-                prepared = prepare_pt2e(graph, _quantizer(chosen, dynamic))
+                prepared = prepare_pt2e(graph, _quantizer(layers.quantized))
             except Exception as error:
                 failure = error
                 continue
@@ -136,20 +127,19 @@ def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, dynami
         raise failure
 
 
-def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
-    from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver, PlaceholderObserver
+def _quantizer(names: Iterable[str]) -> Any:
+    from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationSpec
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import QuantizationConfig, X86InductorQuantizer
 
     eps = torch.finfo(torch.float32).eps
-    observer = PlaceholderObserver if dynamic else HistogramObserver
     of_input = QuantizationSpec(
         dtype=torch.uint8,
         quant_min=0,
         quant_max=INPUT_LIMIT if has_vnni() else INPUT_LIMIT // 2,  # else sums of two products overflow int16
         qscheme=torch.per_tensor_affine,
-        is_dynamic=dynamic,
-        observer_or_fake_quant_ctr=observer.with_args(eps=eps),
+        is_dynamic=False,
+        observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=eps),
     )
     of_weight = QuantizationSpec(
         dtype=torch.int8,
@@ -163,24 +153,20 @@ def _quantizer(names: Sequence[str], dynamic: bool) -> Any:
     config = QuantizationConfig(of_input, of_input, of_weight, None, False)
     quantizer = X86InductorQuantizer()
     for name in names:
-        quantizer.set_module_name_qconfig(name, config)
+        quantizer.set_module_name_qconfig(f"module.{name}" if name else "module", config)
     return quantizer
 
 
-def _convert(name: str, prepared: Any, inputs: Sequence[Inputs], layers: Layers, others: str) -> Form:
-    """Convert an observed graph to int8; ``others`` is the reason why layers other than linear ones stay in float."""
+def _convert(prepared: Any, structure: Structure, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Convert an observed graph to int8."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
     observed = {layer for layer, _ in _input_observers(prepared)}
-    left = {
-        key: "torchao found no pattern that it quantizes" if _is_linear(one) or not others else others
-        for key, one in layers.quantized.items()
-        if key not in observed
-    }
+    left = {key: "torchao found no pattern that it quantizes" for key in layers.quantized if key not in observed}
     with suppress_output():
         graph = convert_pt2e(prepared)
     _delete_unused(graph)
-    return _make_form(name, graph, inputs, {**layers.left_float, **left})
+    return _make_form("int8 PT2E static", Unflat(graph, structure), inputs, {**layers.left_float, **left})
 
 
 def _delete_unused(graph: torch.fx.GraphModule) -> None:
@@ -222,17 +208,13 @@ def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
     for node in graph.graph.nodes:
         if node.target in targets and node.args[0].op == "call_module":
             stack = list(node.meta["nn_module_stack"].values())
-            yield stack[-1][0], graph.get_submodule(node.args[0].target)
+            yield stack[-1][0].removeprefix("module").removeprefix("."), graph.get_submodule(node.args[0].target)
 
 
 def has_vnni() -> bool:
     """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear)
 
 
 def _import_torchao() -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_accel.compress.calls import Inputs, Run, first_line, smallest_call
+from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import noise_share
@@ -19,7 +20,6 @@ from lightning_accel.compress.quantization.pt2e import (
     Ranges,
     compiled_bfloat16,
     compiled_float,
-    pt2e_dynamic,
     pt2e_static,
     torchao_dynamic,
     torchao_float8,
@@ -52,7 +52,6 @@ _MAKERS = {
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, float_row="fp32 compiled"),
-    "int8 PT2E dynamic": _Maker("dynamic", "pt2e", pt2e_dynamic, float_row="fp32 compiled"),
     "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
     "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled"),
     "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",), float_row="fp32 compiled"),
@@ -184,6 +183,7 @@ def quantize(
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
     skip = list_of_names(skip)
     layers = find_layers(module, skip)
+    inputs = [sort_keywords(module.forward, call) for call in inputs]
     progress = Progress(None) if progress is None else progress
     makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
     wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]

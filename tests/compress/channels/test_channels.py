@@ -194,8 +194,6 @@ def test_what_cannot_be_removed_is_named_and_the_rest_is_served():
     assert "_cdist_forward, through which channels are not followed" in groups.left_out["sorted.weight"]
     assert groups.left_out["unused.weight"] == "no product takes what it makes"
     assert groups.left_out["out.0.weight"] == "the module's output"
-    trusting = find_channel_groups(Stubborn(), (torch.randn(3, 4),), check=False)
-    assert [layer.name for layer in trusting.layers] == ["fixed", "free"]
 
 
 def test_a_rule_that_fails_pins_what_it_is_about(monkeypatch):
@@ -310,22 +308,20 @@ def test_an_optimizer_that_cannot_be_sliced_leaves_all_as_it_was():
     assert module[0].weight is weight
 
 
-def test_plans_follow_each_other_and_go_through_json():
+def test_plans_go_through_json():
     module = classifier()
     whole, x = copy.deepcopy(module), IMAGES
-    plans = []
-    for _ in range(2):
-        groups = find_channel_groups(module, (x,))
-        plans.append(groups.plan(module, choose_channels(score_channels(module, groups), 0.4)))
-        apply_plan_(module, plans[-1])
-    both = ChannelPlan.of_state(json.loads(json.dumps(plans[0].then(plans[1]).state_dict())))
-    apply_plan_(whole, both)
+    groups = find_channel_groups(module, (x,))
+    plan = groups.plan(module, choose_channels(score_channels(module, groups), 0.6))
+    apply_plan_(module, plan)
+    plan = ChannelPlan.of_state(json.loads(json.dumps(plan.state_dict())))
+    apply_plan_(whole, plan)
     torch.testing.assert_close(whole.eval()(x), module.eval()(x), rtol=0, atol=0)
     assert whole.network[3].in_channels == module.network[3].in_channels == module.network[0].out_channels
     with pytest.raises(ValueError, match=r"network.0.weight of shape \[8, 3, 3, 3\]; got \[3, 3, 3, 3\]"):
-        apply_plan_(whole, both)
+        apply_plan_(whole, plan)
     with pytest.raises(KeyError, match=r"has no 'network.0.weight'"):
-        apply_plan_(nn.Linear(2, 2), both)
+        apply_plan_(nn.Linear(2, 2), plan)
 
 
 def test_a_file_without_pickle_makes_the_smaller_module():
@@ -364,38 +360,26 @@ def test_scores_are_those_of_a_loop():
     groups = find_channel_groups(module, (IMAGES,))
     conv, norm, after = module.network[3], module.network[4], module.network[6]
     nn.init.normal_(norm.weight)
-    module(IMAGES).square().sum().backward()
     parts = [[conv.weight[i], norm.weight[i], norm.bias[i], after.weight[:, i]] for i in range(6)]
-    grads = [[conv.weight.grad[i], norm.weight.grad[i], norm.bias.grad[i], after.weight.grad[:, i]] for i in range(6)]
     expected = {
         "magnitude": [sum(one.square().sum() for one in each).sqrt() for each in parts],
-        "batchnorm": norm.weight.abs(),
-        "taylor": [
-            sum((one * grad).sum() for one, grad in zip(*each, strict=True)).square()
-            for each in zip(parts, grads, strict=True)
-        ],
         lambda name, value: value.abs(): [sum(one.abs().sum() for one in each) for each in parts],
     }
     for criterion, values in expected.items():
         scores = score_channels(module, groups, criterion)["network.3"]
         torch.testing.assert_close(scores, torch.stack([*values]).detach().double(), rtol=1e-5, atol=1e-9)
-    one, two, other = (score_channels(module, groups, "random", seed)["network.3"] for seed in (1, 1, 2))
-    assert one.equal(two)
-    assert not one.equal(other)
-    with pytest.raises(ValueError, match=r"criterion must be one of magnitude.*got 'wanda'"):
+    with pytest.raises(ValueError, match=r"criterion must be 'magnitude', or a function; got 'wanda'"):
         score_channels(module, groups, "wanda")
-    with pytest.raises(ValueError, match="needs gradients"):
-        score_channels(classifier(), groups, "taylor")
 
 
 def test_the_lowest_scores_go():
     scores = {"a": torch.tensor([4.0, 1, 3, 2, 5, 6, 8, 7]), "b": torch.tensor([1.0, 1, 1, 100])}
     assert choose_channels(scores, 0.5) == {"a": [0, 1, 2, 3], "b": [0, 1]}
     assert choose_channels(scores, 0.5, round_to=3) == {"a": [1, 3], "b": [0]}
-    assert choose_channels(scores, 0.99, min_left=2) == {"a": [0, 1, 2, 3, 4, 5], "b": [0, 1]}
+    assert choose_channels(scores, 0.99) == {"a": [0, 1, 2, 3, 4, 5, 7], "b": [0, 1, 2]}
     # of twelve, relative to the mean of their layer: three of b, and the three lowest of a
     assert choose_channels(scores, 0.5, "global") == {"a": [1, 2, 3], "b": [0, 1, 2]}
-    assert choose_channels(scores, 0.9, "global", min_left=3) == {"a": [0, 1, 2, 3, 4], "b": [0]}
+    assert choose_channels(scores, 0.9, "global") == {"a": [0, 1, 2, 3, 4, 5, 7], "b": [0, 1, 2]}
     uneven = {"a": torch.tensor([3.0, 3, 30]), "b": torch.tensor([1.5, 9, 9])}  # 0.25 and 0.23 of the means
     assert choose_channels(uneven, 1 / 6, "global") == {"a": [], "b": [0]}
     assert choose_channels(scores, 0.0) == {"a": [], "b": []}
