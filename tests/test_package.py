@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 
 import lightning_accel
+from lightning_accel import DigitsDataModule, ExpertLoadMonitor, MoEClassifier
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_accel"
@@ -133,3 +135,33 @@ def test_constraints_satisfy_the_ranges():
 def test_a_misspelt_name_is_told_its_nearest():
     with pytest.raises(AttributeError, match=r"no attribute 'MixtureOfExpert'. Did you mean MixtureOfExperts\?"):
         lightning_accel.MixtureOfExpert  # noqa: B018
+
+
+def test_a_missing_package_is_named_with_its_extra_before_training(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    module = MoEClassifier(3, 2)
+    with pytest.raises(ModuleNotFoundError, match=r"matplotlib is needed .* pip install \"lightning_accel\[plots\]\""):
+        ExpertLoadMonitor().on_fit_start(L.Trainer(logger=False, enable_checkpointing=False), module)
+    with pytest.raises(ModuleNotFoundError, match=r"sklearn is needed .* pip install \"lightning_accel\[data\]\""):
+        DigitsDataModule().setup()
+
+
+@pytest.mark.slow
+def test_all_modules_are_imported_without_extras():
+    extras = "matplotlib networkx ninja onnx onnxruntime onnxscript pandas pyarrow rich sklearn tensorboard torchao"
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ("__main__.py", "triton.py")
+    ]
+    script = (
+        "import importlib, sys\n"
+        "import lightning.pytorch, torch_geometric.nn  # which import some of them where they are installed\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name.split('.')[0] in {extras.split()}: raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        f"for module in {modules}: importlib.import_module(module)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,12 +1,13 @@
 """Writing of predictions to a CSV file. Shapes: B samples, M values per sample."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
-import pandas as pd
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -15,6 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_accel.callbacks.deployment.copies import raise_in_all_processes
+from lightning_accel.ops.extras import import_on_use, require_module
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -43,6 +50,10 @@ class PredictionWriter(BasePredictionWriter):
     def __init__(self, filename: str = "predictions.csv") -> None:
         super().__init__(write_interval="batch_and_epoch")
         self.filename = filename
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "predict":
+            require_module("pandas")
 
     def write_on_batch_end(
         self,

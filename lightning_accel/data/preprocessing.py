@@ -1,11 +1,13 @@
 """Preprocessing of datamodules as torch modules, to be exported with a model. Shapes: B rows, D features, K columns."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sklearn.compose import ColumnTransformer
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from sklearn.compose import ColumnTransformer
 
 
 class ScaledPixels(nn.Module):
@@ -43,7 +45,7 @@ class RawColumns(nn.Module):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, encoder: ColumnTransformer) -> None:
+    def __init__(self, encoder: "ColumnTransformer") -> None:
         super().__init__()
         chosen = {name: list(columns) for name, _, columns in encoder.transformers_}
         numbers, texts = chosen.get("number", []), chosen.get("category", [])

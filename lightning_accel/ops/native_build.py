@@ -229,6 +229,8 @@ def _is_cuda(target: str) -> bool:
 def _build_environment(target: str, compiler: list[str], made: Path) -> dict[str, str]:
     """Return the environment of the build, with ninja on the PATH even if Python's environment is not activated."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    if shutil.which("ninja", path=path) is None:
+        raise BuildError('ninja is not installed: pip install "lightning_accel[native]"')
     if len(compiler) > 1:  # torch treats CXX as one word
         wrapper = made / "c++"
         wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')

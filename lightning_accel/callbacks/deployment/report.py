@@ -28,6 +28,7 @@ from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, count_parameters, describe_layers
+from lightning_accel.ops.extras import require_module
 
 _AT_FIRST = "before training"
 
@@ -64,6 +65,8 @@ class CompressionReport(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        for package in ("matplotlib", "rich"):
+            require_module(package)
         self.report = None
         self._copy = WholeCopy(pl_module)
         require_deployable(pl_module, "CompressionReport", self.module)

@@ -1,18 +1,25 @@
 """Monitoring of expert load, as metrics and as a figure. Shapes: E experts."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_accel.callbacks.deployment.copies import run_folder
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import log_figure
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
+from lightning_accel.ops.extras import import_on_use, require_module
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+agg = import_on_use("matplotlib.backends.backend_agg")
+figures = import_on_use("matplotlib.figure")
 
 _MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
 
@@ -46,6 +53,7 @@ class ExpertLoadMonitor(L.Callback):
         self._recomputing = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        require_module("matplotlib")
         if not any(isinstance(part, MixtureOfExperts) for part in pl_module.modules()):
             raise TypeError(
                 f"ExpertLoadMonitor found no MixtureOfExperts in {type(pl_module).__name__}; take the callback out, or "
@@ -154,8 +162,8 @@ class ExpertLoadMonitor(L.Callback):
 def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> Figure:
     """Draw a panel per mixture: colour is the load of expert (row) at step (column), relative to equal shares."""
     height = 0.6 + sum(0.8 + 0.08 * len(load) for load in loads[-1])
-    figure = Figure(figsize=(8, min(height, 40)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figures.Figure(figsize=(8, min(height, 40)), layout="constrained")
+    agg.FigureCanvasAgg(figure)
     axes = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
     for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
         load = torch.stack([of_step[number] for of_step in loads], dim=1)  # (E, steps)

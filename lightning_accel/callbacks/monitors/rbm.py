@@ -17,6 +17,7 @@ from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.monitors.rbm_pictures import RBMView, draw_rbm, picture_shape, plain_copy
 from lightning_accel.callbacks.trainer_callbacks import log_figure
 from lightning_accel.nn import RBM, ContrastiveDivergence
+from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.float32 import at_least_float32
 
 _MOST_SAMPLES = 32  # in a figure
@@ -63,6 +64,7 @@ class RBMMonitor(L.Callback):
         self._drawn_at: int | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        require_module("matplotlib")
         rbms = _named_rbms(pl_module)
         if not rbms:
             raise TypeError(

@@ -1,18 +1,25 @@
 """Figures of a restricted Boltzmann machine. Shapes: B samples, C chains, V visible, H hidden units, P pixels."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accel.nn import RBM
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+agg = import_on_use("matplotlib.backends.backend_agg")
+figures = import_on_use("matplotlib.figure")
 
 _MOST_TILES = 64  # per panel
 
@@ -97,8 +104,8 @@ def tile(pictures: np.ndarray, num_columns: int) -> np.ndarray:
 
 def draw_rbm(view: RBMView, name: str, shape: tuple[int, int]) -> Figure:
     """Draw filters, samples and reconstructions."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figures.Figure(figsize=(11, 4.5), layout="constrained")
+    agg.FigureCanvasAgg(figure)
     figure.suptitle(f"{name}: {view.rbm.num_visible} visible, {view.rbm.num_hidden} hidden units", fontsize="medium")
     left, middle, right = figure.subplots(1, 3)
     _draw_filters(left, view, shape)

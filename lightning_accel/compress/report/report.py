@@ -1,25 +1,34 @@
 """Reports that compare forms of a model, such as quantized ones, in a table, a figure and a JSON file."""
 
+from __future__ import annotations
+
 import json
 import math
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from lightning_accel.compress.calls import num_samples
 from lightning_accel.compress.report.latency import Latency, Speedup, speedup
 from lightning_accel.compress.report.macs import count_macs
+from lightning_accel.ops.extras import import_on_use
 from lightning_accel.strategies import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+agg = import_on_use("matplotlib.backends.backend_agg")
+figures = import_on_use("matplotlib.figure")
+patches = import_on_use("matplotlib.patches")
+consoles = import_on_use("rich.console")
+tables = import_on_use("rich.table")
 
 _REFERENCE = "fp32 eager"  # the form that latencies are compared to
 _COLOURS = {"fp32 eager": "0.45", "float": "tab:blue", "int8, float8": "tab:orange"}
@@ -80,8 +89,8 @@ class Report:
     def print(self, console: Console | None = None) -> None:
         """Print a table of the forms, and one of the layers if there are any, to the terminal."""
         if console is None:
-            console = Console()
-            console = console if console.is_terminal else Console(width=200)  # else files are wrapped at 80
+            console = consoles.Console()
+            console = console if console.is_terminal else consoles.Console(width=200)  # else files are wrapped at 80
         for table in [_table_of_rows(self), *([_table_of_layers(self)] if self.layers else [])]:
             console.print(table)
 
@@ -197,7 +206,7 @@ def _plain_ratios(report: Report, row: Row, batch: int) -> dict[str, Any]:
 
 
 def _table_of_rows(report: Report) -> Table:
-    table = Table(title=report.title, caption=_caption(report))
+    table = tables.Table(title=report.title, caption=_caption(report))
     table.add_column("form")
     for heading in ("parameters", "not 0", "file", "MACs a row"):
         table.add_column(heading, justify="right")
@@ -230,7 +239,7 @@ def _table_of_rows(report: Report) -> Table:
 
 
 def _table_of_layers(report: Report) -> Table:
-    table = Table(title=f"{report.title}: layers")
+    table = tables.Table(title=f"{report.title}: layers")
     for heading in ("layer", "kind"):
         table.add_column(heading)
     for heading in ("parameters", "not 0", "MACs a row"):
@@ -282,8 +291,8 @@ def _draw(report: Report) -> Figure:
     for batch in _batches(report):
         bars.append((f"ms at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
     panels = len(bars) + (shown is not None)
-    figure = Figure(figsize=(2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figures.Figure(figsize=(2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), layout="constrained")
+    agg.FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     if shown is not None:
         _draw_metric(axes[0], shown, report.rows)
@@ -296,7 +305,7 @@ def _draw(report: Report) -> Figure:
         label.set_fontweight("bold" if row.status == "picked" else "normal")
     axes[0].invert_yaxis()
     used = {_kind(row) for row in report.rows}
-    handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in used]
+    handles = [patches.Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(report.title)
     return figure

@@ -1,13 +1,14 @@
 """Readers of graphs from files. Shapes: R graphs, n nodes of a graph, M edges, F features, K targets."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -25,6 +26,12 @@ from lightning_accel.data.tables.files import (
     require_present,
 )
 from lightning_accel.data.text.lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
 
 _NODE_BYTES = 64  # memory of a node without attributes: features, indices in batches, and their copies
 _FILL = "Fill what is missing, or remove the column"

@@ -1,12 +1,13 @@
 """Splits of graphs, or of the nodes of one graph, for training, validation and test. Shapes: F features, K targets."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -24,6 +25,12 @@ from lightning_accel.data.graphs.tasks import (
 )
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.data.tables.files import as_numbers, read_classes, split_in_three, split_rows
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
 
 TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "substructures", "karate"]

@@ -4,15 +4,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import ScaledPixels
+from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.renames import renamed_arguments
+
+datasets = import_on_use("sklearn.datasets")
+model_selection = import_on_use("sklearn.model_selection")
 
 
 class DigitsDataModule(InMemoryDataModule):
@@ -61,9 +63,10 @@ class DigitsDataModule(InMemoryDataModule):
         self.binarize = binarize
 
     def setup(self, stage: str | None = None) -> None:
-        pixels, labels = load_digits(return_X_y=True)
-        rest, test = train_test_split(range(len(labels)), test_size=0.2, random_state=self.seed, stratify=labels)
-        train, val = train_test_split(rest, test_size=0.125, random_state=self.seed, stratify=labels[rest])
+        split = model_selection.train_test_split
+        pixels, labels = datasets.load_digits(return_X_y=True)
+        rest, test = split(range(len(labels)), test_size=0.2, random_state=self.seed, stratify=labels)
+        train, val = split(rest, test_size=0.125, random_state=self.seed, stratify=labels[rest])
         images = torch.from_numpy(pixels).float().div(16).view(-1, 1, 8, 8)
         if self.binarize:
             images = images.gt(0.5).float()

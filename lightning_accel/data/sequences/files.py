@@ -1,17 +1,24 @@
 """Readers of sequences from files. Shapes: R sequences, N steps of all, F features, K values of a target."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pandas as pd
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed
 from lightning_accel.data.quoting import cut, listed, shown
 from lightning_accel.data.tables.files import LARGEST, as_numbers, as_text, read_table, require_columns, require_present
 from lightning_accel.data.text.lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
 
 TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 

@@ -1,11 +1,12 @@
 """Splits of the sequences of files, generated tasks and digits for training, validation and test."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -23,6 +24,12 @@ from lightning_accel.data.sequences.tasks import (
     selective_copying,
 )
 from lightning_accel.data.tables.files import read_classes, split_in_three
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
 
 TaskName = Literal[
     "digits_rows",

@@ -5,12 +5,14 @@ maximum number of steps of a sequence, both inclusive; lengths are uniformly dis
 """
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.data.sequences.dataset import SequenceDataset
+from lightning_accel.ops.extras import import_on_use
+
+datasets = import_on_use("sklearn.datasets")
 
 _ROWS_AT_ONCE = 512  # sequences whose random numbers are in memory at a time
 
@@ -153,7 +155,7 @@ def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceDataset:
 
     Source: Le et al. 2015, https://arxiv.org/abs/1504.00941, sec. 4.2, where the digits are 28 x 28.
     """
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = datasets.load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().div(16)
     if permuted:
         images = images[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]

@@ -1,17 +1,14 @@
 """Tables for classification. Shapes: B rows of a batch, D features."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
-from sklearn.compose import ColumnTransformer
-from sklearn.impute import SimpleImputer
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 
 from lightning_accel.data.bounds import require_at_least, require_shares
@@ -29,8 +26,20 @@ from lightning_accel.data.tables.files import (
     require_columns,
     split_in_three,
 )
+from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.renames import renamed_arguments
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from sklearn.compose import ColumnTransformer
+else:
+    pd = import_on_use("pandas")
+
+compose = import_on_use("sklearn.compose")
+impute = import_on_use("sklearn.impute")
+pipeline = import_on_use("sklearn.pipeline")
+preprocessing = import_on_use("sklearn.preprocessing")
 
 
 class TabularDataModule(InMemoryDataModule):
@@ -190,13 +199,14 @@ class TabularDataModule(InMemoryDataModule):
 
 
 def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:
-    numbers = make_pipeline(
-        SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True), StandardScaler()
+    numbers = pipeline.make_pipeline(
+        impute.SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True),
+        preprocessing.StandardScaler(),
     )
-    categories = OneHotEncoder(
+    categories = preprocessing.OneHotEncoder(
         handle_unknown="ignore", sparse_output=False, feature_name_combiner=lambda column, value: f"{column}={value}"
     )
-    return ColumnTransformer(
+    return compose.ColumnTransformer(
         [
             ("number", numbers, [name for name, number in is_number.items() if number]),
             ("category", categories, [name for name, number in is_number.items() if not number]),

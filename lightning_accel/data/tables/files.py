@@ -1,18 +1,27 @@
 """Readers of CSV and Parquet files that raise an error where a value would be misread."""
 
+from __future__ import annotations
+
 import difflib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-import pyarrow.compute as pc  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
-from sklearn.model_selection import train_test_split
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
 from lightning_accel.data.quoting import cut, did_you_mean, listed, shown
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
+
+pc = import_on_use("pyarrow.compute")
+pq = import_on_use("pyarrow.parquet")
+model_selection = import_on_use("sklearn.model_selection")
 
 LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
@@ -244,7 +253,7 @@ def split_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split ``rows`` in two, the second with ``share`` of them, stratified by the ``classes`` of all rows."""
     try:
-        kept, held_out = train_test_split(
+        kept, held_out = model_selection.train_test_split(
             rows, test_size=share, random_state=seed, stratify=None if classes is None else classes[rows]
         )
     except ValueError as error:

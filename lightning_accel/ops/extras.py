@@ -1,0 +1,47 @@
+"""Packages that only some features need, imported on first use."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+EXTRA_OF = {
+    "matplotlib": "plots",
+    "pandas": "data",
+    "pyarrow": "data",
+    "rich": "plots",
+    "sklearn": "data",
+}
+
+
+class _OnFirstUse(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by whoever walks through sys.modules
+            raise AttributeError(name)
+        return getattr(require_module(self.__name__), name)
+
+
+def import_on_use(module: str) -> Any:
+    """Return a stand-in for a module that imports it when one of its attributes is first read.
+
+    Raises:
+        ModuleNotFoundError: then, if the package is not installed, see :func:`require_module`.
+    """
+    return _OnFirstUse(module)
+
+
+def require_module(module: str) -> ModuleType:
+    """Import a module.
+
+    Raises:
+        ModuleNotFoundError: if its package is not installed. The message names the extra that installs it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        extra = EXTRA_OF[package]
+        raise ModuleNotFoundError(
+            f'{package} is needed here and is not installed: pip install "lightning_accel[{extra}]"', name=package
+        ) from error
