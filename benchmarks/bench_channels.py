@@ -40,7 +40,7 @@ from lightning_accel.compress.channels.groups import zero_channels_
 
 BATCHES = 1, 256
 MODELS: dict[str, dict[str, Any]] = {
-    "CNN": {"in_features": 1, "channels": [64, 128, 256], "hidden_dims": [256]},
+    "CNN": {"num_features": 1, "channels": [64, 128, 256], "hidden_dims": [256]},
     "MLP": {"hidden_dims": [1024, 1024, 1024]},
 }
 SHARES = {"CNN": [0.5, 0.75], "MLP": [0.5, 0.75]}

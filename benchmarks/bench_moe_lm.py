@@ -44,7 +44,7 @@ class Scheduled(MoELanguageModel):
 
 def train(subject: str, seed: int, steps: int, device: str) -> dict[str, float]:
     L.seed_everything(seed, verbose=False)
-    model = Scheduled(dim=128, num_layers=4, num_heads=4, num_experts=8, k=2, expert_dim=192, **SUBJECTS[subject])
+    model = Scheduled(dim=128, num_layers=4, num_heads=4, num_experts=8, k=2, hidden_dim=192, **SUBJECTS[subject])
     model.steps = steps
     trainer = L.Trainer(
         accelerator=device,

@@ -43,47 +43,47 @@ ALL_CELLS = {"rnn": {"cell": "rnn"}, **CELLS}
 FRESH = {"num_sequences": 80_000, "val_share": 0.02, "test_share": 0.03}  # as many as 1200 steps of 64 see
 RECIPES = {
     "adding": Recipe(
-        {"task": "adding", "length": 100, **FRESH}, 1200, {"hidden_size": 64},
+        {"task": "adding", "length": 100, **FRESH}, 1200, {"hidden_dim": 64},
         {**CELLS, "mingru, 2 layers": {"cell": "mingru", "num_layers": 2}},
         {"gru": 6.9e-4, "lstm": 0.170, "mingru, 2 layers": 2.1e-4},
     ),
     # 30 epochs of the 1257 digits that are trained on
     "digits_rows": Recipe(
-        {"task": "digits_rows", "batch_size": 32}, 1200, {"hidden_size": 128},
+        {"task": "digits_rows", "batch_size": 32}, 1200, {"hidden_dim": 128},
         {"gru": {"cell": "gru", "bidirectional": True, "dropout": 0.3}, "lstm": {"cell": "lstm"}},
         {"gru": 0.975, "lstm": 0.964}, lr=5e-3, weight_decay=0.05,
     ),
     "digits_rows, scan cell": Recipe(
         {"task": "digits_rows", "batch_size": 64}, 600,
-        {"hidden_size": 128, "bidirectional": True, "residual": True, "pooling": "mean", "dropout": 0.3},
+        {"hidden_dim": 128, "bidirectional": True, "residual": True, "pooling": "mean", "dropout": 0.3},
         {"mingru, 2 layers": {"cell": "mingru", "num_layers": 2}}, {"mingru, 2 layers": 0.978}, weight_decay=0.1,
     ),
     "digits_pixels": Recipe(
-        {"task": "digits_pixels", "batch_size": 32}, 1200, {"hidden_size": 128}, CELLS, {"gru": 0.847, "lstm": 0.844},
+        {"task": "digits_pixels", "batch_size": 32}, 1200, {"hidden_dim": 128}, CELLS, {"gru": 0.847, "lstm": 0.844},
         weight_decay=0.05,
     ),
     "digits_permuted": Recipe(
-        {"task": "digits_permuted", "batch_size": 32}, 1200, {"hidden_size": 128}, {"gru": {"cell": "gru"}},
+        {"task": "digits_permuted", "batch_size": 32}, 1200, {"hidden_dim": 128}, {"gru": {"cell": "gru"}},
         {"gru": 0.797}, weight_decay=0.05,
     ),
     # lengths 3 to 40, tested on 40 to 256; without steps, there is one label at the end
-    "parity_steps": Recipe({"task": "parity_steps"}, 220, {"hidden_size": 64}, ALL_CELLS, {}),
-    "parity": Recipe({"task": "parity"}, 1500, {"hidden_size": 64}, ALL_CELLS, {}),
+    "parity_steps": Recipe({"task": "parity_steps"}, 220, {"hidden_dim": 64}, ALL_CELLS, {}),
+    "parity": Recipe({"task": "parity"}, 1500, {"hidden_dim": 64}, ALL_CELLS, {}),
     # n from 1 to 50, tested on each n from 1 to 256
     "counting": Recipe(
-        {"task": "counting"}, 550, {"hidden_size": 64},
+        {"task": "counting"}, 550, {"hidden_dim": 64},
         {**CELLS, "mingru, 2 layers": {"cell": "mingru", "num_layers": 2}},
         {"gru": 53, "lstm": 113, "mingru, 2 layers": 40},
     ),
     "selective_copying": Recipe(
         {"task": "selective_copying", "length": 64, "batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
-        {"cell": "mingru", "hidden_size": 192, "residual": True},
+        {"cell": "mingru", "hidden_dim": 192, "residual": True},
         {"mingru": {}, "mingru, 2 layers": {"num_layers": 2}, "mingru, 3 layers": {"num_layers": 3}},
         {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=2e-2,
     ),
     "selective_copying, gated by the state": Recipe(
         {"task": "selective_copying", "length": 64, "batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
-        {"cell": "gru", "hidden_size": 128, "residual": True},
+        {"cell": "gru", "hidden_dim": 128, "residual": True},
         {"gru, 3 layers": {"num_layers": 3}}, {}, lr=5e-3,
     ),
 }  # fmt: skip

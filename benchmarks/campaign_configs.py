@@ -86,7 +86,9 @@ def shortened(name: str) -> dict[str, Any]:
         options = config["lr_scheduler"]["init_args"]
         options.update({"epochs": 2} if "epochs" in options else {"total_steps": 40})
     if name == "dbn_digits":
-        config["model"]["init_args"].update(stages=[{"epochs": 1}, {"epochs": 1}], finetune_epochs=1, layers=[8, 8])
+        config["model"]["init_args"].update(
+            stages=[{"epochs": 1}, {"epochs": 1}], finetune_epochs=1, hidden_dims=[8, 8]
+        )
         trainer["max_epochs"] = 3
     if name == "rbm_bars":
         config["model"]["init_args"]["stages"][0]["epochs"] = 2

@@ -81,7 +81,7 @@ class SequenceJob(SequenceModel):
     configure_optimizers = Job.configure_optimizers
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(16, 3, target_kind="labelling", hidden_size=WIDTH // 2, num_layers=2, dropout=0.5)
+        super().__init__(16, 3, target_kind="labelling", hidden_dim=WIDTH // 2, num_layers=2, dropout=0.5)
         del self.hparams["folder"]  # a path, which a checkpoint could not be loaded with
         self.folder = folder
 

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_accel.models.hooks import name_classes
 from lightning_accel.nn.features import require_floating, require_rows, require_width
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
+from lightning_accel.ops.renames import renamed_arguments
 
 
 class Classifier(L.LightningModule):
@@ -21,11 +22,11 @@ class Classifier(L.LightningModule):
 
     Each convolution is 3 by 3, with a batch norm and a ReLU; all but the first halve height and width. Features of
     the last are averaged over the image. Without ``channels`` inputs are flattened. Batches are pairs of inputs,
-    (B, ``in_features``, H, W) with ``channels``, else (B, ...) with ``in_features`` values a sample, floating, and
+    (B, ``num_features``, H, W) with ``channels``, else (B, ...) with ``num_features`` values a sample, floating, and
     classes, (B,) int64. Logged: ``train/loss``; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
 
     Args:
-        in_features: channels of an image, or values in a sample.
+        num_features: channels of an image, or values in a sample.
         num_classes: number of classes.
         channels: width of each convolution.
         hidden_dims: width of each hidden layer of the perceptron.
@@ -38,9 +39,10 @@ class Classifier(L.LightningModule):
     torch.Size([5, 3])
     """
 
+    @renamed_arguments(in_features="num_features")
     def __init__(
         self,
-        in_features: int = 64,
+        num_features: int = 64,
         num_classes: int = 10,
         *,
         channels: Sequence[int] = (),
@@ -49,7 +51,7 @@ class Classifier(L.LightningModule):
     ) -> None:
         super().__init__()
         sizes = {
-            "in_features": [in_features],
+            "num_features": [num_features],
             "num_classes": [num_classes],
             "channels": channels,
             "hidden_dims": hidden_dims,
@@ -59,10 +61,10 @@ class Classifier(L.LightningModule):
                 raise ValueError(f"{name} must be at least 1; got {values}")
         self.save_hyperparameters(ignore="optimizer")
         hint_at_removed_channels(self)
-        self.in_features = in_features
+        self.num_features = num_features
         self.takes_images = bool(channels)
         layers: list[nn.Module] = []
-        width = in_features
+        width = num_features
         for number, out in enumerate(channels):
             stride = 1 if number == 0 else 2
             layers += [nn.Conv2d(width, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
@@ -85,9 +87,9 @@ class Classifier(L.LightningModule):
         """
         if self.takes_images:
             shape = "images (B, {}, H, W)"
-            require_width(self, x, "in_features", self.in_features, shape, ndim=4, dim=1)
+            require_width(self, x, "num_features", self.num_features, shape, ndim=4, dim=1)
         else:
-            require_rows(self, x, "in_features", self.in_features)
+            require_rows(self, x, "num_features", self.num_features)
         require_floating(self, x, "inputs", self.network.parameters())
         logits: Tensor = self.network(x)
         return logits

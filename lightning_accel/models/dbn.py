@@ -45,6 +45,7 @@ from lightning_accel.nn.boltzmann.stack import RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
+from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
@@ -77,7 +78,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     Args:
         num_visible: values in a sample once flattened; by default the datamodule's ``num_features``.
-        layers: hidden units of each RBM.
+        hidden_dims: hidden units of each RBM.
         stages: how each RBM is trained; a single one applies to all.
         finetune: ``none``, ``classifier`` or ``updown``.
         finetune_epochs: epochs of fine-tuning.
@@ -107,10 +108,11 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     unlike_tensor_parallelism = "'ddp'"
 
+    @renamed_arguments(layers="hidden_dims")
     def __init__(
         self,
         num_visible: int | None = None,
-        layers: Sequence[int] = (256,),
+        hidden_dims: Sequence[int] = (256,),
         stages: Sequence[Stage] = (Stage(),),
         *,
         finetune: FineTuning = "none",
@@ -128,7 +130,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         # NumPy numbers or a Stage would make the checkpoint unsafe to load
         num_visible = None if num_visible is None else index(num_visible)
         num_classes = None if num_classes is None else index(num_classes)
-        layers = [index(size) for size in layers]
+        hidden_dims = [index(size) for size in hidden_dims]
         minibatch_size = None if minibatch_size is None else index(minibatch_size)
         class_names = None if class_names is None else list_of_str(class_names)
         stages = [Stage.from_dict(stage) if isinstance(stage, dict) else stage for stage in stages]
@@ -136,12 +138,12 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]
-        require_options(layers, stages, finetune, labels, likelihood, minibatch_size)
+        require_options(hidden_dims, stages, finetune, labels, likelihood, minibatch_size)
         self.num_visible = num_visible
         self.num_classes = num_classes
         self.class_names = class_names
-        self.layers = layers
-        self.stages = list(stages) * len(layers) if len(stages) == 1 else list(stages)
+        self.hidden_dims = hidden_dims
+        self.stages = list(stages) * len(hidden_dims) if len(stages) == 1 else list(stages)
         self.finetune = finetune
         self.labels = labels
         self.likelihood = likelihood
@@ -211,10 +213,10 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         assert self.num_visible is not None
         num_labels = (self.num_classes or 0) if self.labels else 0
         untied = self.finetune == "updown"
-        self.stack = make_stack(self.num_visible, self.layers, num_labels, self.stages, self.visible, untied)
+        self.stack = make_stack(self.num_visible, self.hidden_dims, num_labels, self.stages, self.visible, untied)
         if self.finetune == "classifier":
             assert self.num_classes is not None
-            self.head = nn.Linear(self.layers[-1], self.num_classes)
+            self.head = nn.Linear(self.hidden_dims[-1], self.num_classes)
         num_classes = self.num_classes if self._needs_classes else None
         self.val_figures, self.test_figures = (BeliefMetrics(num_classes, self.likelihood) for _ in range(2))
 
@@ -287,7 +289,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
                 del optimizer.state[parameter]
         if self.finetune == "updown":
             self.built_stack.untie_()
-        if self._stage < len(self.layers):
+        if self._stage < len(self.hidden_dims):
             self._begin_rbm(self._stage)
 
     def _begin_rbm(self, number: int) -> None:
@@ -314,7 +316,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         return rows
 
     def _trained_module(self) -> nn.Module:
-        return self.built_stack.layers[self._stage] if self._stage < len(self.layers) else self
+        return self.built_stack.layers[self._stage] if self._stage < len(self.hidden_dims) else self
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         trainer: Any = self.trainer
@@ -334,7 +336,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
     def _objective(self, batch: Batch) -> Tensor:
         """Return what the stage minimizes, ()."""
         stack = self.built_stack
-        if self._stage < len(self.layers):
+        if self._stage < len(self.hidden_dims):
             rows = self._training_input(batch)
             gap = self.sampling[self._stage](stack.layers[self._stage], rows)
             self._log_training("energy_gap", gap)
@@ -350,7 +352,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
     def _update_in_minibatches(self, batch: Batch) -> None:
         optimizer: Any = self.optimizers()
         assert self.minibatch_size is not None
-        if self._stage < len(self.layers):
+        if self._stage < len(self.hidden_dims):
             rbm, learn = self.built_stack.layers[self._stage], self.sampling[self._stage]
             rows = self._training_input(batch)
             self._log_training("energy_gap", learn.train_(rbm, rows, self.minibatch_size, optimizer))
@@ -389,11 +391,11 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         return loss
 
     def _untrained_parameters(self) -> list[nn.Parameter]:
-        trained = set(map(id, self._trained_module().parameters())) if self._stage < len(self.layers) else set()
+        trained = set(map(id, self._trained_module().parameters())) if self._stage < len(self.hidden_dims) else set()
         return [one for one in self.parameters() if id(one) not in trained and one.requires_grad]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._stage < len(self.layers):  # momentum and decay must not change untrained parameters
+        if self._stage < len(self.hidden_dims):  # momentum and decay must not change untrained parameters
             for parameter in self._untrained_parameters():
                 parameter.grad = None
 

@@ -101,7 +101,7 @@ class EvaluatedNetwork(SizedModel):
 
     stack: RBMStack | None
     head: nn.Linear | None
-    layers: list[int]
+    hidden_dims: list[int]
     labels: bool
     finetune: str
     class_names: list[str] | None
@@ -164,7 +164,7 @@ class EvaluatedNetwork(SizedModel):
 
     def _num_trained(self) -> int:
         """Return the number of layers trained so far, including the current one; all outside of ``fit``."""
-        return min(self._stage + 1, len(self.layers)) if self.trainer.state.fn == "fit" else len(self.layers)
+        return min(self._stage + 1, len(self.hidden_dims)) if self.trainer.state.fn == "fit" else len(self.hidden_dims)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Return the most probable class of each sample, (B,), and its probability; without classes, the top features.
@@ -179,7 +179,7 @@ class EvaluatedNetwork(SizedModel):
 
     def _copy_recognition_weights(self) -> None:
         """Copy the RBMs' weights to separate recognition weights, which are trained only in the last stage."""
-        if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.layers):
+        if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.hidden_dims):
             self.built_stack.untie_()
 
 

@@ -254,7 +254,7 @@ def require_classes(classes: Tensor, num_samples: int, num_classes: int) -> None
 
 
 def require_options(
-    layers: Sequence[int],
+    hidden_dims: Sequence[int],
     stages: Sequence[Stage],
     finetune: str,
     labels: bool,
@@ -262,10 +262,10 @@ def require_options(
     minibatch_size: int | None,
 ) -> None:
     """Raise a ValueError for options of a deep belief network that are out of range or contradict each other."""
-    if not layers or len(stages) not in (1, len(layers)):
+    if not hidden_dims or len(stages) not in (1, len(hidden_dims)):
         raise ValueError(
-            "layers must name the hidden units of at least one RBM, and stages one for each of them or one for all; "
-            f"got {len(layers)} layers and {len(stages)} stages"
+            "hidden_dims must name the hidden units of at least one RBM, and stages one for each or one for all; "
+            f"got {len(hidden_dims)} hidden_dims and {len(stages)} stages"
         )
     if finetune not in ("none", "classifier", "updown"):
         raise ValueError(f"finetune must be 'none', 'classifier' or 'updown'; got {finetune!r}")

@@ -34,6 +34,7 @@ from lightning_accel.nn import (
 from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.evaluation import evaluating
+from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies.gradients import clip_grad_norm_
 
 
@@ -63,9 +64,9 @@ class MoELanguageModel(SizedModel):
         num_heads: number of heads of each attention layer.
         num_experts: number of experts in a mixture.
         k: number of experts for each token.
-        expert_dim: hidden width of each expert.
+        hidden_dim: hidden width of each expert.
         moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model. The others have a
-            hidden width of ``k * expert_dim``, of the same cost.
+            hidden width of ``k * hidden_dim``, of the same cost.
         gate: creates a gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
         dropout: share of the output of a layer that is dropped in training.
@@ -81,7 +82,7 @@ class MoELanguageModel(SizedModel):
         ValueError: if a number is out of range, or the gate uses later tokens; before a run starts, if ``vocab_size``
             is neither given nor provided by the datamodule, or contradicts it.
 
-    >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, expert_dim=8)
+    >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, hidden_dim=8)
     >>> model(torch.randint(11, (3, 5))).logits.shape
     torch.Size([3, 5, 11])
     """
@@ -89,6 +90,7 @@ class MoELanguageModel(SizedModel):
     tokens_seen: Tensor
     from_datamodule: ClassVar = {"vocab_size": int}
 
+    @renamed_arguments(expert_dim="hidden_dim")
     def __init__(
         self,
         vocab_size: int | None = None,
@@ -98,7 +100,7 @@ class MoELanguageModel(SizedModel):
         num_heads: int = 4,
         num_experts: int = 8,
         k: int = 2,
-        expert_dim: int = 256,
+        hidden_dim: int = 256,
         moe_every: int = 1,
         gate: GateFactory = TopKGate,
         dropout: float = 0.0,
@@ -128,9 +130,9 @@ class MoELanguageModel(SizedModel):
 
         def feed_forward(number: int) -> nn.Module:
             if not moe_every or (number + 1) % moe_every:
-                return FeedForward(dim, k * expert_dim)
+                return FeedForward(dim, k * hidden_dim)
             return MixtureOfExperts(
-                dim, expert_dim, num_experts, k, activation="silu", gated=True, bias=False, gate=gate
+                dim, hidden_dim, num_experts, k, activation="silu", gated=True, bias=False, gate=gate
             )
 
         self.blocks = nn.ModuleList(

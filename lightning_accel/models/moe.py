@@ -25,6 +25,7 @@ from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGat
 from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
+from lightning_accel.ops.renames import renamed_arguments
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -51,7 +52,7 @@ class MoEClassifier(SizedModel):
         dim: width of the encoder's output and of the mixture.
         num_experts: number of experts in the mixture.
         k: number of experts for each sample.
-        expert_dim: hidden width of each expert.
+        hidden_dim: hidden width of each expert.
         dropout: share of the mixture's output that is dropped in training.
         gate: creates the gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
@@ -66,7 +67,7 @@ class MoEClassifier(SizedModel):
         ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if sizes are
             neither given nor provided by the datamodule, contradict it, or do not match ``class_names``.
 
-    >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, expert_dim=8)
+    >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, hidden_dim=8)
     >>> model(torch.randn(5, 6)).logits.shape
     torch.Size([5, 3])
     """
@@ -74,6 +75,7 @@ class MoEClassifier(SizedModel):
     from_datamodule: ClassVar = {"num_features": int, "num_classes": int, "class_names": list_of_str}
     unlike_tensor_parallelism = "'accel_expert_parallel', which deals its experts to them"
 
+    @renamed_arguments(expert_dim="hidden_dim")
     def __init__(
         self,
         num_features: int | None = None,
@@ -82,7 +84,7 @@ class MoEClassifier(SizedModel):
         dim: int = 128,
         num_experts: int = 8,
         k: int = 2,
-        expert_dim: int = 256,
+        hidden_dim: int = 256,
         dropout: float = 0.0,
         gate: GateFactory = TopKGate,
         balance_weight: float = 0.01,
@@ -92,7 +94,7 @@ class MoEClassifier(SizedModel):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        dim, num_experts, k, expert_dim = map(index, (dim, num_experts, k, expert_dim))
+        dim, num_experts, k, hidden_dim = map(index, (dim, num_experts, k, hidden_dim))
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
         hint_at_removed_channels(self)
@@ -106,7 +108,7 @@ class MoEClassifier(SizedModel):
         self.dim = dim
         self.encoder = encoder
         self.takes_rows = encoder is None  # a given encoder checks its own input
-        self.mixture = MixtureOfExperts(dim, expert_dim, num_experts, k, gate=gate)
+        self.mixture = MixtureOfExperts(dim, hidden_dim, num_experts, k, gate=gate)
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.head: nn.Module | None = None

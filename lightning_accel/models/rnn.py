@@ -17,6 +17,7 @@ from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, mask
 from lightning_accel.models.sequence_predictions import forecast, name_labels, name_steps
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentBlock
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
+from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
@@ -127,7 +128,7 @@ class SequenceModel(SupervisedModel):
         target_kind: see above.
         dim: width of token embeddings; with ``residual`` it is that of the layers.
         cell: see :class:`lightning_accel.nn.DynamicRNN`.
-        hidden_size: hidden width of each direction.
+        hidden_dim: hidden width of each direction.
         num_layers: number of recurrent layers.
         bidirectional: not for ``forecasting``, which must not see the future.
         pooling: how ``classification`` and ``regression`` summarize the steps; other kinds use each step.
@@ -142,7 +143,7 @@ class SequenceModel(SupervisedModel):
         ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or a strategy cannot carry states.
 
-    >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", hidden_size=8)
+    >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", hidden_dim=8)
     >>> model(torch.randn(4, 6, 2), torch.tensor([6, 3, 1, 5])).scores.shape
     torch.Size([4, 3])
     """
@@ -151,6 +152,7 @@ class SequenceModel(SupervisedModel):
     value_std: Tensor
     from_datamodule: ClassVar = dict.fromkeys(_SIZES, index) | {"target_kind": str, "class_names": list_of_str}
 
+    @renamed_arguments(hidden_size="hidden_dim")
     def __init__(
         self,
         num_features: int | None = None,
@@ -161,7 +163,7 @@ class SequenceModel(SupervisedModel):
         target_kind: TargetKind | None = None,
         dim: int = 64,
         cell: Literal["rnn", "gru", "lstm", "mingru", "minlstm"] = "gru",
-        hidden_size: int = 128,
+        hidden_dim: int = 128,
         num_layers: int = 1,
         bidirectional: bool = False,
         pooling: Literal["last", "mean", "max", "attention"] = "last",
@@ -186,10 +188,10 @@ class SequenceModel(SupervisedModel):
         self.make_optimizer = optimizer
         if num_layers < 1 or horizon < 1:
             raise ValueError(f"num_layers and horizon must be at least 1; got {num_layers} and {horizon}")
-        self._width = hidden_size * (2 if bidirectional else 1)
+        self._width = hidden_dim * (2 if bidirectional else 1)
         self._dim = self._width if residual else dim
         self._dropout = dropout
-        self._hidden_size, self._num_layers = hidden_size, num_layers
+        self._hidden_dim, self._num_layers = hidden_dim, num_layers
         self.head: nn.Module | None = None
         self._carried = _CarriedState()
         if target_kind is not None and self._num_scores() and (num_features or vocab_size):
@@ -250,7 +252,7 @@ class SequenceModel(SupervisedModel):
         for number in range(self._num_layers):
             pools = number == self._num_layers - 1 and self.target_kind in ("classification", "regression")
             options: dict[str, Any] = {"cell": self.cell, "bidirectional": self.bidirectional}
-            rnn = DynamicRNN(size, self._hidden_size, pooling=self.pooling if pools else "none", **options)
+            rnn = DynamicRNN(size, self._hidden_dim, pooling=self.pooling if pools else "none", **options)
             blocks.append(RecurrentBlock(rnn, size, self._dropout if number else 0.0, self.residual))
             size = self._width
         self.blocks = nn.ModuleList(blocks)

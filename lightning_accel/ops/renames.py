@@ -36,7 +36,7 @@ def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P
                 # Beside an old name, the new one has its default from a config parser, or the value of an override
                 for old, new in new_names.items():
                     if old in kwargs and new in kwargs:
-                        is_unset = kwargs[new] == parameters[new].default
+                        is_unset = _as_list(kwargs[new]) == _as_list(parameters[new].default)
                         kwargs = {name: kwargs[name] for name in kwargs if name != (new if is_unset else old)}
                 kwargs = rename(kwargs, new_names, owner, stacklevel=4)
                 return {name: value for name, value in kwargs.items() if has_kwargs or name in parameters}
@@ -99,6 +99,10 @@ def rename(values: Mapping[str, Any], new_names: Mapping[str, str], owner: str, 
             )
         renamed[new] = value
     return renamed
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value  # a config parser makes lists of tuples
 
 
 def _is_loading_checkpoint() -> bool:

@@ -23,7 +23,7 @@ from lightning_accel.cli.run_folder import require_names
 OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
 OWN = ["fit", *OFF, "--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData"]
-THREE_EXPERTS = ["--model.dim=8", "--model.expert_dim=8", "--model.num_experts=3"]
+THREE_EXPERTS = ["--model.dim=8", "--model.hidden_dim=8", "--model.num_experts=3"]
 TABLE = ["fit", *OFF, "--model=MoEClassifier", "--data=TabularDataModule"]
 
 

@@ -86,7 +86,7 @@ def test_auto_is_for_fit(command):
     assert "--ckpt_path auto is for fit; give test a file, best or last" in result.err
 
 
-PRUNED = ["--model=Classifier", "--model.in_features=1", "--model.channels=[6, 9]", "--model.hidden_dims=[5]"]
+PRUNED = ["--model=Classifier", "--model.num_features=1", "--model.channels=[6, 9]", "--model.hidden_dims=[5]"]
 PRUNING = [
     "--trainer.callbacks+={class_path: Pruning, init_args: {target: 0.5, structure: channel, begin: 1, end: 3}}",
     "--trainer.callbacks+={class_path: Distillation, init_args: {teacher: dense}}",  # a copy of the whole model
@@ -116,7 +116,7 @@ def test_a_run_whose_channels_are_removed_goes_on_as_if_never_stopped(command, r
         assert torch.equal(resumed[name], value), name
     with pytest.raises(RuntimeError, match=r"load_pruned\(model, path\)"):
         Classifier.load_from_checkpoint(run_folder / "auto" / kept, weights_only=True)
-    settings = {"in_features": 1, "num_classes": 10, "channels": [6, 9], "hidden_dims": [5]}
+    settings = {"num_features": 1, "num_classes": 10, "channels": [6, 9], "hidden_dims": [5]}
     loaded = load_pruned(Classifier(**settings), run_folder / "auto" / kept)
     assert loaded.network[0].weight.shape == (3, 1, 3, 3)
     with pytest.raises(RuntimeError) as error:

@@ -19,7 +19,7 @@ from lightning_accel.cli.errors import UsageError
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 OWN = ["--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData", "--trainer.log_every_n_steps=2"]
-SMALL = ["--model=MoEClassifier", "--model.dim=8", "--model.expert_dim=8", "--trainer.log_every_n_steps=1"]
+SMALL = ["--model=MoEClassifier", "--model.dim=8", "--model.hidden_dim=8", "--trainer.log_every_n_steps=1"]
 DIGITS = [*SMALL, "--data=DigitsDataModule", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
 
 
@@ -107,7 +107,7 @@ def test_schedule_by_epochs_is_held_against_the_epochs_that_end(run_folder, limi
     trainer = L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(off, False), **batches, **limits)
     said = "OneCycleLR ends after 2 steps, but the run takes 3 of its lr_interval, 'epoch'"
     with contextlib.nullcontext() if enough else pytest.raises(UsageError, match=said):
-        trainer.fit(Scheduled(dim=8, expert_dim=8), DigitsDataModule())
+        trainer.fit(Scheduled(dim=8, hidden_dim=8), DigitsDataModule())
     assert trainer.global_step == (0 if not enough else 2 * 3 if total_steps == 3 else limits["max_steps"])
 
 
@@ -153,7 +153,7 @@ def test_scheduler_that_watches_a_metric(command):
 
 def test_later_config_and_command_line_win(command, run_folder):
     (run_folder / "a.yaml").write_text(
-        "model: {class_path: MoEClassifier, init_args: {dim: 8, expert_dim: 8, num_experts: 3}}\n"
+        "model: {class_path: MoEClassifier, init_args: {dim: 8, hidden_dim: 8, num_experts: 3}}\n"
         "data: {class_path: DigitsDataModule}\ntrainer: {max_epochs: 7, limit_val_batches: 1}\n"
     )
     (run_folder / "b.yaml").write_text("trainer: {max_epochs: 1}\nmodel: {init_args: {num_experts: 4, k: 1}}\n")

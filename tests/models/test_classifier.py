@@ -7,8 +7,8 @@ from lightning_accel import Classifier, DigitsDataModule
 
 
 @pytest.mark.parametrize(("options", "num_parameters"), [
-    ({"in_features": 64, "hidden_dims": [5, 4]}, 64 * 5 + 5 + 5 * 4 + 4 + 4 * 10 + 10),
-    ({"in_features": 1, "channels": [3, 5], "hidden_dims": [4]}, 9 * 3 + 6 + 9 * 15 + 10 + 5 * 4 + 4 + 4 * 10 + 10),
+    ({"num_features": 64, "hidden_dims": [5, 4]}, 64 * 5 + 5 + 5 * 4 + 4 + 4 * 10 + 10),
+    ({"num_features": 1, "channels": [3, 5], "hidden_dims": [4]}, 9 * 3 + 6 + 9 * 15 + 10 + 5 * 4 + 4 + 4 * 10 + 10),
 ])  # fmt: skip
 def test_learns_and_loads(options, num_parameters, tmp_path):
     model = Classifier(**options)

@@ -26,7 +26,7 @@ def rows(num_rows=22, num_visible=7, kind="bernoulli"):
 
 def model(**options):
     torch.manual_seed(1)
-    defaults = {"num_visible": 7, "num_classes": 3, "layers": [6, 5], "stages": TWO_STAGES, "finetune_epochs": 2}
+    defaults = {"num_visible": 7, "num_classes": 3, "hidden_dims": [6, 5], "stages": TWO_STAGES, "finetune_epochs": 2}
     return DeepBeliefNetwork(**defaults | options)
 
 
@@ -77,7 +77,12 @@ def test_each_stage_trains_its_layer_alone():
 def check_alternating_column(rank):
     data = rows(kind="real")
     data.tensors[0][:, 4] = torch.arange(len(data)) % 2
-    fit(model(visible="gaussian", layers=[4], stages=[Stage(epochs=1, lr=0.01)]), data=data, strategy="ddp", devices=2)
+    fit(
+        model(visible="gaussian", hidden_dims=[4], stages=[Stage(epochs=1, lr=0.01)]),
+        data=data,
+        strategy="ddp",
+        devices=2,
+    )
 
 
 def test_a_column_that_varies_between_processes_alone_is_no_constant():
@@ -136,7 +141,7 @@ def test_a_checkpoint_of_an_earlier_stage_is_told(run_folder):
 
 
 def test_another_fit_begins_anew_and_a_finished_one_trains_no_more(run_folder):
-    one = model(layers=[4], stages=[Stage(epochs=1, lr=0.5, lr_decay="none", num_chains=6)])
+    one = model(hidden_dims=[4], stages=[Stage(epochs=1, lr=0.5, lr_decay="none", num_chains=6)])
     run = fit(one)
     chains = one.sampling[0].chains
     bad = rows()
@@ -185,7 +190,7 @@ def test_classes_are_checked_before_training(classes):
 def test_rows_that_a_subset_leaves_out_do_not_count():
     data = rows()
     data.tensors[0][13, 2] = float("nan")
-    one = model(layers=[4], stages=[Stage(epochs=1, lr=1e-9)])
+    one = model(hidden_dims=[4], stages=[Stage(epochs=1, lr=1e-9)])
     chosen = [*range(13), *range(15, 22)]
     loader = DataLoader(data, batch_size=5, sampler=SubsetRandomSampler(chosen))
     trainer(max_epochs=1, max_steps=-1).fit(one, loader)
@@ -267,7 +272,7 @@ def test_rates_fall_to_zero_within_each_stage():
 
 
 def test_one_rbm_in_the_trainer_equals_a_loop():
-    one = model(layers=[6], stages=[Stage(epochs=3, lr=0.5, lr_decay="none", num_chains=6)])
+    one = model(hidden_dims=[6], stages=[Stage(epochs=3, lr=0.5, lr_decay="none", num_chains=6)])
     data, by_hand = rows(), RBM(7, 6)
     by_hand.load_state_dict(one.stack.layers[0].state_dict())
     loader = DataLoader(data, batch_size=5)
@@ -363,7 +368,7 @@ def test_processes_agree_on_weights_and_draw_chains_of_their_own(strategy, finet
 
 def check_likelihood(rank, world_size):
     """Held-out log-probability of digits after 30 epochs, with so many rows and chains over all processes."""
-    one = model(num_visible=64, layers=[16], stages=[Stage(epochs=30, lr=2.0)])
+    one = model(num_visible=64, hidden_dims=[16], stages=[Stage(epochs=30, lr=2.0)])
     digits = DigitsDataModule(batch_size=100 // world_size, binarize=True)
     options = {"strategy": "ddp", "devices": 2} if world_size > 1 else {}
     run = trainer(max_epochs=30, max_steps=-1, **options)
@@ -382,7 +387,7 @@ def test_two_processes_learn_a_density_as_well_as_one():
 
 
 def check_large(rank):
-    one = model(num_visible=784, layers=[1024], stages=[Stage(epochs=2, lr=0.5)])
+    one = model(num_visible=784, hidden_dims=[1024], stages=[Stage(epochs=2, lr=0.5)])
     data = torch.rand(96, 784, generator=torch.Generator().manual_seed(1)).lt(0.3).float()
     data[:, :392] = data[:, :1]  # something to learn
     loader = DataLoader(TensorDataset(data), batch_size=16)
@@ -412,7 +417,7 @@ def test_fsdp2_trains_a_large_rbm_of_which_each_process_holds_half():
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
 def test_it_learns_digits_in_a_few_epochs(finetune):
     one = DeepBeliefNetwork(
-        layers=[64, 48], stages=[Stage(epochs=8, lr=0.5)], finetune=finetune, finetune_epochs=6,
+        hidden_dims=[64, 48], stages=[Stage(epochs=8, lr=0.5)], finetune=finetune, finetune_epochs=6,
         finetune_lr=1.0 if finetune == "classifier" else 0.01, labels=finetune == "updown",
     )  # fmt: skip
     run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
@@ -426,7 +431,7 @@ def test_it_learns_digits_in_a_few_epochs(finetune):
 
 
 def test_presets_choose_sampler_centres_and_first_weights():
-    sizes = {"num_visible": 400, "layers": [300]}
+    sizes = {"num_visible": 400, "hidden_dims": [300]}
     for preset, std, sampler, centering in (("density", 0.1069, "pcd", 100), ("features", 0.01, "cd", 0)):
         one = model(stages=[Stage(preset=preset)], **sizes)
         assert float(one.stack.top.weight.std().detach()) == pytest.approx(std, rel=0.02)
@@ -450,7 +455,7 @@ def test_schedulers_that_would_not_be_stepped_are_refused():
 def test_annealing_that_disagrees_is_told(monkeypatch):
     found = {"ais": torch.tensor([5.0, 4.5, 5.5, 90.0]), "reverse_ais": torch.tensor([6.0, 5.7, 6.25, 90.0])}
     monkeypatch.setattr(RBM, "log_z", lambda self, method, **options: LogZ(*found[method].double()))
-    one = model(likelihood="ais", labels=True, layers=[6], stages=[Stage(epochs=1, lr=0.1)])
+    one = model(likelihood="ais", labels=True, hidden_dims=[6], stages=[Stage(epochs=1, lr=0.1)])
     with pytest.warns(UserWarning, match="log Z is known to 1.75 nats only"):
         run = fit(one)
     assert float(run.callback_metrics["val/log_z_gap"]) == pytest.approx(1.75)
@@ -460,7 +465,7 @@ def test_annealing_that_disagrees_is_told(monkeypatch):
 
 
 def test_log_prob_of_validation_is_that_of_enumeration():
-    one = model(likelihood="exact", stages=[Stage(epochs=3, lr=0.5)], layers=[6])
+    one = model(likelihood="exact", stages=[Stage(epochs=3, lr=0.5)], hidden_dims=[6])
     data = rows()
     run = fit(one, data=data)
     x = data.tensors[0]
@@ -471,7 +476,7 @@ def test_log_prob_of_validation_is_that_of_enumeration():
 
 @pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])
 def test_a_checkpoint_loads_without_sizes(finetune, run_folder):
-    one = DeepBeliefNetwork(layers=[6, 5], stages=TWO_STAGES, finetune=finetune, finetune_epochs=1)
+    one = DeepBeliefNetwork(hidden_dims=[6, 5], stages=TWO_STAGES, finetune=finetune, finetune_epochs=1)
     run = trainer(max_epochs=4, max_steps=-1)
     run.fit(one, Data(rows()))
     run.save_checkpoint("one.ckpt")
@@ -495,8 +500,8 @@ class Data(L.LightningDataModule):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": []}, "at least one RBM"),
-        ({"stages": TWO_STAGES, "layers": [3]}, "got 1 layers and 2 stages"),
+        ({"hidden_dims": []}, "at least one RBM"),
+        ({"stages": TWO_STAGES, "hidden_dims": [3]}, "got 1 hidden_dims and 2 stages"),
         ({"finetune": "sgd"}, "'none', 'classifier' or 'updown'; got 'sgd'"),
         ({"likelihood": "pl"}, "'none', 'exact' or 'ais'; got 'pl'"),
         ({"labels": True, "finetune": "classifier"}, "take one"),
@@ -544,7 +549,7 @@ def without(one, value, position):
     ids=["nan", "range", "constant"],
 )
 def test_rows_outside_of_the_support_are_refused_before_training(data, units, message):
-    one = model(visible=units, layers=[4], stages=[Stage(epochs=1)])
+    one = model(visible=units, hidden_dims=[4], stages=[Stage(epochs=1)])
     before = snapshot(one)
     run = trainer(max_epochs=1, max_steps=-1)
     with pytest.raises(ValueError, match=message):

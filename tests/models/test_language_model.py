@@ -12,7 +12,7 @@ from lightning_accel import ExpertChoiceGate, MoELanguageModel, TextDataModule, 
 from lightning_accel.nn import FeedForward, MixtureOfExperts
 from tests.ranks import run_ranks
 
-SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_dim": 8}
+SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}
 
 
 def small(vocab_size=11, **kwargs):

@@ -26,7 +26,7 @@ def rows(num_rows=24, num_features=6, num_classes=3) -> TensorDataset:
 
 @pytest.fixture
 def small():
-    return MoEClassifier(6, 3, dim=8, num_experts=4, expert_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
+    return MoEClassifier(6, 3, dim=8, num_experts=4, hidden_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
 
 
 def test_overfits_one_batch(small):
@@ -82,7 +82,7 @@ def test_one_model_through_every_trainer_call_and_back(small):
 
 
 def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run_folder):
-    model = MoEClassifier(dim=8, expert_dim=8)
+    model = MoEClassifier(dim=8, hidden_dim=8)
     keeper = ModelCheckpoint(dirpath="kept")
     trainer = quiet_trainer(enable_checkpointing=True, callbacks=[keeper], limit_train_batches=2, limit_val_batches=1)
     data = DigitsDataModule()
@@ -98,7 +98,7 @@ def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 def test_averaged_weights_are_kept_of_a_model_whose_sizes_the_datamodule_tells():
-    model = MoEClassifier(dim=8, expert_dim=8)
+    model = MoEClassifier(dim=8, hidden_dim=8)
     trainer = quiet_trainer(callbacks=[EMAWeightAveraging()], limit_train_batches=2, limit_val_batches=1)
     trainer.fit(model, DigitsDataModule())
     assert model.head[1].out_features == 10
@@ -116,7 +116,7 @@ def test_sizes_that_contradict_the_datamodule_are_refused():
 
 class Wide(MoEClassifier):
     def __init__(self, width: int = 8):
-        super().__init__(dim=width, expert_dim=width)
+        super().__init__(dim=width, hidden_dim=width)
 
 
 def test_subclass_with_fewer_arguments_loads_its_checkpoint(run_folder):
@@ -136,7 +136,7 @@ class NumpyData(DigitsDataModule):
 
 def test_sizes_that_are_numpys_stay_out_of_the_checkpoint(run_folder):
     trainer = quiet_trainer(limit_train_batches=2, limit_val_batches=1)
-    trainer.fit(MoEClassifier(dim=8, expert_dim=8), NumpyData())
+    trainer.fit(MoEClassifier(dim=8, hidden_dim=8), NumpyData())
     trainer.save_checkpoint("plain.ckpt")
     assert torch.load("plain.ckpt", weights_only=True)["hyper_parameters"]["class_names"] == list("0123456789")
 
@@ -145,7 +145,7 @@ class Renamed(MoEClassifier):
     """Hyperparameters are then what this constructor was called with, too."""
 
     def __init__(self, num_classes, dim):
-        super().__init__(6, num_classes, dim=dim, expert_dim=8)
+        super().__init__(6, num_classes, dim=dim, hidden_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ class Renamed(MoEClassifier):
             dim=np.int32(8),
             num_experts=np.int64(4),
             k=np.int64(1),
-            expert_dim=np.int64(8),
+            hidden_dim=np.int64(8),
             dropout=np.float64(0.1),
             balance_weight=np.float64(0.5),
             class_names=np.array(["a", "b", "c"]),
@@ -212,7 +212,7 @@ def test_model_of_unknown_sizes_says_so():
 
 def test_own_encoder_takes_the_place_of_num_features():
     encoder = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 8))
-    model = MoEClassifier(encoder=encoder, dim=8, expert_dim=8)
+    model = MoEClassifier(encoder=encoder, dim=8, hidden_dim=8)
     quiet_trainer(limit_train_batches=2, limit_val_batches=1).fit(model, DigitsDataModule())
     assert model(torch.randn(2, 1, 8, 8)).logits.shape == (2, 10)
 
@@ -222,7 +222,7 @@ class ConvMoE(MoEClassifier):
 
     def __init__(self, norm: bool):
         layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norm else nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 8)]
-        super().__init__(encoder=nn.Sequential(*layers), dim=8, expert_dim=8)
+        super().__init__(encoder=nn.Sequential(*layers), dim=8, hidden_dim=8)
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["weight of one dimension", "no weight"])
@@ -250,7 +250,7 @@ class SmoothedMoE(MoEClassifier):
 
 
 def test_subclass_with_its_own_training_step_trains():
-    model = SmoothedMoE(6, 3, dim=8, num_experts=4, expert_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
+    model = SmoothedMoE(6, 3, dim=8, num_experts=4, hidden_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
     data = DataLoader(rows(), batch_size=24)
     trainer = quiet_trainer(max_epochs=60)
     trainer.fit(model, data, data)
@@ -278,7 +278,7 @@ def test_mixture_that_a_subclass_puts_in_is_told_its_load():
 
 def test_gate_of_a_subclass_with_its_own_training_step_is_told_its_load():
     torch.manual_seed(0)
-    model = SmoothedMoE(6, 3, dim=8, num_experts=4, expert_dim=8)
+    model = SmoothedMoE(6, 3, dim=8, num_experts=4, hidden_dim=8)
     quiet_trainer().fit(model, DataLoader(rows(), batch_size=12))
     assert model.mixture.gate.expert_slots.sum() == 24
 
@@ -312,7 +312,7 @@ def trained(
         3,
         dim=8,
         num_experts=9,
-        expert_dim=8,
+        hidden_dim=8,
         gate=partial(TopKGate, score="sigmoid", bias_update_rate=0.01),
         balance_weight=0.5,
         z_weight=0.1,
@@ -354,7 +354,7 @@ def test_micro_batches_train_the_model_of_whole_batches():
 
 def test_gate_of_a_config_is_in_the_checkpoint(command, run_folder):
     gate = ["--model.gate=TopKGate", "--model.gate.score=sigmoid", "--model.gate.bias_update_rate=0.01"]
-    options = ["--model=MoEClassifier", "--model.dim=8", "--model.expert_dim=8", "--data=DigitsDataModule"]
+    options = ["--model=MoEClassifier", "--model.dim=8", "--model.hidden_dim=8", "--data=DigitsDataModule"]
     short = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     assert command("fit", *options, *gate, *short).status == 0
     saved = next(run_folder.glob("**/*.ckpt"))

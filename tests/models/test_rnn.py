@@ -26,7 +26,7 @@ def make(kind: str = "classification", **options) -> SequenceModel:
         "forecasting": {},
     }[kind]
     return SequenceModel(
-        **{"num_features": 2, "target_kind": kind, "hidden_size": 5, "optimizer": SGD} | sizes | options
+        **{"num_features": 2, "target_kind": kind, "hidden_dim": 5, "optimizer": SGD} | sizes | options
     )
 
 
@@ -242,7 +242,7 @@ class TestSizes:
             def train_dataloader(self):
                 return loader([make_batch()])
 
-        model = SequenceModel(hidden_size=5)
+        model = SequenceModel(hidden_dim=5)
         run = trainer()
         run.fit(model, Data())
         run.save_checkpoint(tmp_path / "model.ckpt")
@@ -273,7 +273,7 @@ def test_every_parameter_is_used(options):
 
 
 def test_one_batch_can_be_overfitted():
-    model, batch = make(hidden_size=16), make_batch()
+    model, batch = make(hidden_dim=16), make_batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(150):
         optimizer.zero_grad()
@@ -392,7 +392,7 @@ class TestTruncation:
         def run(max_steps, ckpt_path=None):
             torch.manual_seed(1)
             data = SequenceDataModule(task="copy", length=9, num_sequences=80, batch_size=20, chunk_steps=5)
-            model = SequenceModel(hidden_size=8, cell="lstm", optimizer=SGD)
+            model = SequenceModel(hidden_dim=8, cell="lstm", optimizer=SGD)
             fitted = trainer(max_epochs=-1, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
             fitted.fit(model, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
             return model

@@ -28,5 +28,5 @@ def learn(steps: int, model: dict, **data) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
 def test_parity_of_up_to_40_bits_holds_for_up_to_256(cell):
-    figures = learn(220, {"cell": cell, "hidden_size": 64}, task="parity_steps")
+    figures = learn(220, {"cell": cell, "hidden_dim": 64}, task="parity_steps")
     assert figures["test/accuracy"] > 0.99

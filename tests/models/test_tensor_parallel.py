@@ -7,7 +7,7 @@ from lightning_accel.models import MoELanguageModel
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.test_strategy import ADAMW, load, tokens, trained
 
-SIZES = {"dim": 8, "num_layers": 2, "num_experts": 4, "expert_dim": 8, "moe_every": 2, "balance_weight": 0.5}
+SIZES = {"dim": 8, "num_layers": 2, "num_experts": 4, "hidden_dim": 8, "moe_every": 2, "balance_weight": 0.5}
 
 
 def model(num_heads=4):

@@ -114,7 +114,7 @@ LAYERS = {
     ),
     "images": (OnImages, "Classifier(in_features=6) takes images (B, 6, H, W)", False, False),
     "moe_classifier": (
-        lambda: MoEClassifier(WIDTH, 3, dim=8, expert_dim=8),
+        lambda: MoEClassifier(WIDTH, 3, dim=8, hidden_dim=8),
         "MoEClassifier(num_features=6) takes rows (B, ...) of 6 values", False, False,
     ),
     "ro3_conv": (lambda: OnGraph(RO3Conv(WIDTH, 4), EDGES), "RO3Conv(in_channels=6) takes x (N, 6)", True, True),

@@ -42,7 +42,7 @@ def test_mixture_of_experts_learns_as_in_float32_and_its_gate_stays_in_it(monkey
     losses, gate_dtypes = [], set()
     for plugins in ([], [AmpPrecision("bf16")], [AmpPrecision("fp16")]):
         torch.manual_seed(0)
-        model = MoEClassifier(dim=16, expert_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
+        model = MoEClassifier(dim=16, hidden_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
         logits = model.mixture.gate._logits
         monkeypatch.setattr(
             model.mixture.gate, "_logits", lambda x, logits=logits: [y := logits(x), gate_dtypes.add(y.dtype)][0]

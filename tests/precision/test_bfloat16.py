@@ -93,7 +93,7 @@ def test_mixture_of_experts_learns():
     accuracy = []
     for plugins in ([], [Bfloat16Precision()]):
         torch.manual_seed(0)
-        model = MoEClassifier(dim=16, expert_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
+        model = MoEClassifier(dim=16, hidden_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
         trainer = make_trainer(*plugins, max_epochs=3)
         trainer.fit(model, DigitsDataModule())
         accuracy.append(trainer.callback_metrics["val/accuracy"].item())

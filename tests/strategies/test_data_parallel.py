@@ -233,12 +233,12 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=ADAM_EPS)
 
 def classifier():
     torch.manual_seed(5)
-    return MoEClassifier(num_features=6, num_classes=3, dim=8, num_experts=4, expert_dim=8, optimizer=ADAMW)
+    return MoEClassifier(num_features=6, num_classes=3, dim=8, num_experts=4, hidden_dim=8, optimizer=ADAMW)
 
 
 def language_model():
     torch.manual_seed(5)
-    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_dim": 8}
+    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}
     return MoELanguageModel(vocab_size=11, **sizes, z_weight=0.1, optimizer=ADAMW)
 
 

@@ -62,7 +62,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
     torch.manual_seed(1)
     if name == "language_model":
         model = MoELanguageModel(
-            11, dim=16, num_layers=2, num_heads=4, num_experts=4, expert_dim=6, optimizer=optimizer
+            11, dim=16, num_layers=2, num_heads=4, num_experts=4, hidden_dim=6, optimizer=optimizer
         )
         return model, TokenRows(torch.randint(11, (num_rows, 7), generator=generator))
     if name == "sequence":
@@ -71,7 +71,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         tokens[torch.arange(6) >= lengths[:, None]] = 0
         labels = torch.randint(3, (num_rows, 6), generator=generator)
         labels[torch.arange(6) >= lengths[:, None]] = IGNORED
-        sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_size": 8, "num_layers": 3}
+        sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_dim": 8, "num_layers": 3}
         model = SequenceModel(**sizes, target_kind="labelling", residual=True, optimizer=optimizer)
         return model, TensorDataset(tokens, lengths, labels)
     if name == "graphs":
@@ -83,11 +83,11 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
     if name == "belief_network":
         # processes draw samples of their own, which a rate of almost 0 leaves without effect; what follows has none
         stages = [Stage(epochs=1, lr=1e-12, num_chains=8)]
-        sizes = {"num_visible": 5, "num_classes": 3, "layers": [9], "stages": stages}
+        sizes = {"num_visible": 5, "num_classes": 3, "hidden_dims": [9], "stages": stages}
         model = DeepBeliefNetwork(**sizes, finetune="classifier", finetune_lr=0.02, optimizer=optimizer)
         return model, TensorDataset(x.sigmoid(), target)
     if name == "classifier":
-        return MoEClassifier(5, 3, dim=8, num_experts=4, expert_dim=6, optimizer=optimizer), TensorDataset(x, target)
+        return MoEClassifier(5, 3, dim=8, num_experts=4, hidden_dim=6, optimizer=optimizer), TensorDataset(x, target)
     return Plain(batch_norm=name == "plain_batch_norm", optimizer=optimizer), TensorDataset(x, target)
 
 

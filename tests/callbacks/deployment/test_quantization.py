@@ -489,7 +489,7 @@ def test_models_of_ours(kind):
     if kind == "moe":
         module, rows = MoEClassifier(12, 3, num_experts=4), TensorDataset(torch.randn(32, 12), torch.arange(32) % 3)
     else:
-        module = SequenceModel(2, 3, target_kind="classification", cell="mingru", hidden_size=16)
+        module = SequenceModel(2, 3, target_kind="classification", cell="mingru", hidden_dim=16)
         lengths = torch.arange(32) % 4 + 1
         rows = TensorDataset(torch.randn(32, 4, 2), lengths, torch.arange(32) % 3)
     quantization = Quantization("static", "pt2e", seconds=0.02, batch_sizes=[16])  # and what is in float

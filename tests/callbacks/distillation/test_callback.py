@@ -143,7 +143,7 @@ def test_other_distances(loss):
 
 def sequence_model(seed, **options):
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_size": 8, **options}
+    sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_dim": 8, **options}
     return SequenceModel(**sizes, target_kind="labelling", optimizer=SGD)
 
 
@@ -152,7 +152,7 @@ def test_padding_counts_for_nothing():
     tokens = torch.randint(11, (6, 6))
     labels = torch.randint(3, (6, 6)).masked_fill(torch.arange(6) >= lengths[:, None], IGNORED)
     labels[2, 1] = IGNORED  # and one within a row
-    module, teacher = sequence_model(1), sequence_model(2, hidden_size=12)
+    module, teacher = sequence_model(1), sequence_model(2, hidden_dim=12)
     aim = copy.deepcopy(teacher).double().eval()
     valid = labels != IGNORED
 
@@ -171,7 +171,7 @@ def test_padding_counts_for_nothing():
 def test_every_token_of_a_language_model_counts():
     def model(seed, layers):
         torch.manual_seed(seed)
-        options = {"num_experts": 4, "expert_dim": 6, "balance_weight": 0.0, "z_weight": 0.0, "optimizer": SGD}
+        options = {"num_experts": 4, "hidden_dim": 6, "balance_weight": 0.0, "z_weight": 0.0, "optimizer": SGD}
         return MoELanguageModel(11, dim=8, num_layers=layers, num_heads=2, **options)
 
     module, teacher = model(1, 1), model(2, 2)
@@ -194,7 +194,7 @@ def test_every_token_of_a_language_model_counts():
 
 def test_classifiers_teach_each_other():
     torch.manual_seed(2)
-    teacher = MoEClassifier(5, 3, dim=8, num_experts=4, expert_dim=6)
+    teacher = MoEClassifier(5, 3, dim=8, num_experts=4, hidden_dim=6)
     for module in (Classifier(5, 3, hidden_dims=[4], optimizer=SGD), MoEClassifier(5, 3, dim=8, optimizer=SGD)):
         before = copy.deepcopy(module.state_dict())
         trainer = fit(module, Distillation(copy.deepcopy(teacher)))
@@ -481,7 +481,7 @@ def test_a_teacher_of_other_shapes_is_restored():
 def test_teachers_are_loaded_without_pickle(tmp_path):
     torch.manual_seed(3)
     one = Classifier(5, 3, hidden_dims=[9])
-    named = {"_class_path": "lightning_accel.Classifier", "in_features": 5, "num_classes": 3, "hidden_dims": [9]}
+    named = {"_class_path": "lightning_accel.Classifier", "num_features": 5, "num_classes": 3, "hidden_dims": [9]}
     head = {"state_dict": one.state_dict(), "pytorch-lightning_version": L.__version__}
     torch.save({**head, "hyper_parameters": {**named, "_instantiator": "lightning.pytorch.cli.instantiate_module"}},
                tmp_path / "named.ckpt")  # fmt: skip

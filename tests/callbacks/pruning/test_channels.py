@@ -255,7 +255,7 @@ OURS = {
     **{
         cell: (
             lambda cell=cell: SequenceModel(
-                2, 3, target_kind="classification", hidden_size=16, cell=cell, bidirectional=True
+                2, 3, target_kind="classification", hidden_dim=16, cell=cell, bidirectional=True
             ),
             TensorDataset(SEQUENCES, torch.arange(24) % 5 + 1, IMAGES.tensors[1]),
             {"blocks.0.rnn.layers.0"},

@@ -99,7 +99,7 @@ def test_programs_load_without_layers(tmp_path):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_int8_in_onnx_runtime(cell):
     pytest.importorskip("onnxruntime")
-    model = SequenceModel(3, 4, target_kind="classification", cell=cell, hidden_size=64, bidirectional=True).eval()
+    model = SequenceModel(3, 4, target_kind="classification", cell=cell, hidden_dim=64, bidirectional=True).eval()
 
     def call(rows, steps):
         return (torch.randn(rows, steps, 3), torch.randint(0, steps + 1, (rows,))), {}

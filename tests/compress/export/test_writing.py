@@ -233,9 +233,9 @@ def test_what_is_no_tensor_is_refused_by_name(tmp_path):
 
 MODELS = {
     "classifier": (lambda: Classifier(1, 3, channels=[4]), lambda rows: (torch.rand(rows, 1, 6, 6),)),
-    "experts": (lambda: MoEClassifier(6, 3, dim=8, expert_dim=4), lambda rows: (torch.randn(rows, 6),)),
+    "experts": (lambda: MoEClassifier(6, 3, dim=8, hidden_dim=4), lambda rows: (torch.randn(rows, 6),)),
     "sequences": (
-        lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="lstm", hidden_size=4),
+        lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="lstm", hidden_dim=4),
         lambda rows: (torch.randn(rows, 5 + rows, 2), torch.arange(rows) % 5 + 1),
     ),
     "scan": (

@@ -221,7 +221,7 @@ def test_a_rank_holds_its_own_layers(tmp_path):
 
 def language_model(**options):
     torch.manual_seed(3)
-    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_dim": 8}
+    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}
     return MoELanguageModel(vocab_size=11, **sizes, optimizer=ADAMW, **options)
 
 

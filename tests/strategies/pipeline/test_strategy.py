@@ -121,7 +121,7 @@ def test_plain_module_equals_one_process(tmp_path, schedule, clip):
     torch.testing.assert_close(pipeline["optimizer_states"], whole["optimizer_states"], rtol=0, atol=1e-5)
 
 
-SIZES = {"dim": 8, "num_experts": 4, "expert_dim": 8}
+SIZES = {"dim": 8, "num_experts": 4, "hidden_dim": 8}
 SMALL = {**SIZES, "num_layers": 2, "num_heads": 2, "balance_weight": 0.5, "optimizer": ADAMW}
 
 

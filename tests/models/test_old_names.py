@@ -1,0 +1,41 @@
+"""Checkpoints of models whose arguments have been renamed load, and keep what they hold."""
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_accel import Classifier, DeepBeliefNetwork, MoEClassifier, MoELanguageModel, SequenceModel
+
+MODELS = {
+    "classifier": (Classifier, {"num_features": 5, "num_classes": 3}, {"num_features": "in_features"}),
+    "belief": (DeepBeliefNetwork, {"num_visible": 5, "hidden_dims": [4, 3]}, {"hidden_dims": "layers"}),
+    "moe": (MoEClassifier, {"num_features": 5, "num_classes": 3, "hidden_dim": 6}, {"hidden_dim": "expert_dim"}),
+    "language": (
+        MoELanguageModel,
+        {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 6},
+        {"hidden_dim": "expert_dim"},
+    ),
+    "sequence": (
+        SequenceModel,
+        {"num_features": 2, "num_classes": 3, "target_kind": "labelling", "hidden_dim": 5},
+        {"hidden_dim": "hidden_size"},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call
+@pytest.mark.parametrize("by_command_line", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_with_old_names_restore_sizes(tmp_path, name, by_command_line):
+    kind, sizes, old_names = MODELS[name]
+    model = kind(**sizes)
+    saved = {old_names.get(key, key): value for key, value in model.hparams.items()} | {"an_option_that_went": 1}
+    if by_command_line:
+        class_path = f"{kind.__module__}.{kind.__name__}"
+        saved |= {"_class_path": class_path, "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    content = {"state_dict": model.state_dict(), "hyper_parameters": saved}
+    torch.save({**content, "pytorch-lightning_version": L.__version__}, tmp_path / "old.ckpt")
+    with pytest.warns(FutureWarning, match="is now called"):
+        loaded = (L.LightningModule if by_command_line else kind).load_from_checkpoint(tmp_path / "old.ckpt")
+    assert {key: loaded.hparams[key] for key in sizes} == {key: model.hparams[key] for key in sizes}
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
