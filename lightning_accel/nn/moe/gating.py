@@ -71,13 +71,6 @@ class TopKGate(nn.Module):
         normalize: rescale the weights of a token to sum to 1; by default if ``k`` is above 1. With ``k=1`` the single
             weight would be the constant 1, and the gate would get no gradient from the task.
         scale: factor on the weights, applied after normalization.
-        num_groups: number of groups of neighbouring experts, such as those of one node; must divide E.
-        top_groups: number of groups that a token may visit: those with the highest sum of their two best scores
-            (DeepSeek-V3, section 2.1.2).
-        noisy: add normal noise, with a learned deviation for each token and expert, to the scores in training (Shazeer
-            et al. 2017, eq. 4).
-        jitter: multiply the input of the gate by uniform noise in [1 - ``jitter``, 1 + ``jitter``] in training (Fedus
-            et al. 2021, appendix C).
         bias_update_rate: change of the bias per step, 0 for no bias; DeepSeek-V3 uses 0.001.
 
     Raises:
@@ -100,42 +93,21 @@ class TopKGate(nn.Module):
         score: Literal["softmax", "sigmoid"] = "softmax",
         normalize: bool | None = None,
         scale: float = 1.0,
-        num_groups: int = 1,
-        top_groups: int = 1,
-        noisy: bool = False,
-        jitter: float = 0.0,
         bias_update_rate: float = 0.0,
     ) -> None:
         super().__init__()
         _require_sizes(dim, num_experts, k)
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score must be softmax or sigmoid; got {score!r}")
-        if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
-            raise ValueError(
-                "num_groups must divide num_experts, and top_groups lie in [1, num_groups]; got "
-                f"num_groups={num_groups}, num_experts={num_experts}, top_groups={top_groups}"
-            )
-        if k > num_experts // num_groups * top_groups:
-            raise ValueError(
-                f"{top_groups} of {num_groups} groups hold {num_experts // num_groups * top_groups} experts, but a "
-                f"token is to visit k={k}; raise top_groups"
-            )
-        if not 0 <= jitter < 1 or bias_update_rate < 0:
-            raise ValueError(
-                "jitter must lie in [0, 1), and bias_update_rate not be negative; got "
-                f"jitter={jitter}, bias_update_rate={bias_update_rate}"
-            )
+        if bias_update_rate < 0:
+            raise ValueError(f"bias_update_rate must not be negative; got {bias_update_rate}")
         self.k = k
         self.num_experts = num_experts
         self.score = score
         self.normalize = k > 1 if normalize is None else normalize
         self.scale = scale
-        self.num_groups = num_groups
-        self.top_groups = top_groups
-        self.jitter = jitter
         self.bias_update_rate = bias_update_rate
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        self.noise_weight = nn.Parameter(torch.empty(num_experts, dim)) if noisy else None
         # integers, which a cast of the module to bf16 does not change; a bf16 bias would lose its small updates
         self.register_buffer("expert_slots", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None)
@@ -143,8 +115,6 @@ class TopKGate(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
-        if self.noise_weight is not None:
-            nn.init.zeros_(self.noise_weight)
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -160,9 +130,7 @@ class TopKGate(nn.Module):
             self._warn_if_not_updated()
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):
-            if self.training and self.jitter:
-                x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits = self._logits(x)  # (N, E)
+            logits = F.linear(x, self.weight.to(x.dtype))  # (N, E)
             probs = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
             experts = self._choose(probs.detach())  # (N, K)
             weights = probs.gather(1, experts)
@@ -184,24 +152,10 @@ class TopKGate(nn.Module):
         tokens = torch.arange(x.shape[0], device=x.device).expand(self.k, -1)
         return Routing(tokens.flatten(), experts.t().flatten(), (weights * self.scale).t().flatten(), report)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.weight.to(x.dtype))
-        if self.training and self.noise_weight is not None:
-            deviation = F.softplus(F.linear(x, self.noise_weight.to(x.dtype)))
-            logits = logits + torch.randn_like(logits) * deviation
-        return logits
-
     def _choose(self, probs: Tensor) -> Tensor:
         scores = probs.nan_to_num(-1.0)
         if self.bias_steps is not None:
             scores = scores + self.bias_update_rate * self.bias_steps.to(scores.dtype)
-        if self.top_groups < self.num_groups:
-            grouped = scores.unflatten(1, (self.num_groups, -1))  # (N, groups, experts of a group)
-            best = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
-            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(
-                1, best.topk(self.top_groups, dim=1).indices, True
-            )
-            scores = grouped.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
         return _top(scores, self.k)
 
     def _balance_loss(self, probs: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:

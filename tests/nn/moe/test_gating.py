@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from lightning_accel.nn import ExpertChoiceGate, TopKGate
@@ -15,11 +14,7 @@ def reference(x, gate, bias=None, mask=None):
     present = [n for n in range(len(x)) if mask is None or mask[n]]
     for n in present:
         chosen_by = scores[n] if bias is None else scores[n] + bias
-        size = num_experts // gate.num_groups
-        groups = [range(g * size, (g + 1) * size) for g in range(gate.num_groups)]
-        groups.sort(key=lambda group: -sum(sorted((float(chosen_by[e]) for e in group), reverse=True)[:2]))
-        allowed = [e for group in groups[: gate.top_groups] for e in group]
-        best = sorted(allowed, key=lambda e: -float(chosen_by[e]))[: gate.k]
+        best = sorted(range(num_experts), key=lambda e: -float(chosen_by[e]))[: gate.k]
         total = sum(float(scores[n, e]) for e in best) if gate.normalize else 1
         for e in best:
             weights[n, e] = gate.scale * float(scores[n, e]) / total
@@ -44,11 +39,9 @@ def slots(routing):
         {"k": 3, "normalize": False, "scale": 2.5},
         {"k": 2, "score": "sigmoid"},
         {"k": 2, "scale": 2.5},
-        {"k": 3, "num_groups": 3, "top_groups": 2},
-        {"k": 2, "num_groups": 6, "top_groups": 2, "score": "sigmoid"},
         {"k": 2, "bias_update_rate": 0.1, "score": "sigmoid"},
         {"k": 2, "bias_update_rate": 0.1},
-        {"k": 3, "num_groups": 3, "top_groups": 2, "score": "sigmoid", "bias_update_rate": 0.3},  # scores below 0
+        {"k": 3, "score": "sigmoid", "bias_update_rate": 0.3},  # scores below 0
     ],
     ids=str,
 )
@@ -86,15 +79,6 @@ def test_first_choices_of_all_tokens_come_before_second_ones():
     ranked = (x @ gate.weight.T).argsort(dim=1, descending=True)
     assert routing.expert_of_slot.view(3, 7).equal(ranked[:, :3].T)
     assert routing.token_of_slot.view(3, 7).equal(torch.arange(7).expand(3, 7))
-
-
-def test_jitter_is_even_on_both_sides():
-    gate = TopKGate(dim=1, num_experts=2, k=2, jitter=0.5)
-    gate.weight.data = torch.tensor([[1.0], [0.0]])
-    weights = gate(torch.full((4000, 1), 2.0)).weight_of_slot[:4000].detach()  # sigmoid of 2 * noise
-    noise = weights.logit().abs() / 2
-    torch.testing.assert_close(torch.stack([noise.min(), noise.max()]), torch.tensor([0.5, 1.5]), atol=0.01, rtol=0)
-    assert float(noise.mean()) == pytest.approx(1, abs=0.02)
 
 
 def test_other_figures_match_their_formulas():
@@ -202,22 +186,6 @@ def test_scores_are_float32_under_autocast(gate_class):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_noise_and_jitter_come_in_training_alone():
-    x = torch.randn(50, 3)
-    for options in ({"noisy": True}, {"jitter": 0.3}):
-        gate = TopKGate(dim=3, num_experts=4, **options)
-        assert not gate(x).weight_of_slot.equal(gate(x).weight_of_slot)
-        assert gate.eval()(x).weight_of_slot.equal(gate(x).weight_of_slot)
-
-
-def test_deviation_of_the_noise_is_what_was_learned():
-    gate = TopKGate(dim=3, num_experts=4, noisy=True)
-    torch.nn.init.normal_(gate.noise_weight)
-    x = torch.randn(1, 3).expand(20000, 3)
-    noise = gate._logits(x) - F.linear(x, gate.weight)
-    torch.testing.assert_close(noise.std(dim=0), F.softplus(gate.noise_weight @ x[0]), rtol=0.05, atol=0)
-
-
 @pytest.mark.parametrize("gate_class", [TopKGate, ExpertChoiceGate])
 def test_no_tokens(gate_class):
     routing = gate_class(dim=3, num_experts=2)(torch.empty(0, 3))
@@ -228,14 +196,14 @@ def test_no_tokens(gate_class):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_ties_give_distinct_experts(score):
-    gate = TopKGate(dim=3, num_experts=6, k=4, score=score, num_groups=3, top_groups=2)
+    gate = TopKGate(dim=3, num_experts=6, k=4, score=score)
     torch.nn.init.zeros_(gate.weight)
     routing = gate(torch.zeros(5, 3))
     assert len(slots(routing)) == 20
     torch.testing.assert_close(routing.weight_of_slot, torch.full((20,), 0.25))
 
 
-@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "num_groups": 2, "bias_update_rate": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "bias_update_rate": 0.1}], ids=str)
 def test_a_token_of_nans_touches_no_other(options):
     gate, x = TopKGate(dim=3, num_experts=4, **options), torch.randn(5, 3)
     expected = slots(gate(x))
@@ -279,11 +247,7 @@ def test_experts_choose_no_token_that_is_masked_even_where_others_are_too_few():
         ({"k": 0}, r"k must lie in \[1, num_experts\]; got k=0, num_experts=6"),
         ({"k": 7}, r"k must lie in \[1, num_experts\]; got k=7, num_experts=6"),
         ({"score": "tanh"}, "score must be softmax or sigmoid; got 'tanh'"),
-        ({"num_groups": 4}, "num_groups must divide num_experts.*num_groups=4, num_experts=6"),
-        ({"num_groups": 3, "top_groups": 4}, r"top_groups lie in \[1, num_groups\].*top_groups=4"),
-        ({"num_groups": 3, "k": 3}, "1 of 3 groups hold 2 experts, but a token is to visit k=3; raise top_groups"),
-        ({"jitter": 1.0}, r"jitter must lie in \[0, 1\)"),
-        ({"bias_update_rate": -0.1}, "bias_update_rate not be negative.*bias_update_rate=-0.1"),
+        ({"bias_update_rate": -0.1}, "bias_update_rate must not be negative; got -0.1"),
     ],
 )
 def test_impossible_options_are_refused(options, message):
