@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, Dataset
 
-from lightning_accel import AddRelationalTriples, DynamicRNN, GraphDataModule, RelationalGNN
+from lightning_accel import DynamicRNN, GraphDataModule, RelationalGNN
+from lightning_accel.data import AddRelationalTriples
 from lightning_accel.nn import RBM, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
 from lightning_accel.ops.gibbs import sample_bernoulli

@@ -26,7 +26,8 @@ import torch
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_accel import AmpPrecision, Bfloat16Precision, Float8Precision, MoELanguageModel, TextDataModule
+from lightning_accel import AmpPrecision, Bfloat16Precision, MoELanguageModel, TextDataModule
+from lightning_accel.precision import Float8Precision
 
 BASELINE = "float32"
 WARM_UP = 3

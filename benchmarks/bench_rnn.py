@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_accel import DynamicRNN, LengthBatchSampler
+from lightning_accel import DynamicRNN
+from lightning_accel.data import LengthBatchSampler
 from lightning_accel.nn.recurrent.layer import CELLS
 
 FEATURES, HIDDEN, BATCH, STEPS = 64, 128, 64, 60

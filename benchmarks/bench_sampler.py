@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_accel import LengthBatchSampler
+from lightning_accel.data import LengthBatchSampler
 
 PER_RANK = 64
 Batches = list[list[np.ndarray]]  # of each rank

@@ -24,8 +24,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightning_accel import GraphDataModule, IdxDataModule, SequenceDataModule, TabularDataModule, TextDataModule
-from lightning_accel.data import read_idx
+from lightning_accel import GraphDataModule, SequenceDataModule, TabularDataModule, TextDataModule
+from lightning_accel.data import IdxDataModule, read_idx
 
 LONG = "z" * 3_000_000
 MOST_SHOWN = 2000  # characters of a message, whatever the file holds

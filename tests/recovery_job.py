@@ -10,8 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel import DeepBeliefNetwork, LengthBatchSampler, SequenceModel, Stage
-from lightning_accel.data import length_batch_loader
+from lightning_accel import DeepBeliefNetwork, SequenceModel
+from lightning_accel.data import LengthBatchSampler, length_batch_loader
+from lightning_accel.models import Stage
 
 WIDTH = 512
 

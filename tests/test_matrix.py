@@ -19,16 +19,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 import lightning_accel.strategies  # noqa: F401  # its short names
-from lightning_accel import (
-    AmpPrecision,
-    Distillation,
-    ExactResume,
-    ExpertLoadMonitor,
-    PredictionWriter,
-    Pruning,
-    RBMMonitor,
-    RestoringEarlyStopping,
-)
+from lightning_accel import AmpPrecision, Distillation, ExactResume, PredictionWriter, Pruning, RestoringEarlyStopping
+from lightning_accel.callbacks import ExpertLoadMonitor, RBMMonitor
 from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, fit
 

@@ -11,11 +11,13 @@ import lightning as L
 import pytest
 
 import lightning_accel
-from lightning_accel import DigitsDataModule, ExpertLoadMonitor, MoEClassifier
+from lightning_accel import DigitsDataModule, MoEClassifier
+from lightning_accel.callbacks import ExpertLoadMonitor
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_accel"
 FLOORS = {
+    "_lazy": -1,
     "ops": 0,
     "nn": 1, "data": 1, "strategies": 1, "precision": 1,
     "compress": 2,
@@ -77,18 +79,24 @@ def test_public_names_resolve_lazily():
     names: dict[str, object] = {}
     exec("from lightning_accel import *", names)
     assert names["MoEClassifier"] is lightning_accel.MoEClassifier
-    typed = {
-        alias.asname
-        for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_accel")
-        for alias in node.names
-    }
-    assert typed == set(lightning_accel.__all__) - {"__version__"}
-    for name in typed:
+    for name in {*lightning_accel.__all__} - {"__version__"}:
         assert getattr(lightning_accel, name).__name__ == SHORT_NAMES.get(name, name)
         assert name in dir(lightning_accel)
-    with pytest.raises(AttributeError, match="no attribute 'MoEClasifier'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'MoEClasifier'\. Did you mean MoEClassifier"):
         _ = lightning_accel.MoEClasifier
+
+
+def test_names_that_moved_into_their_packages_warn():
+    for name, package in lightning_accel._MOVED.items():
+        with pytest.warns(FutureWarning, match=f"lightning_accel.{name} is now {package}.{name}"):
+            assert getattr(lightning_accel, name) is getattr(importlib.import_module(package), name)
+
+
+def test_rooms_name_modules_that_are_there():
+    for path in PACKAGE.glob("*/*/__init__.py"):
+        named = set(re.findall(r"``([a-z_0-9]+)``", ast.get_docstring(ast.parse(path.read_text()))))
+        modules = {module.stem for module in path.parent.glob("*.py")} - {"__init__"}
+        assert named == modules, path
 
 
 @pytest.mark.slow

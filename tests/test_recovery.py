@@ -51,7 +51,8 @@ def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:
     import torch.distributed as dist
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from lightning_accel import AtomicCheckpointIO, ExactResume, FullyShardedStrategy
+    from lightning_accel import ExactResume, FullyShardedStrategy
+    from lightning_accel.strategies import AtomicCheckpointIO
     from lightning_accel.strategies.checkpoints.atomic import write_atomically
     from tests import recovery_job
 

@@ -326,7 +326,7 @@ def EarlyStopping(
     Raises:
         ValueError: if an option is set that there is no longer.
     """
-    warnings.warn("lightning_accel.EarlyStopping is now RestoringEarlyStopping", FutureWarning, stacklevel=2)
+    warnings.warn("lightning_accel.callbacks.EarlyStopping is now RestoringEarlyStopping", FutureWarning, stacklevel=2)
     gone = {
         "unit": unit != "checks",
         "min_steps": min_steps,

@@ -1,5 +1,8 @@
 """LightningDataModules for images, tables, text and sequences; they depend on no model."""
 
+from typing import TYPE_CHECKING
+
+from lightning_accel._lazy import lazy_getattr
 from lightning_accel.data.pictures.bars import BarsAndStripesDataModule
 from lightning_accel.data.pictures.digits import DigitsDataModule
 from lightning_accel.data.pictures.idx import IdxDataModule, read_idx
@@ -9,9 +12,15 @@ from lightning_accel.data.sequences.length_sampler import LengthBatchSampler, le
 from lightning_accel.data.tables.datamodule import TabularDataModule
 from lightning_accel.data.text.datamodule import TextDataModule
 
+if TYPE_CHECKING:
+    from lightning_accel.data.graphs.datamodule import GraphDataModule as GraphDataModule
+    from lightning_accel.data.graphs.transform import AddRelationalTriples as AddRelationalTriples
+
 __all__ = [
+    "AddRelationalTriples",
     "BarsAndStripesDataModule",
     "DigitsDataModule",
+    "GraphDataModule",
     "IdxDataModule",
     "LengthBatchSampler",
     "SequenceBatch",
@@ -21,3 +30,12 @@ __all__ = [
     "length_batch_loader",
     "read_idx",
 ]
+
+# Importing torch_geometric takes seconds
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "AddRelationalTriples": "lightning_accel.data.graphs.transform",
+        "GraphDataModule": "lightning_accel.data.graphs.datamodule",
+    },
+)

@@ -1,5 +1,8 @@
 """LightningModules: layers with a loss, metrics, an optimizer and logging."""
 
+from typing import TYPE_CHECKING
+
+from lightning_accel._lazy import lazy_getattr
 from lightning_accel.models.classifier import Classifier
 from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_stages import Stage
@@ -7,11 +10,23 @@ from lightning_accel.models.language_model import MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
 from lightning_accel.models.rnn import SequenceModel
 
+if TYPE_CHECKING:
+    from lightning_accel.models.relational import RelationalGNN as RelationalGNN
+
 __all__ = [
     "Classifier",
     "DeepBeliefNetwork",
     "MoEClassifier",
     "MoELanguageModel",
+    "RelationalGNN",
     "SequenceModel",
     "Stage",
 ]
+
+# Importing torch_geometric takes seconds
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "RelationalGNN": "lightning_accel.models.relational",
+    },
+)

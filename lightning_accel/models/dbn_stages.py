@@ -47,7 +47,7 @@ class Stage:
             ``initial_std`` if they are not given: ``pcd``, 100 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (the
             initial_std of Gaussian units in any case). Centering makes hidden units be 1 half of the
             time, which hurts features.
-        sampler: see :class:`lightning_accel.ContrastiveDivergence`, as for the following options.
+        sampler: see :class:`lightning_accel.nn.ContrastiveDivergence`, as for the following options.
         steps: Gibbs steps for each gradient.
         num_chains: number of chains over all processes, independent of the batch size.
         centering: number of samples over which the centers of the units are averaged; 0 for no centering.

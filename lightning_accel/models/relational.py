@@ -32,15 +32,15 @@ class RelationalGNN(SupervisedModel):
 
     - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
     - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
-      (:class:`lightning_accel.RelationalOrder3Pooling`);
+      (:class:`lightning_accel.nn.RelationalOrder3Pooling`);
     - ``marks``: the mean over runs in which one, two or three joined nodes are marked
-      (:class:`lightning_accel.RelationalPooling`), the most expressive. Training marks one random tuple per graph and
-      step, evaluation all of them, or ``samples``.
+      (:class:`lightning_accel.nn.RelationalPooling`), the most expressive. Training marks one random tuple per
+      graph and step, evaluation all of them, or ``samples``.
 
     Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
     ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) for missing
     ones, or values (B,), (B, K), (N,) or (N, K), NaN for missing ones; ``triangle_index`` if
-    :class:`lightning_accel.AddRelationalTriples` was applied.
+    :class:`lightning_accel.data.AddRelationalTriples` was applied.
 
     For ``level="node"``, targets are those of the nodes in ``target_index``, see
     :class:`lightning_accel.GraphDataModule`; or those in ``train_mask``, ``val_mask`` and ``test_mask`` in the

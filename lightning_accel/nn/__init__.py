@@ -1,5 +1,8 @@
 """Layers: plain ``nn.Module``s that run without Lightning."""
 
+from typing import TYPE_CHECKING
+
+from lightning_accel._lazy import lazy_getattr
 from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence
 from lightning_accel.nn.boltzmann.likelihood import LogProbBound
 from lightning_accel.nn.boltzmann.rbm import RBM
@@ -14,6 +17,13 @@ from lightning_accel.nn.recurrent.adaptive import AdaptiveComputation, AdaptiveO
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentOutput
 from lightning_accel.nn.recurrent.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
+
+if TYPE_CHECKING:
+    from lightning_accel.nn.relational.invariance import assert_permutation_invariant as assert_permutation_invariant
+    from lightning_accel.nn.relational.layers import RelationalOrder3Pooling as RelationalOrder3Pooling
+    from lightning_accel.nn.relational.layers import RO3Conv as RO3Conv
+    from lightning_accel.nn.relational.layers import RO3Pooling as RO3Pooling
+    from lightning_accel.nn.relational.pooling import RelationalPooling as RelationalPooling
 
 __all__ = [
     "RBM",
@@ -36,13 +46,18 @@ __all__ = [
     "MixtureOfExperts",
     "MixtureOutput",
     "RBMStack",
+    "RO3Conv",
+    "RO3Pooling",
     "RecurrentOutput",
+    "RelationalOrder3Pooling",
+    "RelationalPooling",
     "Routing",
     "TopKGate",
     "TransformerBlock",
     "TreeLevels",
     "TreeRNN",
     "UpDown",
+    "assert_permutation_invariant",
     "forest_from_nested",
     "join_parents",
     "plan_levels",
@@ -50,3 +65,15 @@ __all__ = [
     "summarise_load",
     "write_transformers",
 ]
+
+# Importing torch_geometric takes seconds
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "RO3Conv": "lightning_accel.nn.relational.layers",
+        "RO3Pooling": "lightning_accel.nn.relational.layers",
+        "RelationalOrder3Pooling": "lightning_accel.nn.relational.layers",
+        "RelationalPooling": "lightning_accel.nn.relational.pooling",
+        "assert_permutation_invariant": "lightning_accel.nn.relational.invariance",
+    },
+)

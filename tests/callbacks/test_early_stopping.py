@@ -386,11 +386,11 @@ def test_names_in_a_config():
     assert made("RestoringEarlyStopping", smooth_over=3).smooth_over == 3
     saved = {"unit": "checks", "stop_when": "all", "smoothing": "none", "smooth_over": 5, "min_steps": 0}
     with pytest.warns(FutureWarning, match="EarlyStopping is now RestoringEarlyStopping"):
-        again = made("lightning_accel.EarlyStopping", patience=4.0, mode="max", **saved)
+        again = made("lightning_accel.callbacks.EarlyStopping", patience=4.0, mode="max", **saved)
     assert (type(again), again.patience, again.smooth_over) == (RestoringEarlyStopping, 4, 1)
     assert again.state_key == ours(mode="max").state_key
     with pytest.warns(FutureWarning), pytest.raises(ValueError, match="EarlyStopping has unit, min_steps no longer"):
-        lightning_accel.EarlyStopping("val/loss", unit="minutes", min_steps=3)
+        lightning_accel.callbacks.EarlyStopping("val/loss", unit="minutes", min_steps=3)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume, Stage
+from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume
+from lightning_accel.models import Stage
 from lightning_accel.models.dbn_stages import redistribute_states
 from lightning_accel.nn import RBM
 from lightning_accel.nn.boltzmann.partition import LogZ

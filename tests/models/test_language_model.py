@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_accel import ExpertChoiceGate, MoELanguageModel, TextDataModule, TopKGate
-from lightning_accel.nn import FeedForward, MixtureOfExperts
+from lightning_accel import MoELanguageModel, TextDataModule, TopKGate
+from lightning_accel.nn import ExpertChoiceGate, FeedForward, MixtureOfExperts
 from tests.ranks import run_ranks
 
 SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}

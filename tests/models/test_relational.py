@@ -9,7 +9,8 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
-from lightning_accel import AddRelationalTriples, ExactResume, GraphDataModule, RelationalGNN
+from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
+from lightning_accel.data import AddRelationalTriples
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer

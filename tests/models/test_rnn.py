@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_accel import ExactResume, SequenceDataModule, SequenceModel, WeightedAccumulation
+from lightning_accel import ExactResume, SequenceDataModule, SequenceModel
+from lightning_accel.callbacks import WeightedAccumulation
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.sequence_predictions import forecast
 from tests.ranks import run_ranks

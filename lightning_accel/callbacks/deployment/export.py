@@ -56,7 +56,7 @@ class Export(L.Callback):
     of ``fit``, in the first process, a copy with the current weights is exported, loaded from the file, and compared
     with the copy on validation batches as they are, and on 1 and on an odd number of samples. A file with other outputs
     is removed, an earlier file stays, and a warning gives the reason; ``fit`` still succeeds. As much as possible is
-    checked on a batch before training. Read the file with :func:`lightning_accel.load_compressed`.
+    checked on a batch before training. Read the file with :func:`lightning_accel.compress.load_compressed`.
 
     The length of token sequences, integers (B, T), is dynamic if the module can be traced so; otherwise, as with
     transformers' T5, the file takes sequences of the length of the validation batches, which is announced before

@@ -178,8 +178,9 @@ class TopKGate(nn.Module):
         if self._passes_since_update == _MANY_PASSES:
             warnings.warn(
                 f"bias_update_rate={self.bias_update_rate} has had no effect in {_MANY_PASSES} training passes, since "
-                "nobody calls update() of this gate; add the callback lightning_accel.ExpertLoadMonitor, or step a "
-                "lightning_accel.ExpertLoad",
+                "nobody calls update() of this gate; add the callback "
+                "lightning_accel.callbacks.ExpertLoadMonitor, or step a "
+                "lightning_accel.nn.ExpertLoad",
                 stacklevel=2,
             )
 

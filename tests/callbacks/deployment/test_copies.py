@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel import Classifier, DigitsDataModule, LengthBatchSampler, MoEClassifier
+from lightning_accel import Classifier, DigitsDataModule, MoEClassifier
 from lightning_accel.callbacks.deployment.copies import (
     WholeCopy,
     evaluate,
@@ -18,7 +18,7 @@ from lightning_accel.callbacks.deployment.copies import (
     run_in_first_process,
     undistributed,
 )
-from lightning_accel.data import length_batch_loader
+from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from tests.ranks import run_ranks
 from tests.strategies.trained import Plain
 

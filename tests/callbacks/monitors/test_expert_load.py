@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_accel import ExpertLoadMonitor, MixtureOfExperts, MoEClassifier, TopKGate
+from lightning_accel import MixtureOfExperts, MoEClassifier, TopKGate
+from lightning_accel.callbacks import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.expert_load import draw_load
 
 SHAPE = 6, 5  # features, experts

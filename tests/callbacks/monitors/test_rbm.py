@@ -9,8 +9,10 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accel import RBM, ContrastiveDivergence, FullyShardedStrategy, RBMMonitor
+from lightning_accel import RBM, FullyShardedStrategy
+from lightning_accel.callbacks import RBMMonitor
 from lightning_accel.callbacks.monitors.rbm_pictures import draw_rbm, filters, picture_shape, tile, to_pixels
+from lightning_accel.nn import ContrastiveDivergence
 from tests.ranks import run_ranks
 
 

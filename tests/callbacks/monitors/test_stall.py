@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_accel import StallMonitor
+from lightning_accel.callbacks import StallMonitor
 from tests.ranks import run_ranks
 
 QUIET = {

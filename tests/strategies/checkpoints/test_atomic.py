@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_accel import AtomicCheckpointIO
+from lightning_accel.strategies import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoints.atomic import (
     NotWrittenError,
     find_written,

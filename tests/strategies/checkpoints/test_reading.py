@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_accel import AtomicCheckpointIO, FullyShardedStrategy
+from lightning_accel import FullyShardedStrategy
 from lightning_accel.callbacks.distillation.teacher import load_weights
 from lightning_accel.compress import load_pruned
-from lightning_accel.strategies import AtomicModelParallelStrategy, FSDP1Strategy
+from lightning_accel.strategies import AtomicCheckpointIO, AtomicModelParallelStrategy, FSDP1Strategy
 from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 from lightning_accel.strategies.checkpoints.reading import DamagedCheckpointError, find_damage, read_checkpoint
 from lightning_accel.strategies.sharding.metadata import UntrustedCheckpointError

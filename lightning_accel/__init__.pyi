@@ -1,0 +1,34 @@
+from lightning_accel.callbacks import CompressionReport as CompressionReport
+from lightning_accel.callbacks import Distillation as Distillation
+from lightning_accel.callbacks import ExactResume as ExactResume
+from lightning_accel.callbacks import Export as Export
+from lightning_accel.callbacks import PredictionWriter as PredictionWriter
+from lightning_accel.callbacks import Pruning as Pruning
+from lightning_accel.callbacks import Quantization as Quantization
+from lightning_accel.callbacks import RestoringEarlyStopping as RestoringEarlyStopping
+from lightning_accel.callbacks import SaveOnSignal as SaveOnSignal
+from lightning_accel.data import DigitsDataModule as DigitsDataModule
+from lightning_accel.data import GraphDataModule as GraphDataModule
+from lightning_accel.data import SequenceDataModule as SequenceDataModule
+from lightning_accel.data import TabularDataModule as TabularDataModule
+from lightning_accel.data import TextDataModule as TextDataModule
+from lightning_accel.models import Classifier as Classifier
+from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
+from lightning_accel.models import MoEClassifier as MoEClassifier
+from lightning_accel.models import MoELanguageModel as MoELanguageModel
+from lightning_accel.models import RelationalGNN as RelationalGNN
+from lightning_accel.models import SequenceModel as SequenceModel
+from lightning_accel.nn import RBM as RBM
+from lightning_accel.nn import DynamicRNN as DynamicRNN
+from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
+from lightning_accel.nn import RO3Conv as RO3Conv
+from lightning_accel.nn import RO3Pooling as RO3Pooling
+from lightning_accel.nn import TopKGate as TopKGate
+from lightning_accel.precision import AmpPrecision as AmpPrecision
+from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
+from lightning_accel.strategies import AccelDDPStrategy as AccelDDPStrategy
+from lightning_accel.strategies import DataParallelStrategy as DataParallelStrategy
+from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
+from lightning_accel.strategies import PipelineStrategy as PipelineStrategy
+
+__version__: str
