@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -17,6 +17,14 @@ class Plan(NamedTuple):
     stops: np.ndarray  # (G,) end of each batch in rows
 
 
+class Plans(Protocol):
+    """Draw the plans of epochs."""
+
+    smallest_batch: int  # number of items of the smallest batch
+
+    def draw(self, seed: int, epoch: int, shuffle: bool) -> Plan: ...
+
+
 class PlannedSampler(DistributedSampler[Any]):
     """Plan the global batches of an epoch from sizes, options, seed and epoch alone, and distribute each to processes.
 
@@ -26,6 +34,8 @@ class PlannedSampler(DistributedSampler[Any]):
 
     item_name = "row"  # the name of an item in messages
     options: tuple[str, ...] = ()  # names of the attributes that a plan depends on, in addition to the seed
+
+    _plans: Plans
 
     def __init__(
         self, sizes: tuple[np.ndarray, ...], shuffle: bool, seed: int, num_replicas: int | None, rank: int | None
@@ -37,17 +47,9 @@ class PlannedSampler(DistributedSampler[Any]):
         self._digests: dict[int, str] = {}
         self._first_batches: dict[int, int] = {}
 
-    def _draw(self, epoch: int) -> Plan:
-        raise NotImplementedError
-
-    @property
-    def _smallest_batch(self) -> int:
-        """Return the number of items of the smallest batch."""
-        raise NotImplementedError
-
     def _plan(self, epoch: int) -> Plan:
         if self._cached_plan is None or self._cached_plan[0] != epoch:
-            self._cached_plan = epoch, self._draw(epoch)
+            self._cached_plan = epoch, self._plans.draw(self.seed, epoch, self.shuffle)
         return self._cached_plan[1]
 
     @property
@@ -124,11 +126,11 @@ class PlannedSampler(DistributedSampler[Any]):
                 (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
             )
         self.num_replicas, self.rank = assigned
-        if self._smallest_batch < assigned[0]:
+        if self._plans.smallest_batch < assigned[0]:
             limits = [f"{name}={getattr(self, name)}" for name in self.options if name.startswith(("batch_", "max_"))]
             raise ValueError(
                 f"each of {assigned[0]} processes needs a {self.item_name} of every batch, but one has "
-                f"{self._smallest_batch}: "
+                f"{self._plans.smallest_batch}: "
                 f"{', '.join(limits)} are those of all processes together; raise them, or give more {self.item_name}s"
             )
         return assigned

@@ -39,21 +39,18 @@ from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.tables.files import existing_file
 
+_PARTS = {"path", "dataset", "karate", "substructures"}
 _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
-    "val_dataset": {"dataset"},
-    "test_dataset": {"dataset"},
+    **{name: {"dataset"} for name in ("val_dataset", "test_dataset")},
+    **{name: {"path"} for name in ("nodes_path", "undirected", "predict_path")},
+    **{name: {"substructures"} for name in ("family", "num_graphs")},
     "level": {"path", "dataset", "substructures"},
     "target_kind": {"path", "dataset"},
     "target": {"path", "substructures"},
-    "nodes_path": {"path"},
-    "undirected": {"path"},
     "fold": {"csl", "dataset"},
-    "family": {"substructures"},
-    "num_graphs": {"substructures"},
     "num_neighbors": {"path", "dataset", "karate"},
-    "val_share": {"path", "dataset", "karate", "substructures"},
-    "test_share": {"path", "dataset", "karate", "substructures"},
-    "predict_path": {"path"},
+    "val_share": _PARTS,
+    "test_share": _PARTS,
 }
 _DEFAULTS: dict[str, Any] = {"undirected": True, "fold": 0, "family": "erdos_renyi"}
 

@@ -122,14 +122,16 @@ def generated_splits(
     where = Path(f"the task {task}")
     if task == "karate":
         graph, names = karate_club()
-        parts = _split(graph.y.numpy(), 34, shares, seed, where)
+        parts = _split(graph.y, True, True, 1, shares, seed, where)
         return GraphSplits([graph], *parts, "node", "classification", True, names, ids=["0"])
     if task == "csl":
         graphs, names = csl_graphs(seed)
         splits = GraphSplits(graphs, *csl_fold(fold, seed), "graph", "classification", class_names=names)
     else:
         graphs, names = substructure_set(num_graphs, family, level, seed)
-        splits = GraphSplits(graphs, *_split(None, num_graphs, shares, seed, where), level, "regression")
+        splits = GraphSplits(
+            graphs, *_split(graphs[0].y, False, False, num_graphs, shares, seed, where), level, "regression"
+        )
         splits.target_names = names
     splits.ids = [str(i) for i in range(len(splits.graphs))]
     return splits
@@ -152,16 +154,12 @@ def file_splits(
     if read.level == "node" and not of_nodes:
         _require_targets(read, path, names)
     y, classes = _encode(read.target, path, kind, names, of_nodes)
-    known = np.flatnonzero(has_target(y).numpy())
-    rows = len(known) if of_nodes else len(read.graphs)
-    stratify = y[known].numpy() if classes and (of_nodes or read.level == "graph") else None
-    parts = _split(stratify, rows, shares, seed, path)
+    by_class = classes is not None and (of_nodes or read.level == "graph")
+    parts = _split(y, of_nodes, by_class, len(read.graphs), shares, seed, path)
     sizes = [graph.num_nodes or 0 for graph in read.graphs] if read.level == "node" else [1] * len(read.graphs)
     for graph, target in zip(read.graphs, y.split(sizes), strict=True):
         graph.y = target
     splits = GraphSplits(read.graphs, *parts, read.level, kind, of_nodes, classes, None, read.ids, read.node_ids)
-    if of_nodes:
-        splits.train, splits.val, splits.test = (known[part] for part in parts)
     if kind == "regression":
         splits.target_names = list(names) if len(names) == (1 if y.ndim == 1 else y.shape[1]) else None
     return splits
@@ -255,9 +253,8 @@ def dataset_splits(
             train, val = split_rows(train, graphs[0].y.numpy() if classes else None, shares[0], seed, Path(where))
     else:
         y = graphs[0].y if of_nodes else torch.cat([graph.y for graph in graphs])
-        rows = np.flatnonzero(has_target(y).numpy()) if of_nodes else np.arange(len(graphs))
-        stratify = y[rows].numpy() if classes and (of_nodes or level == "graph") else None
-        train, val, test = (rows[part] for part in _split(stratify, len(rows), shares, seed, Path(where)))
+        by_class = classes is not None and (of_nodes or level == "graph")
+        train, val, test = _split(y, of_nodes, by_class, len(graphs), shares, seed, Path(where))
     for graph in graphs:
         for name in _MASKS:
             if name in graph:
@@ -302,10 +299,12 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
 
 
 def _split(
-    classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path
+    y: Tensor, of_nodes: bool, by_class: bool, num_graphs: int, shares: tuple[float, float], seed: int, path: Path
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    train, val, test = split_in_three(classes, num_rows, shares, seed, path)
-    return np.sort(train), np.sort(val), np.sort(test)
+    """Split the graphs, or the nodes with a target, at random, stratified where ``by_class``."""
+    rows = np.flatnonzero(has_target(y).numpy()) if of_nodes else np.arange(num_graphs)
+    train, val, test = split_in_three(y[rows].numpy() if by_class else None, len(rows), shares, seed, path)
+    return rows[np.sort(train)], rows[np.sort(val)], rows[np.sort(test)]
 
 
 def require_task(task: str) -> None:
@@ -314,30 +313,19 @@ def require_task(task: str) -> None:
 
 
 def _masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[str]:
-    """Return the names of the masks that split the nodes of the only graph: three, two (train and test) or none.
-
-    Args:
-        graphs: all graphs of the data set.
-        split_by_nodes: whether there is only one graph, whose nodes are to be split.
-        where: the data set, for messages.
-
-    Raises:
-        ValueError: if there are masks that cannot be applied.
-    """
+    """Return the names of the masks that split the nodes of the only graph: three, two (train and test) or none."""
     found = [name for name in _MASKS if any(name in graph for graph in graphs)]
     remedy = "drop them with a transform for a split at random"
     if found and not split_by_nodes:
         raise ValueError(
             f"graphs of {where} have {', '.join(found)}, which would have no effect: masks split the nodes of one "
-            f"graph, given as dataset alone; others are split as whole graphs. Give val_dataset and test_dataset "
-            f"without masks, or {remedy}"
+            f"graph, given as dataset alone. Give val_dataset and test_dataset without masks, or {remedy}"
         )
     if found and not {"train_mask", "test_mask"} <= {*found}:
         lacking = [name for name in _MASKS if name not in found]
         raise ValueError(
             f"the graph of {where} has {', '.join(found)} and no {', '.join(lacking)}: train_mask and test_mask are "
-            f"needed at least, and of them val_share validates where there is no val_mask. Add {lacking[-1]}, as "
-            f"RandomNodeSplit does, or {remedy}"
+            f"needed at least. Add {lacking[-1]}, as RandomNodeSplit does, or {remedy}"
         )
     return found
 
@@ -346,17 +334,13 @@ def _require_effect_with_masks(
     masks: Sequence[str], graph: Data, fold: int, named_shares: Sequence[str], where: str
 ) -> None:
     """Raise a ValueError if ``fold``, or a share that was passed, would have no effect with these masks."""
-    if fold != 0 and not any(graph[name].ndim == 2 for name in masks):
-        has = "whose masks are one split, (n,)" if masks else "which has no masks that split its nodes"
-        raise ValueError(
-            f"fold={fold} would have no effect with {where}, {has}; it chooses a column of masks (n, S). Leave it out; "
-            "for another split at random give another seed"
-        )
     idle = [name for name in named_shares if name.replace("share", "mask") in masks]
+    idle += [f"fold={fold}"] if fold != 0 and not any(graph[name].ndim == 2 for name in masks) else []
     if idle:
+        has = f"whose masks are {', '.join(masks)}" if masks else "which has no masks that split its nodes"
         raise ValueError(
-            f"{', '.join(idle)} would have no effect beside {', '.join(masks)} of {where}; leave it out, or drop the "
-            "masks with a transform"
+            f"{', '.join(idle)} would have no effect with {where}, {has}; a fold is a column of masks (n, S). Leave it "
+            "out, or drop the masks with a transform"
         )
 
 

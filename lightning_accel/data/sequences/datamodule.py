@@ -54,12 +54,11 @@ class SequenceDataModule(L.LightningDataModule):
         path: file of sequences; by default, ``task`` is used.
         task: a generated task, if there is no ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows,
             ``digits_pixels``, as 64 pixels, ``digits_permuted``, as 64 pixels in a fixed random order; ``adding``, the
-            sum of two marked numbers; ``copy`` and ``selective_copying``, recall of symbols at the start or among
-            blanks; ``parity`` of bits, or ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See
-            ``sequence_tasks``.
-        length: steps of a generated sequence, or a pair of their minimum and maximum; for ``copy`` the number of
-            blanks, for ``selective_copying`` that of blanks and symbols among them, for ``counting`` n. By default 100,
-            for ``parity`` 3 to 40, for ``selective_copying`` 256, for ``counting`` 1 to 50.
+            sum of two marked numbers; ``selective_copying``, recall of symbols among blanks; ``parity`` of bits, or
+            ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See ``tasks``.
+        length: steps of a generated sequence, or a pair of their minimum and maximum; for ``selective_copying`` the
+            number of blanks and symbols among them, for ``counting`` n. By default 100, for ``parity`` 3 to 40, for
+            ``selective_copying`` 256, for ``counting`` 1 to 50.
         test_length: like ``length``, for test sequences; by default equal to ``length``, but 40 to 256 for ``parity``,
             and each n from 1 to 256 for ``counting``.
         num_sequences: number of generated sequences, for training, validation and test together; by default 10,000.

@@ -145,6 +145,7 @@ class LengthBatchSampler(PlannedSampler):
         TypeError: if it is passed to a loader as ``batch_sampler``, once the Trainer inspects it.
     """
 
+    _plans: LengthPlan
     item_name = "sequence"
     options = ("batch_size", "max_tokens", "window", "shuffle", "chunk_steps")
 
@@ -162,7 +163,9 @@ class LengthBatchSampler(PlannedSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.lengths = _require_lengths(lengths)
+        if isinstance(lengths, Sampler):
+            raise TypeError(_BATCH_SAMPLER_ERROR)
+        self.lengths = integer_sizes(lengths, "lengths are numbers of steps, one for each sequence")
         sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "max_steps": max_steps}
         require_at_least(1, **sizes, window=window, chunk_steps=chunk_steps)
         require_at_least(0, seed=seed)
@@ -220,13 +223,6 @@ class LengthBatchSampler(PlannedSampler):
                 least = middle + 1
         return most
 
-    def _draw(self, epoch: int) -> Plan:
-        return self._plans.draw(self.seed, epoch, self.shuffle)
-
-    @property
-    def _smallest_batch(self) -> int:
-        return self._plans.smallest_batch
-
     def __len__(self) -> int:
         """Return the number of batches, or chunks with ``chunk_steps``, of each process in an epoch."""
         self._replicas_and_rank()
@@ -275,12 +271,6 @@ class LengthBatchSampler(PlannedSampler):
             float(1 - self.lengths.sum() / max(1, work.sum())),
             float(1 - work.mean(0).sum() / max(1, work.max(0).sum())),
         )
-
-
-def _require_lengths(lengths: Any) -> np.ndarray:
-    if isinstance(lengths, Sampler):
-        raise TypeError(_BATCH_SAMPLER_ERROR)
-    return integer_sizes(lengths, "lengths are numbers of steps, one for each sequence")
 
 
 _BATCH_SAMPLER_ERROR = (

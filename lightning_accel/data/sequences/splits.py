@@ -16,7 +16,6 @@ from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, Layout, TargetKind, read_sequences
 from lightning_accel.data.sequences.tasks import (
     adding_problem,
-    copy_memory,
     counting,
     digit_pixels,
     parity,
@@ -36,7 +35,6 @@ TaskName = Literal[
     "digits_pixels",
     "digits_permuted",
     "adding",
-    "copy",
     "parity",
     "parity_steps",
     "selective_copying",
@@ -46,7 +44,6 @@ Length = int | tuple[int, int]
 
 _LENGTHS: dict[str, tuple[Length, Length]] = {  # default lengths for training and test
     "adding": (100, 100),
-    "copy": (100, 100),
     "parity": ((3, 40), (40, 256)),
     "parity_steps": ((3, 40), (40, 256)),
     "selective_copying": (256, 256),
@@ -88,7 +85,7 @@ def task_lengths(
     train = usual if length is None else length
     test = (train if usual == usual_test else usual_test) if test_length is None else test_length
     for given in (train, test):
-        if task in ("copy", "selective_copying") and not isinstance(given, int):
+        if task == "selective_copying" and not isinstance(given, int):
             raise ValueError(f"{task} has sequences of one length; got {given}")
     return train, test
 
@@ -133,8 +130,6 @@ def _generate(task: TaskName, count: int, length: Length, seed: int) -> Sequence
     match task:
         case "adding":
             return adding_problem(count, between, seed)
-        case "copy":
-            return copy_memory(count, between[1], seed)
         case "parity" | "parity_steps":
             return parity(count, between, seed, each_step=task == "parity_steps")
         case "selective_copying":

@@ -14,6 +14,8 @@ from lightning_accel.ops.extras import import_on_use
 
 datasets = import_on_use("sklearn.datasets")
 
+_MARK = 15  # token of selective copying that asks for a symbol
+_REMEMBERED = 16  # symbols of a sequence of selective copying
 _ROWS_AT_ONCE = 512  # sequences whose random numbers are in memory at a time
 
 
@@ -42,31 +44,6 @@ def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> S
     return SequenceDataset(values, steps, target=total)
 
 
-def copy_memory(
-    num_sequences: int, blanks: int, seed: int, *, symbols: int = 8, remembered: int = 10
-) -> SequenceDataset:
-    """Generate the copy task: recall the first ten symbols in order, after ``blanks`` steps without any.
-
-    A sequence has ``blanks + 20`` steps: ten symbols 1 to 8, ``blanks - 1`` zeros, and eleven marks 9. The last ten
-    marks have labels, 0 to 7 for the symbols 1 to 8; other steps have none.
-
-    Source: Arjovsky et al. 2016, https://arxiv.org/abs/1511.06464, sec. 5.1, in the form of Bai et al. 2018, who also
-    label the blanks, as a ninth class.
-
-    Raises:
-        ValueError: if a number is below 1.
-    """
-    require_at_least(1, num_sequences=num_sequences, blanks=blanks, symbols=symbols, remembered=remembered)
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randint(1, symbols + 1, (num_sequences, remembered), generator=generator)
-    tokens = torch.zeros(num_sequences, blanks + 2 * remembered, dtype=torch.uint8)
-    tokens[:, :remembered] = data
-    tokens[:, -remembered - 1 :] = symbols + 1
-    labels = torch.full(tokens.shape, IGNORED, dtype=torch.int16)
-    labels[:, -remembered:] = data - 1
-    return _equal_lengths(tokens, labels)
-
-
 def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step: bool = False) -> SequenceDataset:
     """Generate sequences of bits labelled by the parity of their ones, at the end or after ``each_step``.
 
@@ -89,9 +66,7 @@ def parity(num_sequences: int, lengths: tuple[int, int], seed: int, *, each_step
     return SequenceDataset(bits.byte(), steps, target=(ones[ends - 1] - before) % 2)
 
 
-def selective_copying(
-    num_sequences: int, context: int, seed: int, *, vocab_size: int = 16, remembered: int = 16
-) -> SequenceDataset:
+def selective_copying(num_sequences: int, context: int, seed: int) -> SequenceDataset:
     """Generate the selective copying task: recall, in order, sixteen symbols at random positions among blanks.
 
     A sequence has ``context + 16`` steps: blanks 0 with sixteen symbols 1 to 14 among them, then sixteen marks 15. The
@@ -101,20 +76,18 @@ def selective_copying(
     https://arxiv.org/abs/2410.01201, sec. 4.1.
 
     Raises:
-        ValueError: if the context cannot hold the symbols, or the vocabulary has no symbol.
+        ValueError: if the context cannot hold the symbols.
     """
-    require_at_least(1, num_sequences=num_sequences, remembered=remembered)
-    if vocab_size < 3:
-        raise ValueError(f"vocab_size must be at least 3, for a blank, a symbol and a mark; got {vocab_size}")
-    if context < remembered:
-        raise ValueError(f"the context must hold {remembered} symbols to recall; got a length of {context}")
+    require_at_least(1, num_sequences=num_sequences)
+    if context < _REMEMBERED:
+        raise ValueError(f"the context must hold {_REMEMBERED} symbols to recall; got a length of {context}")
     generator = torch.Generator().manual_seed(seed)
-    data = torch.randint(1, vocab_size - 1, (num_sequences, remembered), generator=generator)
-    tokens = torch.zeros(num_sequences, context + remembered, dtype=torch.int16)
+    data = torch.randint(1, _MARK, (num_sequences, _REMEMBERED), generator=generator)
+    tokens = torch.zeros(num_sequences, context + _REMEMBERED, dtype=torch.int16)
     for rows in torch.arange(num_sequences).split(_ROWS_AT_ONCE):
-        places = torch.rand(len(rows), context, generator=generator).topk(remembered, dim=1).indices
+        places = torch.rand(len(rows), context, generator=generator).topk(_REMEMBERED, dim=1).indices
         tokens[rows[:, None], places.sort(dim=1).values] = data[rows].to(torch.int16)
-    tokens[:, context:] = vocab_size - 1
+    tokens[:, context:] = _MARK
     labels = torch.full(tokens.shape, IGNORED, dtype=torch.int16)
     labels[:, context:] = data - 1
     return _equal_lengths(tokens, labels)

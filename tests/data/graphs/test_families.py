@@ -4,19 +4,17 @@ import networkx as nx
 import pytest
 import torch
 
-from lightning_accel.data.graphs.families import (
-    circular_skip_link,
-    random_regular_graph,
-    relabelled,
-)
 from lightning_accel.data.graphs.files import read_graph6
 from lightning_accel.data.graphs.substructures import SUBSTRUCTURES, count_of_graph, count_substructures
 from lightning_accel.data.graphs.tasks import (
     CSL_SKIPS,
     adjacency_of,
+    circular_skip_link,
     csl_fold,
     csl_graphs,
     karate_club,
+    random_regular_graph,
+    relabelled,
     substructure_set,
 )
 

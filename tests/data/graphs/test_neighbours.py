@@ -4,7 +4,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_accel.data.graphs.dataset import NeighbourDataset, NodeDataset
-from lightning_accel.data.graphs.families import random_regular_graph
+from lightning_accel.data.graphs.tasks import random_regular_graph
 
 
 def graph_of(n=60, degree=6):

@@ -389,7 +389,10 @@ def test_generated_tasks_may_be_tested_at_other_lengths_but_not_resumed():
     ("options", "said"),
     [
         ({"task": "addition"}, r"task must be one of digits_rows, .*; got 'addition'"),
-        ({"task": "copy", "length": (3, 9)}, r"copy has sequences of one length; got \(3, 9\)"),
+        (
+            {"task": "selective_copying", "length": (3, 9)},
+            r"has sequences of one length; got \(3, 9\)",
+        ),
         ({"length": 9}, r"length would have no effect on task='digits_rows', which is not generated"),
         ({"target_kind": "regression"}, r"describe files; without a path, task='digits_rows' alone is read"),
         ({"predict_path": __file__}, r"describe files; without a path"),

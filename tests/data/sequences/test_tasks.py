@@ -6,7 +6,6 @@ import torch
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.data.sequences.tasks import (
     adding_problem,
-    copy_memory,
     counting,
     digit_pixels,
     parity,
@@ -41,15 +40,6 @@ def test_adding_problem_sums_the_marked_numbers():
     assert rows.target.sub(1).square().mean() == pytest.approx(1 / 6, abs=0.03)
 
 
-def test_copy_memory_asks_for_the_first_symbols():
-    rows = copy_memory(30, blanks=4, seed=0)
-    for x, target in each(rows):
-        data = x[:10].tolist()
-        assert x.tolist() == [*data, 0, 0, 0, *[9] * 11]
-        assert target.tolist() == [IGNORED] * 14 + [symbol - 1 for symbol in data]
-    assert rows.steps.view(30, 24)[:, :10].unique().tolist() == list(range(1, 9))
-
-
 def test_parity_of_ones():
     at_end = list(each(parity(200, (1, 6), seed=3)))
     after_each = list(each(parity(200, (1, 6), seed=3, each_step=True)))
@@ -63,16 +53,16 @@ def test_parity_of_ones():
 
 
 def test_selective_copying_asks_for_the_symbols_in_order():
-    rows = selective_copying(600, context=9, seed=0, vocab_size=5, remembered=3)
-    places = torch.zeros(9)
+    rows = selective_copying(600, context=48, seed=0)
+    places = torch.zeros(48)
     for x, target in each(rows):
-        symbols = [symbol for symbol in x.tolist()[:9] if symbol]
-        assert len(symbols) == 3
-        assert set(symbols) <= {1, 2, 3}
-        assert x.tolist()[9:] == [4, 4, 4]
-        assert target.tolist() == [IGNORED] * 9 + [symbol - 1 for symbol in symbols]
-        places += x[:9] > 0
-    torch.testing.assert_close(places / 600, torch.full((9,), 1 / 3), atol=0.07, rtol=0)
+        symbols = [symbol for symbol in x.tolist()[:48] if symbol]
+        assert len(symbols) == 16
+        assert set(symbols) <= {*range(1, 15)}
+        assert x.tolist()[48:] == [15] * 16
+        assert target.tolist() == [IGNORED] * 48 + [symbol - 1 for symbol in symbols]
+        places += x[:48] > 0
+    torch.testing.assert_close(places / 600, torch.full((48,), 1 / 3), atol=0.08, rtol=0)
 
 
 def test_selective_copying_as_published():
@@ -116,11 +106,10 @@ def test_digits_as_sequences():
     "make",
     [
         lambda seed: adding_problem(5, (3, 9), seed),
-        lambda seed: copy_memory(5, 3, seed),
         lambda seed: parity(5, (3, 9), seed),
         lambda seed: selective_copying(5, 20, seed),
     ],
-    ids=["adding", "copy", "parity", "selective"],
+    ids=["adding", "parity", "selective"],
 )
 def test_seed_alone_decides(make):
     torch.manual_seed(1)
@@ -137,12 +126,10 @@ def test_seed_alone_decides(make):
         (lambda: adding_problem(5, (1, 9), 0), r"pair \(least, most\) from 2 up; got \(1, 9\)"),
         (lambda: parity(5, (9, 3), 0), r"pair \(least, most\) from 1 up; got \(9, 3\)"),
         (lambda: parity(0, (3, 9), 0), "num_sequences must be at least 1; got 0"),
-        (lambda: copy_memory(5, 0, 0), "blanks must be at least 1; got 0"),
         (lambda: selective_copying(5, 15, 0), "must hold 16 symbols to recall; got a length of 15"),
-        (lambda: selective_copying(5, 99, 0, vocab_size=2), "vocab_size must be at least 3.*; got 2"),
         (lambda: counting(torch.tensor([2, 0])), r"at least 1; got \[2, 0\]"),
     ],
-    ids=["adding", "parity", "none", "copy", "context", "vocabulary", "counting"],
+    ids=["adding", "parity", "none", "context", "counting"],
 )
 def test_impossible_tasks_are_refused(make, said):
     with pytest.raises(ValueError, match=said):
