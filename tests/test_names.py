@@ -10,8 +10,7 @@ from torch import nn
 from lightning_accel.callbacks import Export, Pruning, Quantization
 from lightning_accel.callbacks.pruning.callback import exclusion_names
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
-from lightning_accel.compress.export.flat import FromTensors
-from lightning_accel.compress.pruning.prunable import excluded_parameters
+from lightning_accel.compress.pruning.prunable import find_excluded
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.quantized import quantize
@@ -25,19 +24,8 @@ from lightning_accel.strategies import FullyShardedStrategy, find_blocks
 CALL = ((torch.ones(3, 4),), {})
 
 
-class TwoOutputs(nn.Module):
-    def forward(self, x):
-        return {"a": x + 1, "logits": x * 2}
-
-
 def net():
     return nn.Sequential(OrderedDict(first=nn.Linear(4, 6), between=nn.ReLU(), last=nn.Linear(6, 2)))
-
-
-def kept_outputs(outputs):
-    flat = FromTensors(TwoOutputs(), None, None, dense=False)
-    flat.keep(flat.module, CALL, [CALL], outputs)
-    return flat.kept
 
 
 def refused_skip(skip):
@@ -52,8 +40,6 @@ TAKERS = {
     "RelationalGNN": ("ab", lambda names: RelationalGNN(class_names=names).class_names),
     "SequenceModel": ("ab", lambda names: SequenceModel(class_names=names).class_names),
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
-    "Export outputs": ("logits", lambda names: Export(outputs=names).outputs),
-    "export outputs": ("logits", kept_outputs),
     "Pruning": ("head", lambda names: exclusion_names(Pruning(0.5, exclude=names)._options.exclude)),
     "Quantization": ("head", lambda names: Quantization(skip=names).skip),
     "quantize": ("head", refused_skip),
@@ -61,7 +47,7 @@ TAKERS = {
     "rank_layers": ("first", lambda names: list(rank_layers(net(), [CALL], names))),
     "find_prunable": ("Conv1d", lambda names: find_prunable(nn.Sequential(net(), nn.Conv1d(1, 1, 1)), names)[1]),
     "prune_": ("first", lambda names: list(prune_(net(), 0.5, exclude=names))),
-    "excluded_parameters": ("first", lambda names: excluded_parameters(net(), names)),
+    "find_excluded": ("first", lambda names: find_excluded(net(), names)),
     "find_channel_groups": ("Linear", lambda names: find_channel_groups(net(), *CALL, exclude=names).layers),
     "find_blocks": ("Linear", lambda names: [one.in_features for one in find_blocks(net(), names)]),
     "FullyShardedStrategy": ("Linear", lambda names: FullyShardedStrategy(blocks=names).blocks),
@@ -82,7 +68,7 @@ def test_float8_leaves_out_one_name():
 
 def test_a_class_alone_is_one_class_too():
     assert list_of_names(nn.Linear) == [nn.Linear]
-    assert excluded_parameters(net(), nn.Linear) == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    assert {"first", "first.weight", "last.bias"} < set(find_excluded(net(), nn.Linear))
     assert find_prunable(net(), nn.Linear)[0] == []
     assert Quantization(skip=nn.Linear).skip == [nn.Linear]
 
@@ -96,7 +82,7 @@ def test_a_contender_is_one_form(monkeypatch):
 
 
 def test_an_exported_file_holds_one_class_name(tmp_path):
-    export(nn.Linear(4, 1), [CALL], tmp_path / "m.pt2", class_names="only", verify=False)
+    export(nn.Linear(4, 1), [CALL], tmp_path / "m.pt2", class_names="only")
     assert load_compressed(tmp_path / "m.pt2").class_names == ["only"]
 
 

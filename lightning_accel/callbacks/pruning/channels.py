@@ -19,7 +19,7 @@ from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channels.plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
-from lightning_accel.compress.pruning.prunable import excluded_parameters
+from lightning_accel.compress.pruning.prunable import find_excluded
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
@@ -268,7 +268,7 @@ def _loader(trainer: L.Trainer) -> Any:
 
 
 def _excluded_within(module: L.LightningModule, exclude: Sequence[str | type[nn.Module]], name: str) -> list[str]:
-    """Return the names, within the submodule ``name``, of the parameters that ``exclude`` matches."""
+    """Return the names, within the submodule ``name``, of what ``exclude`` matches."""
     prefix = f"{name}." if name else ""
-    found = excluded_parameters(module, exclude)
+    found = find_excluded(module, exclude)
     return sorted(one.removeprefix(prefix) for one in found if one.startswith(prefix))

@@ -15,7 +15,7 @@ from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, make_channel_plan
 from lightning_accel.compress.channels.rules import find_rule
 from lightning_accel.compress.channels.trace import KERNEL, ChannelTrace, Labels
-from lightning_accel.compress.pruning.prunable import excluded_parameters
+from lightning_accel.compress.pruning.prunable import find_excluded
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
 
 _STATES = ("state", "states")
@@ -213,7 +213,7 @@ def _excluded_roots(
 ) -> set[int]:
     """Return the roots of the output channels of excluded modules; their input channels may be removed."""
     found: set[int] = set()
-    names = excluded_parameters(module, exclude)
+    names = find_excluded(module, exclude)
     for (name, _), own in trace.own.items():
         if name in names:
             found.update(trace.nodes.roots(own[~np.isin(own, taken)]).tolist())

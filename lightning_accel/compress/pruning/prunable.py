@@ -1,6 +1,6 @@
 """Selection of the parameters of a module that can be pruned, with reasons for the others, and of excluded ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class Prunable(NamedTuple):
     module: nn.Module  # the owner of the parameter
 
 
-def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple[list[Prunable], dict[str, str]]:
+def find_prunable(module: nn.Module, exclude: Iterable[Exclusion] = ()) -> tuple[list[Prunable], dict[str, str]]:
     """Find the weights that can be pruned, and the reason for each other parameter.
 
     Weights are parameters of at least two dimensions whose name contains ``weight``: ``weight`` of linear layers and
@@ -35,9 +35,7 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
 
     Args:
         module: module, whose parameters may be on the meta device.
-        exclude: names of parameters or submodules, or patterns of them (``"head"``, ``"blocks.*.out"``,
-            ``"*.weight_hh_l*"``), names of classes (``"Conv2d"``), or classes; all parameters of such a module are
-            excluded.
+        exclude: see :func:`find_excluded`.
 
     Returns:
         The weights in the order of ``module.named_parameters()``, and reasons by names of the other parameters.
@@ -49,82 +47,69 @@ def find_prunable(module: nn.Module, exclude: Sequence[Exclusion] = ()) -> tuple
     >>> [one.name for one in found], left_out
     (['1.weight'], {'0.weight': 'an embedding', '1.bias': 'a bias'})
     """
-    exclude = list_of_names(exclude)
-    modules = {clean_name(name): one for name, one in module.named_modules()}
-    excluded, unused = _excluded(modules, exclude)
+    excluded = find_excluded(module, exclude)
     owners: dict[int, list[tuple[str, str, nn.Module]]] = {}
-    for path, one in modules.items():
+    for path, one in module.named_modules(remove_duplicate=False):
         for own, parameter in one.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((path, own, one))
+            name = clean_name(f"{path}.{own}" if path else own)
+            owners.setdefault(id(parameter), []).append((name, own, one))
     found: list[Prunable] = []
     left_out: dict[str, str] = {}
     for raw_name, parameter in module.named_parameters():
-        name = clean_name(raw_name)
-        named = [entry for entry in exclude if _is_pattern_of(entry, name)]
-        unused -= set(named)
-        reasons = [f"excluded by {named[0]!r}"] if named else []
-        for path, own, owner in owners[id(parameter)]:
-            reason = _reason_of_ancestors(path, excluded) or _reason_not_prunable(own, owner, parameter)
+        reasons: list[str] = []
+        for name, own, owner in owners[id(parameter)]:
+            reason = f"excluded by {excluded[name]!r}" if name in excluded else None
+            reason = reason or _reason_not_prunable(own, owner, parameter)
             reasons += [reason] if reason else []
         if reasons:
-            left_out[name] = reasons[0]
+            left_out[clean_name(raw_name)] = reasons[0]
         else:
             _, _, owner = owners[id(parameter)][0]
-            found.append(Prunable(name, parameter, _input_dim(owner, parameter), owner))
-    if unused:
-        raise _unmatched(next(iter(unused)), module, modules)
+            found.append(Prunable(clean_name(raw_name), parameter, _input_dim(owner, parameter), owner))
     return found, left_out
 
 
-def excluded_parameters(module: nn.Module, exclude: Sequence[Exclusion]) -> set[str]:
-    """Return the names of the parameters and buffers that ``exclude`` matches.
+def find_excluded(module: nn.Module, exclude: Iterable[Exclusion], option: str = "exclude") -> dict[str, str]:
+    """Find the modules, parameters and buffers that ``exclude`` matches, with all that these modules contain.
 
     Args:
         module: module with the parameters.
         exclude: names or globs of parameters or submodules (``"network.6"``, ``"*.head"``), classes of modules, or
-            names of classes; a submodule stands for all its parameters and buffers.
+            names of classes.
+        option: name of the user's option, for the message.
+
+    Returns:
+        The first entry that matches, by name without the prefixes of ``torch.compile``.
 
     Raises:
         ValueError: if an entry matches nothing in ``module``.
 
-    >>> sorted(excluded_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["Linear"]))
-    ['0.bias', '0.weight']
+    >>> sorted(find_excluded(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["Linear"]))
+    ['0', '0.bias', '0.weight']
     """
-    modules = dict(module.named_modules())
-    tensors = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
-    found: set[str] = set()
+    modules = {clean_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names = [*modules, *(clean_name(name) for name, _ in tensors)]
+    found: dict[str, str] = {}
     for entry in list_of_names(exclude):
-        inside = [name for name, part in modules.items() if _is_class_of(entry, part) or _is_pattern_of(entry, name)]
-        named = [name for name in tensors if _is_pattern_of(entry, name)]
-        if not inside and not named:
-            raise _unmatched(entry, module, modules)
-        found.update(named)
-        found.update(name for name in tensors if any(not one or name.startswith(f"{one}.") for one in inside))
+        shown = entry if isinstance(entry, str) else entry.__name__
+        roots = {name for name, part in modules.items() if _is_class_of(entry, part)}
+        roots |= {name for name in names if isinstance(entry, str) and fnmatchcase(name, entry)}
+        if not roots:
+            raise ValueError(
+                f"{option} has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a "
+                f"pattern of one; there are {', '.join(names[1:9])}"
+            )
+        for name in names:
+            parts = name.split(".")
+            if "" in roots or any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1)):
+                found.setdefault(name, shown)
     return found
 
 
 def clean_name(name: str) -> str:
     """Remove the prefixes of ``torch.compile`` from a name."""
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
-
-
-def _excluded(modules: dict[str, nn.Module], exclude: Sequence[Exclusion]) -> tuple[dict[str, str], set[Exclusion]]:
-    """Return reasons by the names of excluded modules, and the entries that match no module."""
-    excluded: dict[str, str] = {}
-    unused = set(exclude)
-    for entry in exclude:
-        for path, one in modules.items():
-            if _is_class_of(entry, one) or (path and _is_pattern_of(entry, path)):
-                shown = entry.__name__ if isinstance(entry, type) else entry
-                excluded.setdefault(path, f"excluded by {shown!r}")
-                unused.discard(entry)
-    return excluded, unused
-
-
-def _reason_of_ancestors(path: str, excluded: dict[str, str]) -> str | None:
-    parts = path.split(".") if path else []
-    above = [".".join(parts[:count]) for count in range(len(parts) + 1)]
-    return next((excluded[one] for one in above if one in excluded), None)
 
 
 def _reason_not_prunable(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
@@ -174,15 +159,3 @@ def _is_class_of(entry: Exclusion, part: nn.Module) -> bool:
     if isinstance(entry, type):
         return isinstance(part, entry)
     return entry in {kind.__name__ for kind in type(part).__mro__}
-
-
-def _is_pattern_of(entry: Exclusion, name: str) -> bool:
-    return isinstance(entry, str) and fnmatchcase(name, entry)
-
-
-def _unmatched(entry: Exclusion, module: nn.Module, names: Iterable[str]) -> ValueError:
-    shown = entry if isinstance(entry, str) else entry.__name__
-    return ValueError(
-        f"exclude has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a pattern "
-        f"of one; there are {', '.join([*names][1:9])}"
-    )

@@ -1,16 +1,14 @@
 """Selection of the layers to quantize, and rounding of their weights and inputs to integer grids."""
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.pruning.prunable import clean_name
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.compress.pruning.prunable import Exclusion, clean_name, find_excluded
 
-Skip = Iterable[str | type[nn.Module]]
+Skip = Iterable[Exclusion]
 QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
 WEIGHT_LIMIT = 127  # a symmetric grid: zeros stay zeros, and folding of a batch norm keeps the integers
 INPUT_LIMIT = 255
@@ -35,11 +33,10 @@ def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
     Raises:
         ValueError: if an entry of ``skip`` matches no module.
     """
-    skip = list_of_names(skip)
-    skipped = _skipped(module, skip)
+    skipped = find_excluded(module, skip, "skip")
     quantized: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
-    for name, one in _named(module):
+    for name, one in ((clean_name(name), one) for name, one in module.named_modules()):
         weights = [value for value in one.parameters(recurse=False) if value.ndim > 1]
         if not weights:
             continue
@@ -54,33 +51,6 @@ def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
         else:
             quantized[name] = one
     return Layers(quantized, left, frozenset(skipped) & left.keys())
-
-
-def _skipped(module: nn.Module, skip: Iterable[str | type[nn.Module]]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for entry in skip:
-        roots = [
-            name
-            for name, one in _named(module)
-            if (
-                fnmatchcase(name, entry) or type(one).__name__ == entry
-                if isinstance(entry, str)
-                else isinstance(one, entry)
-            )
-        ]
-        shown = entry if isinstance(entry, str) else entry.__name__
-        if not roots:
-            known = ", ".join(find_layers(module).quantized)
-            raise ValueError(f"skip has {shown!r}, but no module is so named or of that type; layers are: {known}")
-        for root in roots:
-            for name, _ in _named(module):
-                if not root or f"{name}.".startswith(f"{root}."):
-                    found.setdefault(name, shown)
-    return found
-
-
-def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(clean_name(name), one) for name, one in module.named_modules()]
 
 
 def weight_scale(weight: Tensor) -> Tensor:

@@ -417,7 +417,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         with pytest.raises(ValueError, match=match):
             Quantization(**options)
     for options, match in [
-        ({"skip": ["head"]}, r"skip has 'head'.*net.0, net.3"),
+        ({"skip": ["head"]}, r"skip has 'head'.*net.0, net.1"),
         ({"module": "head"}, "no submodule 'head'; it has: net"),
         ({"mode": "qat", "skip": ["net"]}, "Plain has no linear layer or convolution for mode='qat'"),
     ]:
