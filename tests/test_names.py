@@ -84,8 +84,3 @@ def test_a_contender_is_one_form(monkeypatch):
 def test_an_exported_file_holds_one_class_name(tmp_path):
     export(nn.Linear(4, 1), [CALL], tmp_path / "m.pt2", class_names="only")
     assert load_compressed(tmp_path / "m.pt2").class_names == ["only"]
-
-
-def test_texts_are_no_numbers_of_rows():
-    with pytest.raises(ValueError, match="batch_sizes must be numbers of rows, at least one; got '12'"):
-        Quantization(batch_sizes="12")

@@ -58,7 +58,8 @@ class Quantization(L.Callback):
 
     At the end of a fit the first process creates the forms of the model that this machine can run (see
     :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
-    on the module's own batch, and picks the fastest. The trained module stays unchanged. The picked form is in
+    on one sample and on a training batch (on the whole call if its samples cannot be separated, like the nodes of
+    graphs), and picks the fastest at the batch. The trained module stays unchanged. The picked form is in
     ``result``; a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes
     the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
 
@@ -77,9 +78,6 @@ class Quantization(L.Callback):
         max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
             it is within this limit; a form that stays beyond it is not picked.
         module: name of the deployed submodule; by default the one that ``validation_step`` calls.
-        batch_sizes: numbers of samples at which forms are measured; by default 1, and the size of a training batch. The
-            last decides. If the samples of a call cannot be separated, like the nodes of graphs, the whole call is
-            measured.
         start: start of ``qat``: share of the run if a float in [0, 1), else an epoch.
         seconds: measuring time of each form at each batch size; forms too close to call take up to three times as long.
         device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` and ``weight_only`` int8, and float8, of
@@ -106,7 +104,6 @@ class Quantization(L.Callback):
         monitor_mode: Literal["max", "min"] = "max",
         max_drop: float | None = None,
         module: str | None = None,
-        batch_sizes: Sequence[int] | None = None,
         start: int | float = 0.5,
         seconds: float = 0.5,
         device: Literal["cpu", "cuda"] = "cpu",
@@ -128,8 +125,6 @@ class Quantization(L.Callback):
             raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
         if not seconds > 0:
             raise ValueError(f"seconds must be above 0; got {seconds}")
-        if batch_sizes is not None and (isinstance(batch_sizes, str) or not batch_sizes or min(batch_sizes) < 1):
-            raise ValueError(f"batch_sizes must be numbers of rows, at least one; got {batch_sizes!r}")
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate
@@ -138,7 +133,6 @@ class Quantization(L.Callback):
         self.monitor_mode = monitor_mode
         self.max_drop = max_drop
         self.module = module
-        self.batch_sizes = batch_sizes
         self.start = start
         self.seconds = seconds
         self.device = device
@@ -204,14 +198,14 @@ class Quantization(L.Callback):
     def _check_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
         is_cut = num_samples(smallest_call(found.module, call)) == 1
-        for size in (self.batch_sizes or (1, num_samples(call))) if is_cut else (num_samples(call),):
+        for size in (1, num_samples(call)) if is_cut else (num_samples(call),):
             try:
                 _call_flat(found.module, first_samples(call, size))
             except Exception as error:
                 raise ValueError(
                     f"Quantization would fail at the end of the run: it measures {type(found.module).__name__} on "
                     f"{size} rows, and that fails with {first_line(error)}. Name what takes batches of any number of "
-                    "rows and returns tensors by module, or give other batch_sizes"
+                    "rows and returns tensors by module"
                 ) from error
         if self.backend == "pt2e":
             try:
@@ -381,7 +375,6 @@ class Quantization(L.Callback):
             self.backend,
             skip=skipped,
             limit=limit,
-            batch_sizes=self.batch_sizes,
             seconds=self.seconds,
             ranges=ranges,
             file_format=self._file_format,

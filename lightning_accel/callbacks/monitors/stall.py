@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -64,59 +64,6 @@ class StallMonitor(L.Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _ended=threading.Event())
-
-    # ---- current activity
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._set_activity("fetching the first training batch")
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._set_activity(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
-
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
-        self._set_activity(f"in the backward pass after step {trainer.global_step}")
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self._set_activity(f"in the optimizer step after step {trainer.global_step}")
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._set_activity(f"after training batch {batch_idx} of epoch {trainer.current_epoch}, before the next")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._set_activity(f"at the end of epoch {trainer.current_epoch}")
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._set_activity("fetching the first validation batch")
-
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._set_activity(f"in validation batch {batch_idx}")
-
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        self._set_activity(f"after validation batch {batch_idx}, before the next")
-
-    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._set_activity(f"in test batch {batch_idx}")
-
-    def on_test_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._set_activity(f"after test batch {batch_idx}, before the next")
-
-    def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._set_activity(f"in predict batch {batch_idx}")
-
-    def on_predict_batch_end(self, trainer: Any, pl_module: Any, o: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._set_activity(f"after predict batch {batch_idx}, before the next")
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._set_activity("saving a checkpoint")
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._set_activity("at the end of the fit")
 
     def _set_activity(self, doing: str) -> None:
         self._activity, self._since = doing, time.monotonic()
@@ -204,3 +151,33 @@ def _describe_loader(batches: Any) -> str:
         f"It waits for a batch of {name} from worker {worker}, process {process.pid}, which is {state}. "
         "DataLoader(timeout=SECONDS) would end such a wait with an error"
     )
+
+
+def _hook(activity: str) -> Callable[..., None]:
+    """Return a hook that sets the activity; the number of a batch is the third argument after the module at an end."""
+
+    def set_activity(self: StallMonitor, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        number = args[2 if activity.startswith("after") else 1] if "{number}" in activity else None
+        self._set_activity(activity.format(number=number, epoch=trainer.current_epoch, step=trainer.global_step))
+
+    return set_activity
+
+
+for _name, _activity in {
+    "on_train_start": "fetching the first training batch",
+    "on_train_batch_start": "in the forward pass of training batch {number} of epoch {epoch}",
+    "on_before_backward": "in the backward pass after step {step}",
+    "on_before_optimizer_step": "in the optimizer step after step {step}",
+    "on_train_batch_end": "after training batch {number} of epoch {epoch}, before the next",
+    "on_train_epoch_end": "at the end of epoch {epoch}",
+    "on_validation_start": "fetching the first validation batch",
+    "on_validation_batch_start": "in validation batch {number}",
+    "on_validation_batch_end": "after validation batch {number}, before the next",
+    "on_test_batch_start": "in test batch {number}",
+    "on_test_batch_end": "after test batch {number}, before the next",
+    "on_predict_batch_start": "in predict batch {number}",
+    "on_predict_batch_end": "after predict batch {number}, before the next",
+    "on_save_checkpoint": "saving a checkpoint",
+    "on_train_end": "at the end of the fit",
+}.items():
+    setattr(StallMonitor, _name, _hook(_activity))

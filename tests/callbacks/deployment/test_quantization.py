@@ -122,8 +122,6 @@ def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, con
         with pytest.raises(ValueError, match=r"measures on validation batches, and this run has none: give fit a"):
             fit(module, [callback], tmp_path, limit_val_batches=0)
         assert not module.seen
-    with pytest.raises(ValueError, match=r"batch_sizes must be numbers of rows, at least one; got \[\]"):
-        Quantization(batch_sizes=[])
 
 
 class Chosen(nn.Linear):
@@ -144,7 +142,6 @@ class Chooses(Plain):
 def test_what_forms_cannot_be_made_of_is_refused_before_training(tmp_path, converted):
     for options, message in [
         ({"monitor": "val/acuracy"}, "monitors 'val/acuracy', which is not logged; did you mean 'val/accuracy'"),
-        ({"batch_sizes": [1, 16]}, "would fail at the end of the run: it measures Chosen on 16 rows.*at most 9 rows"),
         ({"backend": "pt2e"}, r"the end of the run: backend='pt2e' needs a graph of Chosen, and torch\.export cannot"),
     ]:
         module, rows = Chooses(), DataLoader(ROWS, 8)
@@ -492,7 +489,7 @@ def test_models_of_ours(kind):
         module = SequenceModel(2, 3, target_kind="classification", cell="mingru", hidden_dim=16)
         lengths = torch.arange(32) % 4 + 1
         rows = TensorDataset(torch.randn(32, 4, 2), lengths, torch.arange(32) % 3)
-    quantization = Quantization("static", "pt2e", seconds=0.02, batch_sizes=[16])  # and what is in float
+    quantization = Quantization("static", "pt2e", seconds=0.02)  # and what is in float
     found = quantization.convert(module.eval(), DataLoader(rows, 16), DataLoader(rows, 16))
     notes = {row.name: row.note for row in found.report.rows if not row.latencies}
     assert "fp32 compiled" not in notes

@@ -50,7 +50,7 @@ class SleepyRows(Dataset):
 def test_names_the_loader_and_the_worker(workers, caplog):
     trainer = L.Trainer(callbacks=[StallMonitor(after_s=0.4)], **QUIET)
     trainer.fit(Line(), DataLoader(SleepyRows(), batch_size=1, num_workers=workers))
-    told = [record.getMessage() for record in caplog.records if record.name.endswith("stall_monitor")]
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("monitors.stall")]
     assert trainer.global_step == 6
     told = [one for one in told if "after training batch 2" in one]
     assert 1 <= len(told) <= 4  # after 0.4, 0.8 and 1.6 s; the machine may take longer
