@@ -99,6 +99,29 @@ def test_rooms_name_modules_that_are_there():
         assert named == modules, path
 
 
+HEAVY = ("torch_geometric", "sklearn", "pandas", "matplotlib", "networkx")
+
+
+@pytest.mark.slow
+def test_the_command_line_is_imported_without_what_only_some_runs_need():
+    """Torchmetrics imports matplotlib itself, so what counts is what the modules of this package import."""
+    script = (
+        "import builtins, sys, lightning.pytorch.cli, torchmetrics.classification\n"
+        f"heavy, found, real = {HEAVY}, set(), builtins.__import__\n"
+        "def recorded(name, values=None, *more):\n"
+        "    importer = (values or {}).get('__name__', '')\n"
+        "    if importer.startswith('lightning_accel') and name.partition('.')[0] in heavy:\n"
+        "        found.add((importer, name))\n"
+        "    return real(name, values, *more)\n"
+        "before = {one for one in heavy if one in sys.modules}\n"
+        "builtins.__import__ = recorded\n"
+        "import lightning_accel.cli\n"
+        "assert not found, found\n"
+        "assert {one for one in heavy if one in sys.modules} == before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
 @pytest.mark.slow
 def test_layers_are_imported_without_lightning():
     script = (

@@ -26,10 +26,9 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-import lightning_accel.data.graphs.datamodule
-import lightning_accel.models.relational  # like data: the parser finds a class by its bare name only once imported
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
+from lightning_accel import data, models
 from lightning_accel.callbacks import PredictionWriter, StallMonitor
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
@@ -137,7 +136,15 @@ class AccelCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
+        """Parse; the parser finds a class of this package by its bare name only once that is imported."""
+        parse = parser.parse_object if isinstance(args, dict | Namespace) else parser.parse_args
+        arguments = sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)]
+        _import_classes(arguments)
+        try:
+            self.config = parse(args)
+        except ArgumentError:  # a name that a file names, or that is misspelt, of which the message tells the nearest
+            _import_classes(arguments, all_of_them=True)
+            self.config = parse(args)
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint from ``--ckpt_path``; take the model from it if the config has none.
@@ -260,6 +267,17 @@ class AccelCLI(LightningCLI):
                 figure = "" if score is None else f" ({keeper.monitor} {score.item():.4g})"
                 which = "last" if keeper.monitor is None else "best"
                 rank_zero_info(f"{which} checkpoint: {keeper.best_model_path}{figure}")
+
+
+def _import_classes(arguments: Sequence[str], all_of_them: bool = False) -> None:
+    """Import the models and datamodules that arguments, or configs among them, mention; all of them for ``--help``."""
+    files = [Path(argument.rpartition("=")[2]) for argument in arguments]
+    texts = [file.read_text(errors="replace") for file in files if file.suffix in (".yaml", ".yml") and file.is_file()]
+    words = set(re.findall(r"\w+", " ".join([*arguments, *texts])))
+    for package in (data, models):
+        for name in package.__all__:
+            if all_of_them or name in words or {"-h", "--help"} & set(arguments):
+                getattr(package, name)
 
 
 def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, saved_length: int | None) -> None:
