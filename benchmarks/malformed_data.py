@@ -753,19 +753,11 @@ def _images() -> Iterable[Case]:
     right = {
         "plain": (whole, None, ""),
         "gzip": (packed, None, ".gz"),
-        "int32": (_idx(pixels * 1000, 12), None, ""),
-        "int16": (_idx(pixels, 11), None, ""),
-        "float32": (_idx(pixels / 7, 13), None, ""),
-        "float64": (_idx(pixels / 7, 14), None, ""),
         "rows": (_idx(pixels.reshape(60, 16)), None, ""),
         "colours": (_idx(np.arange(60 * 48).reshape(60, 3, 4, 4) % 251), None, ""),
         "labels of int32": (whole, _idx(np.arange(60) % 3 * 1000, 12), ""),
         "gzip without a suffix": (packed, None, ""),
     }
-    holes = pixels / 7
-    holes[3, 1, 1] = np.nan
-    endless = pixels / 7
-    endless[3, 1, 1] = np.inf
     wrong: dict[str, tuple[bytes, bytes | None, str]] = {
         "empty": (b"", None, ""),
         "three bytes": (whole[:3], None, ""),
@@ -781,8 +773,8 @@ def _images() -> Iterable[Case]:
         "no pixels": (_idx(pixels[:, :0]), None, ""),
         "product of 2**64": (_idx(pixels, shape=(2**31, 2**31, 4)), None, ""),
         "constant": (_idx(pixels * 0), None, ""),
-        "NaN": (_idx(holes, 13), None, ""),
-        "infinity": (_idx(endless, 13), None, ""),
+        "int32": (_idx(pixels * 1000, 12), None, ""),
+        "float64": (_idx(pixels / 7, 14), None, ""),
         "one dimension": (_idx(pixels.ravel()), None, ""),
         "labels of fractions": (whole, _idx(np.arange(60) % 3, 13), ""),
         "labels of two dimensions": (whole, _idx(np.zeros((60, 2))), ""),

@@ -19,7 +19,17 @@ def has_target(y: Tensor) -> Tensor:
     return y.isfinite().any(1) if y.is_floating_point() else y[:, 0] != IGNORED
 
 
-class GraphDataset(Dataset[Any]):
+class _Batches(Dataset[Any]):
+    """Return the batch of a list of indices, by ``__getitems__``, which the DataLoader's fetcher prefers."""
+
+    def __getitem__(self, rows: int | Sequence[int]) -> Batch:
+        return self.__getitems__([rows] if isinstance(rows, int) else rows)
+
+    def __getitems__(self, rows: Sequence[int]) -> Batch:
+        raise NotImplementedError
+
+
+class GraphDataset(_Batches):
     """Collate the graphs at a list of indices into one :class:`torch_geometric.data.Batch`.
 
     Args:
@@ -36,11 +46,7 @@ class GraphDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.graphs)
 
-    def __getitem__(self, rows: int | Sequence[int]) -> Batch:
-        return self.__getitems__([rows] if isinstance(rows, int) else rows)
-
     def __getitems__(self, rows: Sequence[int]) -> Batch:
-        """Return the batch of items ``rows``; the DataLoader's fetcher prefers it to ``__getitem__``."""
         batch = Batch.from_data_list([self.graphs[row] for row in rows])
         if self.node_targets:
             y = batch.y.view(batch.num_nodes, -1)
@@ -48,7 +54,7 @@ class GraphDataset(Dataset[Any]):
         return batch
 
 
-class NodeDataset(Dataset[Any]):
+class NodeDataset(_Batches):
     """Collate the whole graphs of the nodes at a list of indices into one batch.
 
     Batches hold ``target_index`` (S,), the index of each listed node among the nodes of the batch, in order.
@@ -68,9 +74,6 @@ class NodeDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, rows: int | Sequence[int]) -> Batch:
-        return self.__getitems__([rows] if isinstance(rows, int) else rows)
-
     def __getitems__(self, rows: Sequence[int]) -> Batch:
         nodes = self.rows[torch.tensor(rows)]
         of = torch.searchsorted(self.stops, nodes, right=True)
@@ -80,7 +83,7 @@ class NodeDataset(Dataset[Any]):
         return batch
 
 
-class NeighbourDataset(Dataset[Any]):
+class NeighbourDataset(_Batches):
     """Sample the subgraph around the nodes at a list of indices, as one batch.
 
     From each seed node, ``num_neighbors[0]`` of its incoming edges are followed, from each new node
@@ -115,9 +118,6 @@ class NeighbourDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, rows: int | Sequence[int]) -> Batch:
-        return self.__getitems__([rows] if isinstance(rows, int) else rows)
 
     def __getitems__(self, rows: Sequence[int]) -> Batch:
         listed = self.rows[torch.tensor(rows)]

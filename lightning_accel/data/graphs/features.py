@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,23 +15,14 @@ _MOST_TYPES = 10_000
 
 @dataclass(frozen=True)
 class Features:
-    """Describe the features of the nodes and edges of a set of graphs.
+    """Describe the features of the nodes and edges of a set of graphs."""
 
-    Args:
-        node_types: number of values of each column of ``x``, if it holds whole numbers.
-        edge_types: number of values of each column of ``edge_attr``, if it holds whole numbers.
-        num_features: F, after one-hot encoding.
-        edge_dim: D, None unless edges have features.
-        num_relations: number of edge types, None unless each edge has one type.
-        has_x: whether nodes have features; else they get a single constant 1.
-    """
-
-    num_features: int
-    node_types: list[int] | None = None
-    edge_types: list[int] | None = None
-    edge_dim: int | None = None
-    num_relations: int | None = None
-    has_x: bool = True
+    num_features: int  # F, after one-hot encoding
+    node_types: list[int] | None = None  # number of values of each column of x, if it holds whole numbers
+    edge_types: list[int] | None = None  # likewise of edge_attr
+    edge_dim: int | None = None  # D, None unless edges have features
+    num_relations: int | None = None  # number of edge types, None unless each edge has one type
+    has_x: bool = True  # else nodes get a single constant 1
 
 
 def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -> Features:
@@ -45,7 +36,7 @@ def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -
     Raises:
         ValueError: if graphs differ, or hold values that cannot be features; the message names the graph and its line.
     """
-    names = [_graph_name(number, lines) for number in range(len(graphs))]
+    names = [f"graph {i} (line {lines[i]})" if lines else f"graph {i}" for i in range(len(graphs))]
     for name, graph in zip(names, graphs, strict=True):
         _require_edges(graph, f"edge_index of {name} of {where}")
     nodes, edges = (_column_types(graphs, names, key, where) for key in ("x", "edge_attr"))
@@ -54,10 +45,6 @@ def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -
     if edge_types is not None and len(edge_types) == 1:
         return Features(width, node_types, edge_types, None, edge_types[0], nodes is not None)
     return Features(width, node_types, edge_types, edge_width, None, nodes is not None)
-
-
-def _graph_name(number: int, lines: Sequence[str]) -> str:
-    return f"graph {number} (line {lines[number]})" if lines else f"graph {number}"
 
 
 def _require_edges(graph: Data, what: str) -> None:
@@ -73,30 +60,28 @@ def _column_types(
     graphs: Sequence[Data], names: Sequence[str], key: str, where: str
 ) -> tuple[list[int] | None, int] | None:
     """Return the number of values of each column, None for floating ones, and of features; None without any."""
-    first: Any = next((graph.to_dict().get(key) for graph in graphs if _has_items(graph, key)), None)
+    filled = [(name, graph) for name, graph in zip(names, graphs, strict=True) if _has_items(graph, key)]
+    first: Any = filled[0][1].to_dict().get(key) if filled else None
     most: Tensor | None = None
-    for name, graph in zip(names, graphs, strict=True):
-        if not _has_items(graph, key):
-            continue  # without nodes or edges, nothing is known of their features
+    for name, graph in filled:
         found = graph.to_dict().get(key)
-        rows = graph.num_nodes if key == "x" else graph.num_edges
         if (found is None) != (first is None):
             raise ValueError(f"{name} of {where} and its first one differ: one alone has {key}")
         if found is None:
             continue
+        rows = graph.num_nodes if key == "x" else graph.num_edges
         if not isinstance(found, Tensor) or found.ndim not in (1, 2) or len(found) != rows:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"{key} of {name} of {where} must be ({rows}, ...) of numbers; got {got}")
-        if _as_columns(found).shape[1] != _as_columns(first).shape[1] or _is_categorical(found) != _is_categorical(
-            first
-        ):
+        width, categorical = _as_columns(found).shape[1], _is_categorical(found)
+        if (width, categorical) != (_as_columns(first).shape[1], _is_categorical(first)):
             raise ValueError(
-                f"{key} must be alike in all graphs of {where}; {name} has {_as_columns(found).shape[1]} of "
-                f"{found.dtype} a row, the first one {_as_columns(first).shape[1]} of {first.dtype}"
+                f"{key} must be alike in all graphs of {where}; {name} has {width} of {found.dtype} a row, the first "
+                f"one {_as_columns(first).shape[1]} of {first.dtype}"
             )
         if found.is_floating_point() and not found.isfinite().all():
             raise ValueError(f"{key} of {name} of {where} holds {found[~found.isfinite()][0]}; fill it in")
-        if _is_categorical(found) and len(found):
+        if categorical:
             if found.min() < 0:
                 raise ValueError(f"{key} of {name} of {where} holds the type {int(found.min())}; 0 or more")
             largest = _as_columns(found).amax(0)
@@ -105,7 +90,8 @@ def _column_types(
         return None
     if not _is_categorical(first):
         return None, _as_columns(first).shape[1]
-    types = [1] * _as_columns(first).shape[1] if most is None else (most + 1).tolist()
+    assert most is not None
+    types = (most + 1).tolist()
     if sum(types) > _MOST_TYPES:
         raise ValueError(
             f"{key} of {where} holds whole numbers up to {max(types) - 1}, which would each become a feature; make "
@@ -183,8 +169,7 @@ def _validated_types(graph: Data, key: str, types: list[int], where: str) -> Ten
     return found.long()
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """Standardize columns by their means and standard deviations, which are 0 and 1 for columns to be kept."""
 
     mean: Tensor

@@ -22,7 +22,7 @@ from lightning_accel.data.tables.files import existing_file, regular_file, split
 from lightning_accel.ops.renames import renamed_arguments
 
 IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
-Limits: TypeAlias = tuple[float, float]
+Limits: TypeAlias = tuple[int, int]
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -57,16 +57,11 @@ def read_idx(path: str | Path) -> np.ndarray:
                 found = file.readinto(values.view(np.uint8).data) + len(file.read(1))
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is gzipped and cannot be unpacked: {error}. Fetch or write it again") from error
-    sizes = f"{shown(shape, 100)} of {dtype.itemsize} bytes each"
-    if found < promised:
+    if found != promised:
         raise ValueError(
-            f"{path} is cut short: its header says {sizes}, {shown(promised)} bytes, and {found} are there. Fetch or "
-            "write it again"
-        )
-    if found > promised:
-        raise ValueError(
-            f"{path} is longer than its header says: {sizes} are {shown(promised)} bytes, and "
-            f"{found}{' or more' if is_packed else ''} are there. Write it again, with the right shape"
+            f"{path} is {'cut short' if found < promised else 'too long'}: its header says {shown(shape, 100)} of "
+            f"{dtype.itemsize} bytes each, {shown(promised)} bytes, and {found}"
+            f"{' or more' if is_packed and found > promised else ''} are there. Fetch or write it again"
         )
     return values.reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
@@ -123,9 +118,8 @@ class IdxDataModule(InMemoryDataModule):
     a dataset's name in front; nothing is downloaded. The test files may be missing where there is no test.
 
     Files of shape (N, H, W) give images (B, 1, H, W), files of (N, D) give vectors (B, D), and other shapes stay as
-    they are. In memory, images keep the type of the file, for MNIST one byte per pixel, and become float32 one batch at
-    a time. The smallest value of the training file becomes 0 and the largest 1, whatever its type (for MNIST: 0 and
-    255); test images are clamped to that range.
+    they are. In memory, images stay bytes, and become float32 one batch at a time. The smallest value of the training
+    file becomes 0 and the largest 1 (for MNIST: 0 and 255); test images are clamped to that range.
 
     Labels are any whole numbers; the classes are the sorted labels of the training file. A share ``val_share`` of the
     training images validates, stratified by class; the same files and ``seed`` give the same split on every
@@ -147,7 +141,7 @@ class IdxDataModule(InMemoryDataModule):
     Raises:
         FileNotFoundError: if the folder does not exist; in ``setup``, if a file does not, naming the expected names.
         ValueError: if a number is out of range; in ``setup``, if a file is no IDX file, is damaged or empty, holds
-            constant images, NaN or images of another shape, or labels that are not one whole number per image; in
+            constant images or images of another shape, or labels that are not one whole number per image; in
             ``load_state_dict``, if the model was trained on other images.
     """
 
@@ -202,10 +196,9 @@ class IdxDataModule(InMemoryDataModule):
         if labels is not None:
             classes, labels = np.unique(labels, return_inverse=True)
             self.class_names, self.num_classes = [str(label) for label in classes], len(classes)
-        self._limits = float(images.min()), float(images.max())
+        self._limits = int(images.min()), int(images.max())
         if self._limits[0] == self._limits[1]:
-            raise ValueError(f"images must vary to be scaled to [0, 1]; every value of {path} is {self._limits[0]:g}")
-        self._mean = float(images.mean(dtype=np.float64))
+            raise ValueError(f"images must vary to be scaled to [0, 1]; every value of {path} is {self._limits[0]}")
         self.image_shape = (1, *images.shape[1:]) if images.ndim == 3 else images.shape[1:]
         self.num_features = int(np.prod(self.image_shape))
         split_by = path if labels is None else _require_idx(self.path, "train-labels")
@@ -240,22 +233,19 @@ class IdxDataModule(InMemoryDataModule):
 
     def _read_images(self, path: Path) -> np.ndarray:
         images = read_idx(path)
-        if images.ndim < 2:
-            raise ValueError(f"images must be (N, H, W), or rows (N, D); {path} holds {images.shape} {images.dtype}")
-        if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
-            row, *place = np.argwhere(~finite)[0].tolist()
+        if images.ndim < 2 or images.dtype != np.uint8:
             raise ValueError(
-                f"images must be finite; {path} holds {images[(row, *place)]} in row {row}, at {tuple(place)}"
+                f"images must be bytes, (N, H, W) or rows (N, D); {path} holds {images.shape} {images.dtype}"
             )
         return images
 
     def _read_like_training(self, path: Path) -> np.ndarray:
         images = self._read_images(path)
         trained = self.train_rows.images.numpy()
-        if images.shape[1:] != trained.shape[1:] or images.dtype != trained.dtype:
+        if images.shape[1:] != trained.shape[1:]:
             raise ValueError(
-                f"{path} holds images of {images.shape[1:]} {images.dtype}, and the training images are of "
-                f"{trained.shape[1:]} {trained.dtype}; give files that belong together"
+                f"{path} holds images of {images.shape[1:]}, and the training images are of {trained.shape[1:]}; give "
+                "files that belong together"
             )
         return images
 
@@ -275,12 +265,9 @@ class IdxDataModule(InMemoryDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "image shape": list(self.image_shape),
             "classes": self.class_names if self.labelled else None,
             "split": [self.seed, self.val_share],
             "binarize": self.binarize,
-            "limits": list(self._limits),
-            "mean of the training file": self._mean,
             DIGEST: self._digest,
         }
 
@@ -291,7 +278,7 @@ class IdxDataModule(InMemoryDataModule):
 
 @dataclass(eq=False)
 class ImageDataset(Dataset[tuple[Tensor, ...]]):
-    """Hold images of any type, optionally with labels, and scale one batch at a time to float32 in [0, 1].
+    """Hold images as bytes, optionally with labels, and scale one batch at a time to float32 in [0, 1].
 
     Args:
         images: (N, ...) as in the file.
@@ -323,7 +310,5 @@ class ImageDataset(Dataset[tuple[Tensor, ...]]):
 
     def _scale(self, images: Tensor) -> Tensor:
         least, greatest = self.limits
-        # float32 represents integers of 8 and 16 bits exactly, but not of 32
-        images = images.float() if images.dtype in (torch.uint8, torch.int8, torch.int16) else images.double()
-        images = images.sub_(least).div_(greatest - least).clamp_(0, 1).float()
+        images = images.float().sub_(least).div_(greatest - least).clamp_(0, 1)
         return images.gt(0.5).float() if self.binarize else images

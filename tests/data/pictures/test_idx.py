@@ -83,7 +83,7 @@ def test_bytes_of_a_known_file_are_read(tmp_path):
         (b"\0\0\x08\0", "it begins with 00 00 08 00"),
         (b"\0\0\x08\3\0\0\0\1", "cut short: a header of 3 dimensions takes 16 bytes, and 8 are there"),
         (idx(some_images(5))[:-7], r"cut short: its header says \(5, 4, 3\) of 1 bytes each, 60 bytes, and 53 are the"),
-        (idx(np.ones(3, "f8")) + b"\0", r"longer than its header says: \(3,\) of 8 bytes each are 24 bytes, and 25"),
+        (idx(np.ones(3, "f8")) + b"\0", r"too long: its header says \(3,\) of 8 bytes each, 24 bytes, and 25"),
         (idx(np.zeros((0, 4, 3), "u1")), r"holds no values: its shape is \(0, 4, 3\)"),
         (b"\0\0\x08\3" + b"\xff" * 12, r"cut short: its header says \(4294967295, 4294967295, 4294967295\)"),
         (
@@ -184,15 +184,14 @@ def test_classes_are_those_of_the_training_file(mnist):
         set_up(mnist)
 
 
-@pytest.mark.parametrize(("kind", "far"), [("i1", 0), ("i2", 0), ("i4", 2e9), ("f4", 0), ("f8", 2e9)])
-def test_the_training_files_least_and_greatest_become_0_and_1(mnist, kind, far):
-    images = (np.linspace(-100, 120, 480).reshape(40, 4, 3) + far).astype(kind)  # float32 knows 2e9 to 128
+def test_the_training_files_least_and_greatest_become_0_and_1(mnist):
+    images = np.linspace(20, 240, 480).reshape(40, 4, 3).astype("u1")
     put(mnist / "train-images-idx3-ubyte", images)
     (mnist / "t10k-images-idx3-ubyte.gz").unlink()
-    put(mnist / "t10k-images-idx3-ubyte", np.full((9, 4, 3), far + 127, kind))
+    put(mnist / "t10k-images-idx3-ubyte", np.full((9, 4, 3), 250, "u1"))
     data = set_up(mnist)
     rows = torch.cat([whole(loader)[0] for loader in (data.train_dataloader(), data.val_dataloader())]).flatten(1)
-    expected = (images.astype("f8") - far + 100) / 220
+    expected = (images.astype("f8") - 20) / 220
     np.testing.assert_allclose(sorted(rows.tolist()), sorted(expected.reshape(40, -1).tolist()), rtol=1e-6, atol=1e-7)
     assert whole(data.test_dataloader())[0].unique().tolist() == [1]  # cut
 
@@ -233,10 +232,6 @@ def spoil(name, array):
     return change
 
 
-NAN = np.zeros((40, 4, 3), "f4")
-NAN[7, 2, 1] = np.nan
-
-
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
@@ -246,12 +241,11 @@ NAN[7, 2, 1] = np.nan
         (spoil("train-labels", some_labels(39)), ValueError, "holds 40 images and .*train-labels.* 39 labels;"),
         (spoil("train-labels", some_images(40)), ValueError, r"one whole number for each image, \(N,\); .* holds \(40"),
         (spoil("train-labels", np.ones(40, "f4")), ValueError, r"holds \(40,\) float32"),
-        (spoil("train-images", some_labels(40)), ValueError, r"images must be \(N, H, W\), or rows \(N, D\); .*\(40"),
-        (spoil("train-images", NAN), ValueError, r"images must be finite; .* holds nan in row 7, at \(2, 1\)"),
+        (spoil("train-images", some_labels(40)), ValueError, r"images must be bytes, \(N, H, W\) or .*\(40"),
+        (spoil("train-images", np.ones((40, 4, 3), "f4")), ValueError, r"must be bytes.* holds \(40, 4, 3\) float32"),
         (spoil("train-images", np.full((40, 4, 3), 9, "u1")), ValueError, r"images must vary .*; every value .* 9"),
         (spoil("t10k-images", some_images(9, shape=(3, 4))), ValueError,
-         r"holds images of \(3, 4\) uint8, and the training images are of \(4, 3\) uint8; give files that belong"),
-        (spoil("t10k-images", np.ones((9, 4, 3), "f4")), ValueError, r"holds images of \(4, 3\) float32, and the"),
+         r"holds images of \(3, 4\), and the training images are of \(4, 3\); give files that belong"),
         (spoil("train-labels", np.arange(40, dtype="u1")), ValueError, "train-labels.* has too few rows to split"),
     ],
 )  # fmt: skip
@@ -293,7 +287,7 @@ def test_checkpoint_of_other_options_is_refused(mnist, change):
 def test_checkpoint_of_other_files_is_refused(mnist):
     state = set_up(mnist).state_dict()
     put(mnist / "train-images-idx3-ubyte", some_images(40, 3))
-    with pytest.raises(ValueError, match=r"mean of the training file .* there, .* here"):
+    with pytest.raises(ValueError, match=r"digest of the data .* there, .* here"):
         set_up(mnist).load_state_dict(state)
 
 
