@@ -31,7 +31,7 @@ from lightning_accel.callbacks.distillation.loss import (
     squared_error,
 )
 from lightning_accel.callbacks.distillation.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
-from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights, module_sizes, restore_
+from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
 from lightning_accel.strategies import PipelineStrategy
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
@@ -197,10 +197,16 @@ class Distillation(L.Callback):
 
     def _make_own_teacher(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._copy is not None
-        made = self._copy.make(trainer, pl_module, everywhere=True)
-        assert made is not None
-        if self._saved:
-            restore_(made, self._saved["weights"], self._saved["plan"])
+        if self._saved:  # of the shapes of a new module, from which the student may have lost channels
+            made = self._copy.with_original_shapes()
+            for name, buffer in pl_module.named_buffers():  # including those not in state_dict
+                if buffer.shape == (own := made.get_buffer(name)).shape:
+                    own.copy_(buffer)
+            made.load_state_dict(self._saved["weights"], assign=True)  # in the dtypes of the checkpoint
+        else:
+            whole = self._copy.make(trainer, pl_module, everywhere=True)
+            assert whole is not None
+            made = whole
         self._copy, self._saved = None, {}
         self._teacher = Teacher(made)
 
@@ -331,7 +337,7 @@ class Distillation(L.Callback):
         if self.teacher not in _COPIES_OF_STUDENT or self._teacher is None:
             return {"initial": self._saved}
         weights = {name: value.cpu() for name, value in self._teacher.module.state_dict().items()}
-        return {"initial": {"weights": weights, "plan": module_sizes(self._teacher.module)}}
+        return {"initial": {"weights": weights}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["initial"] if self.teacher in _COPIES_OF_STUDENT else {}

@@ -1,7 +1,6 @@
 """Loading and running of the teacher in distillation."""
 
 import copy
-from collections.abc import Mapping
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -130,37 +129,3 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
             "as it is when training starts"
         )
     return read_checkpoint(Path(path))
-
-
-def module_sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the sizes that submodules hold beside their weights, such as ``groups`` of a convolution."""
-    return {
-        name: {key: value for key, value in vars(one).items() if _is_size(key, value)}
-        for name, one in module.named_modules()
-    }
-
-
-def restore_(module: nn.Module, state: Mapping[str, torch.Tensor], plan: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the ``state`` of the same modules in other shapes, with the sizes in ``plan`` from ``module_sizes``."""
-    made: dict[int, torch.Tensor] = {}  # by the id of the tensor that it replaces, which may be shared
-    for name, one in module.named_modules():
-        if name in plan:
-            vars(one).update(plan[name])
-        for own in (one._parameters, one._buffers):
-            for key, value in own.items():
-                saved = state.get(f"{name}.{key}" if name else key)
-                if value is not None and saved is not None and saved.shape != value.shape:
-                    if id(value) not in made:
-                        empty = torch.empty_like(saved, dtype=value.dtype)
-                        is_trained = isinstance(value, nn.Parameter)
-                        made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_trained else empty
-                    own[key] = made[id(value)]
-    module.load_state_dict(state)
-
-
-def _is_size(key: str, value: Any) -> bool:
-    if key.startswith("_") or key == "training":
-        return False
-    return isinstance(value, int) or (
-        isinstance(value, tuple) and bool(value) and all(type(one) is int for one in value)
-    )

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import lightning as L
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Criterion = str | Callable[[str, Tensor], Tensor]
+Criterion = Literal["magnitude"] | Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
