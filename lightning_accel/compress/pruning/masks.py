@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.pruning.prunable import Exclusion, find_prunable, is_stacked
-from lightning_accel.compress.pruning.selection import Part, Reduce, choose_lowest, hash_uniform
+from lightning_accel.compress.pruning.selection import Part, Reduce, choose_lowest
 
 Scope: TypeAlias = Literal["layer", "global", "erk"]
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -26,10 +26,9 @@ def prune_(
     sparsity: float | None = None,
     *,
     structure: str = "unstructured",
-    criterion: Literal["magnitude", "random"] | ScoreFunction = "magnitude",
+    criterion: Literal["magnitude"] | ScoreFunction = "magnitude",
     scope: Scope = "erk",
     exclude: Sequence[Exclusion] = (),
-    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Set the least important weights of ``module`` to zero, once.
 
@@ -39,12 +38,11 @@ def prune_(
             is kept. It may be omitted only with a ``structure`` such as ``"2:4"``, which implies it.
         structure: ``"unstructured"``, or N:M such as ``"2:4"``, which keeps two of four consecutive weights along the
             input.
-        criterion: ``"magnitude"``, ``"random"``, or a function of a parameter's name and value that returns scores of
+        criterion: ``"magnitude"``, or a function of a parameter's name and value that returns scores of
             its shape, of which the lowest are pruned.
         scope: ``"layer"`` for the same sparsity in each layer, ``"global"`` for the lowest scores over all layers, or
             ``"erk"`` for a lower sparsity in smaller layers.
         exclude: see :func:`~lightning_accel.compress.find_prunable`.
-        seed: seed of ``"random"``.
 
     Returns:
         Boolean masks of the weights that are kept, by the name of the parameter.
@@ -71,10 +69,7 @@ def prune_(
         found = [one for one in found if one.weight.shape[one.input_dim] % pattern[1] == 0]
     if not found:
         raise ValueError(f"{type(module).__name__} has no weight to prune; left out: {left_out}")
-    scores = {}
-    for number, one in enumerate(found):
-        value = one.weight.detach()
-        scores[one.name] = Part(score(criterion, one.name, value, seed * 65537 + number + 1), value.numel())
+    scores = {one.name: Part(score(criterion, one.name, one.weight.detach()), one.weight.numel()) for one in found}
     if pattern is not None:
         dims = {one.name: one.input_dim for one in found}
         pruned = choose_groups(scores, dims, pattern, 1.0)
@@ -92,7 +87,7 @@ def prune_(
     return kept
 
 
-def score(criterion: str | ScoreFunction, name: str, value: Tensor, seed: int = 0) -> Tensor:
+def score(criterion: str | ScoreFunction, name: str, value: Tensor) -> Tensor:
     """Return the importance of each element of ``value``, float32, by a criterion that depends on the weights alone."""
     if callable(criterion):
         scores = criterion(name, value)
@@ -102,9 +97,9 @@ def score(criterion: str | ScoreFunction, name: str, value: Tensor, seed: int = 
         if not scores.isfinite().all():
             raise ValueError(f"the criterion must return finite scores; those of {name} have NaN or infinity")
         return scores.detach().float()
-    if criterion == "magnitude":
-        return value.abs().float()
-    return hash_uniform(torch.arange(value.numel(), device=value.device).view(value.shape), seed)
+    if criterion != "magnitude":
+        raise ValueError(f"criterion must be 'magnitude', or a function; got {criterion!r}")
+    return value.abs().float()
 
 
 def parse_structure(structure: str) -> tuple[int, int] | None:

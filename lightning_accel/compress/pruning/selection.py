@@ -81,27 +81,6 @@ def choose_lowest(
     return chosen
 
 
-def hash_uniform(places: Tensor, seed: int) -> Tensor:
-    """Return pseudorandom float32 in [0, 1) that depend on ``places`` (int64) and ``seed`` alone, on any process.
-
-    Source: the finalizer of SplitMix64, Steele et al. 2014, Fast Splittable Pseudorandom Number Generators.
-    """
-    mixed = places + _signed(seed * 0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ _shift(mixed, shift)) * _signed(factor)
-    mixed = mixed ^ _shift(mixed, 31)
-    return _shift(mixed, 40).float() / 2**24
-
-
-def _signed(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Shift to the right, filling with zeros."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
-
-
 def _sortable_bits(scores: Tensor) -> Tensor:
     """Map ``scores`` to int32 of the same order; 0.0 and -0.0 are equal."""
     bits = (scores.float() + 0.0).contiguous().view(torch.int32)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -14,7 +14,7 @@ from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import noise_share
-from lightning_accel.compress.quantization.layers import Skip, find_layers
+from lightning_accel.compress.quantization.layers import Layers, Skip, find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
 from lightning_accel.compress.quantization.pt2e import (
     Ranges,
@@ -138,7 +138,6 @@ def quantize(
     seconds: float = 0.5,
     ranges: Ranges | None = None,
     file_format: str | None = None,
-    title: str = "quantization",
     progress: Progress | None = None,
 ) -> Quantized:
     """Make the forms of ``module`` that this machine can run, measure them, and pick the fastest.
@@ -162,7 +161,6 @@ def quantize(
         seconds: measurement time per form and batch size.
         ranges: input ranges of layers, where training found them.
         file_format: ``pt2`` or ``onnx``, if the picked form must be written in that format.
-        title: title of the report.
         progress: reporter of progress.
 
     Raises:
@@ -187,35 +185,85 @@ def quantize(
     progress = Progress(None) if progress is None else progress
     makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
     wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]
-    made: dict[str, Form] = {}
-    refused: dict[str, str] = {}
+    trial = _Trial(module, inputs, limit, ranges, progress)
     with sharing_export():
-        names = [name for name in makers if name in wanted or _is_compared(name, wanted)]
+        trial.make([name for name in makers if name in wanted or _is_compared(name, wanted)], layers)
+        trial.evaluate()
+        trial.refuse_worse(wanted, skip)
+    return _pick(trial, wanted, batch_sizes, seconds)
+
+
+@dataclass
+class _Trial:
+    """Hold the forms that were made, their figures, and the reasons for those that may not be picked, by name."""
+
+    module: nn.Module
+    inputs: Sequence[Inputs]
+    limit: Limit | None
+    ranges: Ranges | None
+    progress: Progress
+    made: dict[str, Form] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def make(self, names: Sequence[str], layers: Layers) -> None:
         for number, name in enumerate(names, start=1):
-            progress(f"form {number} of {len(names)}: {name}")
+            self.progress(f"form {number} of {len(names)}: {name}")
             try:
-                options = {"ranges": ranges} if makers[name].kind == "static" else {}
-                made[name] = makers[name].make(module, inputs, layers, **options)
-                if limit is None or limit.max_drop is None:  # else limit.evaluate finds wrong outputs
-                    require_similar_outputs(made[name], module, inputs[0])
+                form = self._make(name, layers)
+                if self.limit is None or self.limit.max_drop is None:  # else limit.evaluate finds wrong outputs
+                    require_similar_outputs(form, self.module, self.inputs[0])
+                self.made[name] = form
             except Exception as error:  # exporters and compilers raise all kinds of exceptions
-                made.pop(name, None)
-                refused[name] = _reason(error)
-        figures = _evaluate_all(limit, module, made, refused, progress)
-        for name in list(made):
-            if limit is not None and not limit.allows(figures[_EAGER], figures[name]):
-                refused[name] = f"{limit.monitor} is {limit.drop(figures[_EAGER], figures[name]):.4g} worse"
-                if name in wanted and makers[name].kind == "static":
-                    progress(f"{name}: {refused[name]}; leaves layers in float")
-                    try:
-                        better = _keep_sensitive_in_float(module, inputs, name, skip, limit, figures[_EAGER], ranges)
-                    except Exception as error:
-                        refused[name] += f", and with layers in float it fails: {_reason(error)}"
-                        continue
-                    if better is not None:
-                        made[name], figures[name] = better
-                        del refused[name]
-    return _pick(module, inputs, made, refused, figures, wanted, batch_sizes, seconds, title, progress)
+                self.refused[name] = _reason(error)
+
+    def _make(self, name: str, layers: Layers) -> Form:
+        options = {"ranges": self.ranges} if _MAKERS[name].kind == "static" else {}
+        return _MAKERS[name].make(self.module, self.inputs, layers, **options)
+
+    def evaluate(self) -> None:
+        if self.limit is None:
+            return
+        self.progress("validates fp32 eager")
+        self.figures[_EAGER] = self.limit.evaluate(self.module)
+        if self.limit.monitor is not None and self.limit.monitor not in self.figures[_EAGER]:
+            known = ", ".join(self.figures[_EAGER])
+            raise ValueError(f"monitor={self.limit.monitor!r} is not logged in validation; what is: {known}")
+        for name in list(self.made):
+            self.progress(f"validates {name}", if_slow=True)
+            try:
+                self.figures[name] = self.limit.evaluate(self.made[name].run)
+            except Exception as error:
+                self.refused[name] = f"fails in validation: {first_line(error)}"
+                del self.made[name]
+
+    def refuse_worse(self, wanted: Sequence[str], skip: Skip) -> None:
+        """Refuse the forms that are not within the limit, unless a wanted static one is with layers in float."""
+        for name in list(self.made):
+            if self.limit is None or self.limit.allows(self.figures[_EAGER], self.figures[name]):
+                continue
+            worse = self.limit.drop(self.figures[_EAGER], self.figures[name])
+            self.refused[name] = f"{self.limit.monitor} is {worse:.4g} worse"
+            if name in wanted and _MAKERS[name].kind == "static":
+                self.progress(f"{name}: {self.refused[name]}; leaves layers in float")
+                try:
+                    self._keep_sensitive_in_float(name, skip, self.limit)
+                except Exception as error:
+                    self.refused[name] += f", and with layers in float it fails: {_reason(error)}"
+
+    def _keep_sensitive_in_float(self, name: str, skip: Skip, limit: Limit) -> None:
+        """Make the form with the fewest sensitive layers in float that is within the limit, if any is."""
+        ranked = rank_layers(self.module, self.inputs, find_layers(self.module, skip).quantized, self.ranges)
+        for count in _powers_of_two(len(ranked)):
+            left = list(ranked)[:count]
+            layers = find_layers(self.module, [*skip, *left])
+            layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
+            form = self._make(name, layers)
+            figures = limit.evaluate(form.run)
+            if limit.allows(self.figures[_EAGER], figures):
+                self.made[name], self.figures[name] = form, figures
+                del self.refused[name]
+                return
 
 
 def require_form(mode: str, backend: str, device_type: str, file_format: str | None = None) -> None:
@@ -281,81 +329,29 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CannotConvertError) else first_line(error)
 
 
-def _evaluate_all(
-    limit: Limit | None, module: nn.Module, made: dict[str, Form], refused: dict[str, str], progress: Progress
-) -> dict[str, Mapping[str, float]]:
-    if limit is None:
-        return {}
-    progress("validates fp32 eager")
-    figures = {_EAGER: limit.evaluate(module)}
-    if limit.monitor is not None and limit.monitor not in figures[_EAGER]:
-        known = ", ".join(figures[_EAGER])
-        raise ValueError(f"monitor={limit.monitor!r} is not logged in validation; what is: {known}")
-    for name in list(made):
-        progress(f"validates {name}", if_slow=True)
-        try:
-            figures[name] = limit.evaluate(made[name].run)
-        except Exception as error:
-            refused[name] = f"fails in validation: {first_line(error)}"
-            del made[name]
-    return figures
-
-
-def _keep_sensitive_in_float(
-    module: nn.Module,
-    inputs: Sequence[Inputs],
-    name: str,
-    skip: Skip,
-    limit: Limit,
-    float_figures: Mapping[str, float],
-    ranges: Ranges | None,
-) -> tuple[Form, Mapping[str, float]] | None:
-    """Make the form with the fewest sensitive layers in float that is within ``limit``; return None if none is."""
-    ranked = rank_layers(module, inputs, find_layers(module, skip).quantized, ranges)
-    for count in _powers_of_two(len(ranked)):
-        left = list(ranked)[:count]
-        layers = find_layers(module, [*skip, *left])
-        layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
-        form = _MAKERS[name].make(module, inputs, layers, ranges=ranges)
-        figures = limit.evaluate(form.run)
-        if limit.allows(float_figures, figures):
-            return form, figures
-    return None
-
-
 def _powers_of_two(total: int) -> list[int]:
     """Return the powers of 2 below ``total``, and ``total - 1``."""
     return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
 
 
-def _pick(
-    module: nn.Module,
-    inputs: Sequence[Inputs],
-    made: Mapping[str, Form],
-    refused: dict[str, str],
-    figures: Mapping[str, Mapping[str, float]],
-    wanted: Sequence[str],
-    batch_sizes: Sequence[int] | None,
-    seconds: float,
-    title: str,
-    progress: Progress,
-) -> Quantized:
+def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | None, seconds: float) -> Quantized:
+    made, refused = trial.made, trial.refused
     candidates = [name for name in made if name in wanted and name not in refused]
     rows = measure_forms(
-        module,
-        inputs[0],
+        trial.module,
+        trial.inputs[0],
         {name: form.run for name, form in made.items()},
-        plain={_EAGER: module},
+        plain={_EAGER: trial.module},
         batches=batch_sizes,
         seconds=seconds,
         contenders=candidates,
-        progress=progress,
+        progress=trial.progress,
     )
     refused.update({name: row.note for name, row in rows.items() if row.status == "failed"})
     latencies = {name: list(row.latencies.values())[-1] for name, row in rows.items() if row.latencies}
     close = ties(latencies, [name for name in candidates if name in latencies and name not in refused])
     chosen = min(close, key=lambda name: _preference(name, close, made), default=None)
-    report = Report(title, _device_of(module))
+    report = Report("quantization", _device_of(trial.module))
     for name in [*rows, *(name for name in refused if name not in rows)]:
         row = rows.get(name, Row(name, status="failed"))
         note = refused.get(name) or _note(made.get(name))
@@ -366,7 +362,7 @@ def _pick(
         report.add(
             row._replace(
                 file_bytes=made[name].file_bytes if name in made else None,
-                metrics=figures.get(name, {}),
+                metrics=trial.figures.get(name, {}),
                 note=note,
                 float_row=_float_row(name, report.device),
             )
@@ -375,7 +371,7 @@ def _pick(
         reasons = "; ".join(f"{name}: {refused[name]}" for name in wanted)
         raise NothingPickedError(f"no form can be picked. {reasons}", report)
     form = made[chosen]
-    report.layers = _layers(module, inputs[0], chosen, form)
+    report.layers = _layers(trial.module, trial.inputs[0], chosen, form)
     return Quantized(
         **form.__dict__,
         report=report,

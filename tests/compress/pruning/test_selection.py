@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_accel.compress.pruning.selection import Part, choose_lowest, hash_uniform
+from lightning_accel.compress.pruning.selection import Part, choose_lowest
 from tests.ranks import run_ranks
 
 
@@ -62,14 +62,3 @@ def check_parts(rank):
 
 def test_parts_of_processes_are_chosen_from_as_one():
     run_ranks(check_parts)
-
-
-def test_hashed_numbers_look_random_and_depend_on_place_and_seed_alone():
-    places = torch.arange(100_000)
-    drawn = hash_uniform(places, 3)
-    assert drawn[7::1000].equal(hash_uniform(places[7::1000], 3))
-    assert (drawn.min() >= 0) & (drawn.max() < 1)
-    histogram = torch.histc(drawn, 50, 0, 1)
-    assert (histogram - 2000).square().sum() / 2000 < 90  # chi squared with 49 degrees of freedom: p < 0.0004
-    for other in (hash_uniform(places, 4), drawn.roll(1), drawn.roll(1000)):
-        assert torch.corrcoef(torch.stack([drawn, other]))[0, 1].abs() < 0.015
