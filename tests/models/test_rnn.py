@@ -130,9 +130,13 @@ def check_parts(rank, kind, options):
     return fit_parts(make(kind), [make_batch(kind, PARTS[rank])] * 2, devices=2, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classification", "regression", "labelling", "forecasting"])
-@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+KINDS = ["labelling", "classification", "regression", "forecasting"]
+CASES = [(kind, strategy) for strategy in ("ddp", "accel_fsdp2") for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+)
 def test_processes_of_unequal_parts_equal_one(kind, strategy):
     expected = fit_parts(make(kind), [make_batch(kind)] * 2)
     for actual in run_ranks(check_parts, kind, {"strategy": strategy}):

@@ -221,7 +221,6 @@ def check_one_rank_overflows(rank):
     return answers, scaler.get_scale()
 
 
-@pytest.mark.slow
 def test_ranks_skip_together():
     for answers, scale in run_ranks(check_one_rank_overflows):
         assert answers == [False, False, True]
