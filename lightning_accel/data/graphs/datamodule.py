@@ -42,7 +42,7 @@ from lightning_accel.data.tables.files import existing_file
 _PARTS = {"path", "dataset", "karate", "substructures"}
 _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
     **{name: {"dataset"} for name in ("val_dataset", "test_dataset")},
-    **{name: {"path"} for name in ("nodes_path", "undirected", "predict_path")},
+    **{name: {"path"} for name in ("nodes_path", "predict_path")},
     **{name: {"substructures"} for name in ("family", "num_graphs")},
     "level": {"path", "dataset", "substructures"},
     "target_kind": {"path", "dataset"},
@@ -52,7 +52,7 @@ _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for 
     "val_share": _PARTS,
     "test_share": _PARTS,
 }
-_DEFAULTS: dict[str, Any] = {"undirected": True, "fold": 0, "family": "erdos_renyi"}
+_DEFAULTS: dict[str, Any] = {"fold": 0, "family": "erdos_renyi"}
 
 
 def _require_effect(source: str, options: Mapping[str, Any]) -> None:
@@ -107,8 +107,9 @@ class GraphDataModule(L.LightningDataModule):
     node features; its text columns are one-hot encoded. ``.jsonl`` files have one graph per line, ``{"edges": [[0, 1],
     [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``; only ``edges`` is
     required, and no further field but the target is allowed; whole numbers in ``edge_attr`` are types, lists or
-    fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a blank. Features are
-    standardized to mean 0 and variance 1 over the training data, except those of only zeros and ones.
+    fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a blank. The reverse of
+    each edge is added where a file lacks it; give directed graphs as a data set of PyG. Features are standardized to
+    mean 0 and variance 1 over the training data, except those of only zeros and ones.
 
     **Data sets** of PyG are not standardized. Whole numbers in ``x`` are one-hot encoded; whole numbers in
     ``edge_attr``, or ``edge_type`` if there is no ``edge_attr``, are edge types. A single graph with node targets is
@@ -129,7 +130,7 @@ class GraphDataModule(L.LightningDataModule):
         path: file of graphs or of edges; by default, ``task`` is used.
         task: a generated task, if there is no ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links
             with ten skips in five folds; ``substructures``, counts of seven small graphs in random graphs; ``karate``,
-            Zachary's club and its two factions. See ``graph_tasks``.
+            Zachary's club and its two factions. See ``tasks``.
         dataset: data set of PyG, such as ``torch_geometric.datasets.TUDataset``; with ``val_dataset`` and
             ``test_dataset``, the training graphs.
         val_dataset: validation graphs; needs ``dataset`` and ``test_dataset``.
@@ -142,7 +143,6 @@ class GraphDataModule(L.LightningDataModule):
         target: column or field of the target in a file, by default ``y``, or several with one number each; for
             ``substructures``, which of them to count, by default all seven.
         nodes_path: table of nodes that accompanies an edge list.
-        undirected: whether to add the reverse of each edge where a file lacks it.
         fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
         family: random graphs of ``substructures``: ``erdos_renyi`` or ``regular``.
         num_graphs: number of graphs of ``substructures``, for training, validation and test; by default 5,000.
@@ -196,7 +196,6 @@ class GraphDataModule(L.LightningDataModule):
         target_kind: TargetKind | None = None,
         target: str | Sequence[str] | None = None,
         nodes_path: str | Path | None = None,
-        undirected: bool = True,
         fold: int = 0,
         family: Family = "erdos_renyi",
         num_graphs: int | None = None,
@@ -222,7 +221,7 @@ class GraphDataModule(L.LightningDataModule):
             self.task or named[0],
             {
                 "val_dataset": val_dataset, "test_dataset": test_dataset, "level": level, "target_kind": target_kind,
-                "target": names or None, "nodes_path": nodes_path, "undirected": undirected, "fold": fold,
+                "target": names or None, "nodes_path": nodes_path, "fold": fold,
                 "family": family, "num_graphs": num_graphs, "num_neighbors": num_neighbors, "val_share": val_share,
                 "test_share": test_share, "predict_path": predict_path,
             },
@@ -249,7 +248,7 @@ class GraphDataModule(L.LightningDataModule):
         )
         if nodes is not None and self.predict_path is not None:
             raise ValueError("predict_path has no effect beside nodes_path: all nodes of the graph are predicted")
-        self.layout = GraphLayout(level, names or ("y",), nodes, undirected)
+        self.layout = GraphLayout(level, names or ("y",), nodes)
         self.datasets = [part for part in (dataset, val_dataset, test_dataset) if part is not None]
         self.transform = transform
         self.counted = names or tuple(SUBSTRUCTURES)

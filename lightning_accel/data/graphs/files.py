@@ -45,7 +45,6 @@ class GraphLayout:
     level: Level | None = None
     target: Sequence[str] = ("y",)
     nodes_path: Path | None = None
-    undirected: bool = True
 
 
 @dataclass
@@ -87,9 +86,8 @@ def read_graphs(path: Path, layout: GraphLayout, with_target: bool = True) -> Fi
                 "need a .csv or .parquet file with an edge a row, a .jsonl file with a graph a line, or a .g6 file in "
                 f"the graph6 format; got {path}"
             )
-    if layout.undirected:
-        for graph in found.graphs:
-            add_reverse_edges(graph)
+    for graph in found.graphs:
+        add_reverse_edges(graph)
     return found
 
 
