@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_accel.data.planned_sampler import PlannedSampler
-from lightning_accel.data.samplers import ResumableLoader, progress_of
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
 
 
 class BatchTensorDataset(Dataset[tuple[Tensor, ...]]):
@@ -89,16 +89,20 @@ def in_memory_loader(
 
 
 def resumable_loader(
-    rows: Dataset[Any], sampler: PlannedSampler, datamodule: L.LightningDataModule, num_workers: int
+    rows: Dataset[Any],
+    sampler: PlannedSampler | ResumableSampler,
+    datamodule: L.LightningDataModule,
+    num_workers: int,
+    batch_size: int | None = None,
 ) -> ResumableLoader:
     """Return a loader of the batches of ``rows`` that ``sampler`` lists; memory is pinned if the Trainer runs on CUDA.
 
-    Where ``sampler`` shuffles, the Trainer's progress is the loader's.
+    ``batch_size`` is for a sampler of single items. Where ``sampler`` shuffles, the Trainer's progress is the loader's.
     """
     _silence_advice_on_workers(num_workers)
     loader = ResumableLoader(
         rows,
-        batch_size=None,
+        batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
         collate_fn=identity_collate,

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
-from lightning_accel.data.in_memory import identity_collate, in_memory_loader
-from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of, replicas_and_rank
+from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
+from lightning_accel.data.samplers import ResumableSampler, replicas_and_rank
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.data.text.tokens import (
     ByteTokenizer,
@@ -170,17 +170,7 @@ class TextDataModule(L.LightningDataModule):
                 f"{replicas} processes; give more text, or a smaller batch_size"
             )
         sampler = ResumableSampler(self.train_windows, self.batch_size, replicas, rank, self.seed)
-        loader = ResumableLoader(
-            self.train_windows,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            collate_fn=identity_collate,
-            persistent_workers=self.num_workers > 0,
-        )
-        if self.trainer is not None:
-            loader.progress = progress_of(self.trainer)
-        return loader
+        return resumable_loader(self.train_windows, sampler, self, self.num_workers, self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return in_memory_loader(self.val_windows, self, self.batch_size, self.num_workers)
