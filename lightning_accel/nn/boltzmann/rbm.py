@@ -17,22 +17,22 @@ from lightning_accel.nn.boltzmann.partition import (
 )
 from lightning_accel.nn.boltzmann.units import (
     BernoulliVisible,
-    CategoricalVisible,
     GaussianVisible,
     JoinedVisible,
+    LabelVisible,
     VisibleUnits,
 )
 from lightning_accel.nn.features import require_width
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_bernoulli
 
-Visible: TypeAlias = Literal["bernoulli", "gaussian", "categorical"]
+Visible: TypeAlias = Literal["bernoulli", "gaussian"]
 
 
 class RBM(nn.Module):
     """Model visible and hidden units by a restricted Boltzmann machine: p(v, h) proportional to exp(-energy(v, h)).
 
-    The energy is energy(v, h) = e(v) - h . (W x + c), with hidden units that are 0 or 1. For Bernoulli and categorical
+    The energy is energy(v, h) = e(v) - h . (W x + c), with hidden units that are 0 or 1. For Bernoulli
     visible units, x = v and e(v) = -b . v; for Gaussian ones, x = v / variance and e(v) = |v - b|**2 / (2 variance).
     Free energies are computed in float32 also under autocast; other products with W use its dtype.
 
@@ -41,9 +41,7 @@ class RBM(nn.Module):
     Args:
         num_visible: V, not counting labels.
         num_hidden: H.
-        visible: ``bernoulli`` (0, 1, or probabilities), ``gaussian`` (real, standardised) or ``categorical`` (groups of
-            ``num_categories`` units, one-hot).
-        num_categories: number of units in each group of categorical units.
+        visible: ``bernoulli`` (0, 1, or probabilities), or ``gaussian`` (real, standardised).
         num_labels: number of one-hot units appended to the visible ones for the sample's class.
         learn_variance: whether to learn the variances of Gaussian units; else they are 1.
         initial_std: standard deviation of the initial weights. For Bernoulli units sqrt(8 / (V + H)) learns better
@@ -65,7 +63,6 @@ class RBM(nn.Module):
         num_hidden: int,
         *,
         visible: Visible = "bernoulli",
-        num_categories: int | None = None,
         num_labels: int = 0,
         learn_variance: bool = False,
         initial_std: float = 0.01,
@@ -82,9 +79,9 @@ class RBM(nn.Module):
         self.num_hidden = num_hidden
         self.num_labels = num_labels
         self.initial_std = initial_std
-        units = _visible_units(num_visible, visible, num_categories, learn_variance)
+        units = _visible_units(num_visible, visible, learn_variance)
         if num_labels:
-            units = JoinedVisible([units, CategoricalVisible(num_labels, num_labels)])
+            units = JoinedVisible([units, LabelVisible(num_labels)])
         self.visible_units = units
         self.weight = nn.Parameter(torch.empty(num_hidden, self.num_visible))
         self.visible_bias = nn.Parameter(torch.empty(self.num_visible))
@@ -258,7 +255,7 @@ class RBM(nn.Module):
             num_samples: n.
             steps: number of Gibbs steps.
             clamp: (n, V) or (V,), values to hold, such as half of an image or the class of labels; NaN where units are
-                free. Groups of categorical units are clamped or free as a whole.
+                free. Labels are clamped or free as a whole.
             generator: random number generator on the device of the weights.
 
         Returns:
@@ -306,21 +303,11 @@ class RBM(nn.Module):
         return self.visible_units.energy(visible, self.visible_bias)
 
 
-def _visible_units(num_visible: int, kind: Visible, num_categories: int | None, learn_variance: bool) -> VisibleUnits:
-    if (kind == "categorical") != (num_categories is not None):
-        raise ValueError(f"num_categories goes with visible='categorical'; got visible={kind!r}, {num_categories=}")
-    if learn_variance and kind != "gaussian":
-        raise ValueError(f"learn_variance goes with visible='gaussian'; got visible={kind!r}")
-    if kind == "bernoulli":
-        return BernoulliVisible(num_visible)
+def _visible_units(num_visible: int, kind: Visible, learn_variance: bool) -> VisibleUnits:
+    if kind not in ("bernoulli", "gaussian"):
+        raise ValueError(f"visible must be 'bernoulli' or 'gaussian'; got {kind!r}")
     if kind == "gaussian":
         return GaussianVisible(num_visible, learn_variance)
-    if kind != "categorical":
-        raise ValueError(f"visible must be 'bernoulli', 'gaussian' or 'categorical'; got {kind!r}")
-    assert num_categories is not None
-    if num_categories < 2 or num_visible % num_categories:
-        raise ValueError(
-            "num_visible must be a multiple of num_categories, which is at least 2; got "
-            f"num_visible={num_visible}, num_categories={num_categories}"
-        )
-    return CategoricalVisible(num_visible, num_categories)
+    if learn_variance:
+        raise ValueError(f"learn_variance goes with visible='gaussian'; got visible={kind!r}")
+    return BernoulliVisible(num_visible)

@@ -23,8 +23,6 @@ from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.units import (
     BernoulliVisible,
-    CategoricalVisible,
-    GaussianVisible,
     JoinedVisible,
     VisibleUnits,
 )
@@ -107,7 +105,7 @@ class RBMStack(nn.Module):
         below, above = self.layers[layer - 1], self.layers[layer]
         units = _units_without_labels(below)
         if not isinstance(units, BernoulliVisible):
-            raise ValueError(f"an RBM is tied to the one below if all units are 'bernoulli'; got {_option_of(units)}")
+            raise ValueError("an RBM is tied to the one below if all units are 'bernoulli'; got visible='gaussian'")
         if above.num_hidden != below.num_visible:
             raise ValueError(
                 "an RBM is tied to the one below if its hidden units are as many as that one's visible units; got "
@@ -415,16 +413,6 @@ def _units_without_labels(rbm: RBM) -> VisibleUnits:
     return units.parts[0] if isinstance(units, JoinedVisible) else units  # type: ignore[return-value]
 
 
-def _option_of(units: VisibleUnits) -> str:
-    """Return the constructor argument that creates ``units``."""
-    kinds: dict[type, str] = {
-        BernoulliVisible: "visible='bernoulli'",
-        GaussianVisible: "visible='gaussian'",
-        CategoricalVisible: "visible='categorical'",
-    }
-    return kinds.get(type(units), type(units).__name__)
-
-
 def _require_compatible(layer: int, below: RBM, above: RBM) -> None:
     """Require that RBM ``layer`` and the one above it fit together."""
     here = f"RBM {layer + 1} of the stack"
@@ -439,7 +427,7 @@ def _require_compatible(layer: int, below: RBM, above: RBM) -> None:
     units = _units_without_labels(above)
     if not isinstance(units, BernoulliVisible):
         raise ValueError(
-            f"{here} has {_option_of(units)} and stands on hidden units that are 0 or 1: take visible='bernoulli'"
+            f"{here} has visible='gaussian' and stands on hidden units that are 0 or 1: take visible='bernoulli'"
         )
 
 

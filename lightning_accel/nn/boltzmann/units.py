@@ -91,49 +91,35 @@ class BernoulliVisible(VisibleUnits):
         )
 
 
-class CategoricalVisible(VisibleUnits):
-    """Define groups of visible units, of which one is 1 and the others 0; data may be probabilities.
-
-    Args:
-        num_visible: number of groups times ``num_classes``.
-        num_classes: number of units per group.
-    """
-
-    def __init__(self, num_visible: int, num_classes: int) -> None:
-        super().__init__(num_visible)
-        self.num_classes = num_classes
-
-    def _groups(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, self.num_classes))
+class LabelVisible(VisibleUnits):
+    """Define visible units of a label, of which one is 1 and the others 0; data may be probabilities."""
 
     def mean(self, activation: Tensor) -> Tensor:
-        return self._groups(activation).softmax(dim=-1).flatten(-2)
+        return activation.softmax(dim=-1)
 
     def sample(self, activation: Tensor, generator: Generator | None = None) -> Tensor:
-        return sample_categorical(self._groups(activation), generator).flatten(-2)
+        return sample_categorical(activation, generator)
 
     def log_partition(self, activation: Tensor, bias: Tensor) -> Tensor:
-        return self._groups(activation).logsumexp(dim=-1).sum(dim=-1)
+        return activation.logsumexp(dim=-1)
 
     def bias_for(self, mean: Tensor, num_rows: int) -> Tensor:
         return mean.clamp(min=0.5 / (num_rows + 1)).log()
 
     def count_states(self) -> int | None:
-        return self.num_classes ** (self.num_visible // self.num_classes)
+        return self.num_visible
 
     def enumerate_states(self, numbers: Tensor) -> Tensor:
-        places = self.num_classes ** torch.arange(self.num_visible // self.num_classes, device=numbers.device)
-        digits = numbers[:, None].div(places, rounding_mode="floor") % self.num_classes
-        return F.one_hot(digits, self.num_classes).flatten(-2).double()
+        return F.one_hot(numbers, self.num_visible).double()
 
     def find_fault(self, state: Tensor, all_rows: bool = True) -> str | None:
-        sums = self._groups(state).sum(dim=-1)
+        sums = state.sum(dim=-1)
         if float(state.min()) >= 0 and float((sums - 1).abs().max()) < 1e-3:
             return None
         return (
-            f"categorical visible units take groups of {self.num_classes} values of which one is 1 and the others 0, "
-            f"found groups that sum to {float(sums.min()):.6g} to {float(sums.max()):.6g} and values down to "
-            f"{float(state.min()):.6g}. Encode each category as one_hot(category, {self.num_classes})"
+            f"labels are {self.num_visible} values of which one is 1 and the others 0, found labels that sum to "
+            f"{float(sums.min()):.6g} to {float(sums.max()):.6g} and values down to {float(state.min()):.6g}. Encode "
+            f"them as one_hot(label, {self.num_visible})"
         )
 
 

@@ -47,15 +47,9 @@ class SubsetCounts(NamedTuple):
     empty: Tensor
 
 
-def path_counts(triples: Triples) -> Tensor:
-    """Count the paths of two edges with each node as centre, (N, 1) int64."""
-    degree = triples.rowptr.diff().unsqueeze(1)
-    return degree * (degree - 1) // 2
-
-
 def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
     degree = triples.rowptr.diff()
-    per_node = [torch.ones_like(degree), degree, path_counts(triples)[:, 0], triples.num_triangles]
+    per_node = [torch.ones_like(degree), degree, degree * (degree - 1) // 2, triples.num_triangles]
     nodes, ends, paths, corners = graphs.sum(torch.stack(per_node, dim=1)).split(1, dim=1)
     triangle = corners // 3
     wedge = paths - 3 * triangle
@@ -158,14 +152,6 @@ def rooted_sums(maps: Tensor, weight: Tensor | None, triples: Triples) -> Rooted
     centre = (around * around - squares) / 2 - closed
     walks = weighted_neighbour_sum(c * around, weight, triples) - b * around_c  # minus walks that return to i
     return RootedSums(triangle.to(dtype), centre.to(dtype), (walks - path).to(dtype))
-
-
-def count_rooted(triples: Triples) -> RootedSums:
-    """Count the terms in each of :func:`rooted_sums`, (N, 1) int64."""
-    degree = triples.rowptr.diff().unsqueeze(1)
-    triangle = triples.num_triangles.unsqueeze(1)
-    walks = neighbour_sum(degree.double(), triples).long() - degree
-    return RootedSums(triangle, path_counts(triples) - triangle, walks - 2 * triangle)
 
 
 def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:

@@ -198,11 +198,10 @@ def test_rows_that_fit_no_machine_are_told(tmp_path):
     "rbm",
     [
         lambda: RBM(12, 5, visible="gaussian", learn_variance=True),
-        lambda: RBM(12, 5, visible="categorical", num_categories=3),
         lambda: RBM(12, 5).double(),
         lambda: RBM(12, 5).bfloat16(),
     ],
-    ids=["gaussian", "categorical", "double", "bfloat16"],
+    ids=["gaussian", "double", "bfloat16"],
 )
 def test_every_kind_of_unit_and_type_is_drawn(tmp_path, rbm):
     module, callback = OneMachine("cd", rbm()), RBMMonitor()

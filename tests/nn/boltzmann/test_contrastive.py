@@ -14,7 +14,6 @@ from tests.ranks import run_ranks
 PAIRS = {
     "bernoulli": {},
     "gaussian": {"visible": "gaussian", "learn_variance": True},
-    "categorical": {"visible": "categorical", "num_categories": 3},
     "labels": {"num_labels": 2},
     "gaussian with labels": {"visible": "gaussian", "learn_variance": True, "num_labels": 2},
 }

@@ -10,8 +10,6 @@ from lightning_accel.nn import RBM
 from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.units import enumerate_bits
 
-CATEGORICAL = {"visible": "categorical", "num_categories": 3}
-
 
 def make_rbm(num_visible: int = 9, num_hidden: int = 7, scale: float = 1.0, **options) -> RBM:
     """With random parameters in float64."""
@@ -40,7 +38,7 @@ def log_z_by_both_sides(rbm: RBM) -> Tensor:
 # exact ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, CATEGORICAL, {"num_labels": 3}])
+@pytest.mark.parametrize("options", [{}, {"num_labels": 3}])
 @pytest.mark.parametrize("num_hidden", [3, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exact_is_the_sum_over_either_side(options, num_hidden, dtype, monkeypatch):
@@ -79,7 +77,6 @@ def test_exact_refuses_what_it_cannot_enumerate(arguments, sizes):
 
 KINDS = {
     "bernoulli": {},
-    "categorical": CATEGORICAL,
     "labels": {"num_labels": 3},
     "gaussian": {"visible": "gaussian", "learn_variance": True, "scale": 0.5},
     "gaussian and labels": {"visible": "gaussian", "num_labels": 3, "scale": 0.5},
@@ -185,7 +182,7 @@ def test_on_cuda_likelihoods_are_those_of_the_cpu(kind):
 # likelihoods ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, CATEGORICAL])
+@pytest.mark.parametrize("options", [{}, {"num_labels": 3}])
 def test_log_prob_sums_to_one(options):
     rbm = make_rbm(**options)
     log_prob = rbm.log_prob(all_states(rbm))

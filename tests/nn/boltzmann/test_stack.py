@@ -410,10 +410,6 @@ NAN = math.nan
         (lambda: RBMStack([RBM(6, 4), RBM(3, 3, num_labels=1)]), "make its num_visible=4"),
         (lambda: RBMStack([RBM(6, 4, num_labels=2), RBM(4, 3)]), "only the top RBM may have labels; RBM 0 has num_lab"),
         (lambda: RBMStack([RBM(6, 4), RBM(4, 3, visible="gaussian")]), "visible='gaussian' and stands on hidden units"),
-        (
-            lambda: RBMStack([RBM(6, 4), RBM(4, 3, visible="categorical", num_categories=2)]),
-            "visible='categorical' and stands on hidden units that are 0 or 1: take visible='bernoulli'",
-        ),
     ],
 )
 def test_refuses_layers_that_do_not_fit(make, message):
@@ -444,12 +440,6 @@ ROWS = torch.ones(2, 6)
         ),
         (lambda: STACK.sample(2, 1, clamp=torch.ones(3, 6)), r"clamp must be \(6,\) or \(2, 6\), NaN where"),
         (lambda: STACK.sample(2, 1, clamp=torch.tensor([NAN, 7, 1, 1, 1, 1])), "clamp does not fit.*Bernoulli visible"),
-        (
-            lambda: RBMStack([RBM(4, 3, visible="categorical", num_categories=2)]).sample(
-                1, 1, clamp=torch.tensor([1, 0, NAN, 0])
-            ),
-            "clamp does not fit.*groups of 2 values of which one is 1",
-        ),
         (lambda: PLAIN.start_from_below_(0), "an RBM above another, from 1 to 1; got 0"),
         (lambda: PLAIN.start_from_below_(1), "num_hidden=3 above 6 visible units"),
         (

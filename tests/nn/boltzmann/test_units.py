@@ -10,9 +10,9 @@ from torch import nn
 from lightning_accel.nn import RBM
 from lightning_accel.nn.boltzmann.units import (
     BernoulliVisible,
-    CategoricalVisible,
     GaussianVisible,
     JoinedVisible,
+    LabelVisible,
 )
 
 
@@ -28,8 +28,8 @@ def gaussian(size: int) -> GaussianVisible:
 
 DISCRETE = [
     (BernoulliVisible(4), 16),
-    (CategoricalVisible(6, 3), 9),
-    (JoinedVisible([BernoulliVisible(2), CategoricalVisible(3, 3)]), 12),
+    (LabelVisible(6), 6),
+    (JoinedVisible([BernoulliVisible(2), LabelVisible(3)]), 12),
 ]
 
 
@@ -78,7 +78,7 @@ def test_bias_of_what_was_never_seen_is_finite():
 
 
 def test_joined_units_are_their_parts():
-    first, second = gaussian(2), CategoricalVisible(3, 3)
+    first, second = gaussian(2), LabelVisible(3)
     units = JoinedVisible([first, second])
     state = torch.cat([wide(4, 2), nn.functional.one_hot(torch.tensor([0, 2, 1, 1]), 3).double()], dim=1)
     bias = wide(5)
@@ -96,10 +96,9 @@ REFUSED = [
     (RBM(3, 2), [[0, 1]], r"takes rows \(B, 3\); got \(1, 2\)"),
     (RBM(3, 2), [0, 1, 1], r"got \(3,\)"),
     (RBM(3, 2, visible="gaussian"), [[0, 1, 7], [1, 1, 7.0]], "found 2 constant of 3 columns: 1, 2. Leave them out"),
-    (RBM(4, 2, visible="categorical", num_categories=2), [[1, 0, 1, 1]], r"sum to 1 to 2 .* one_hot\(category, 2\)"),
-    (RBM(4, 2, visible="categorical", num_categories=2), [[1, 0, 0, 0]], "sum to 0 to 1"),
-    (RBM(4, 2, visible="categorical", num_categories=2), [[1, 0, 2, -1]], "values down to -1"),
-    (RBM(1, 2, num_labels=2), [[0, 1, 1]], "groups of 2"),
+    (RBM(1, 2, num_labels=2), [[0, 1, 0], [0, 1, 1]], r"sum to 1 to 2 .* one_hot\(label, 2\)"),
+    (RBM(1, 2, num_labels=2), [[0, 0, 0]], "sum to 0 to 0"),
+    (RBM(1, 2, num_labels=2), [[0, 2, -1]], "values down to -1"),
 ]
 
 

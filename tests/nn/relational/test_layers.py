@@ -54,7 +54,7 @@ class PlainGraph:
         return product
 
 
-def sums_one_by_one(pool: RO3Pooling, x: Tensor, edge_index: Tensor, attr: Tensor | None, mean: bool) -> Tensor:
+def sums_one_by_one(pool: RO3Pooling, x: Tensor, edge_index: Tensor, attr: Tensor | None) -> Tensor:
     mapped = [None] * 4
     if attr is not None:
         mapped = pool.terms.edge_weights.map(attr).split(pool.rank, dim=1)
@@ -74,17 +74,16 @@ def sums_one_by_one(pool: RO3Pooling, x: Tensor, edge_index: Tensor, attr: Tenso
             terms["edge"].append(p[u] * p[v] * q[alone] * graph["edge"].weight(*pairs))
         else:
             terms["empty"].append(r[i] * r[j] * r[k])
-    totals = [torch.stack(terms[name]).sum(0) / (max(len(terms[name]) - 1, 1) if mean else 1) for name in pool.types]
+    totals = [torch.stack(terms[name]).sum(0) for name in pool.types]
     return torch.cat(totals)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("options", EDGES, ids=EDGE_NAMES)
-def test_equals_the_sum_over_all_subsets_one_by_one(options, reduce):
+def test_equals_the_sum_over_all_subsets_one_by_one(options):
     for n in range(13):
         x, edge_index, attr = random_graph(n, 0.05 + 0.04 * n if n < 12 else 3.0, options)
-        pool = RO3Pooling(2, 5, rank=3, types=TYPES, reduce=reduce, **options).double()
-        expected = sums_one_by_one(pool, x, edge_index, attr, reduce == "mean")
+        pool = RO3Pooling(2, 5, rank=3, types=TYPES, **options).double()
+        expected = sums_one_by_one(pool, x, edge_index, attr)
         torch.testing.assert_close(pool.sums(x, edge_index, attr)[0], expected, atol=1e-10, rtol=1e-10)
         torch.testing.assert_close(pool(x, edge_index, attr)[0], pool.out(expected), atol=1e-10, rtol=1e-10)
 
@@ -130,11 +129,10 @@ def test_no_rounding_error_is_left_where_there_is_no_subset():
 
 
 @pytest.mark.parametrize("options", EDGES, ids=EDGE_NAMES)
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-def test_rooted_sums_equal_triples_one_by_one(options, reduce):
+def test_rooted_sums_equal_triples_one_by_one(options):
     for n in (1, 4, 9, 12):
         x, edge_index, attr = random_graph(n, 0.25, options)
-        conv = RO3Conv(2, 4, rank=3, reduce=reduce, **options).double()
+        conv = RO3Conv(2, 4, rank=3, **options).double()
         b, c = conv.maps(x).split(3, dim=1)
         graph = PlainGraph(edge_index, None if attr is None else conv.edge_weights.map(attr))
         terms: dict[str, list] = {name: [[torch.zeros(3, dtype=x.dtype)] for _ in range(n)] for name in "tclw"}
@@ -152,9 +150,7 @@ def test_rooted_sums_equal_triples_one_by_one(options, reduce):
                 neighbours[i].append(x[j])
 
         def total(rows: list[list[Tensor]]) -> Tensor:
-            return torch.stack(
-                [torch.stack(row).sum(0) / (max(len(row) - 1, 1) if reduce == "mean" else 1) for row in rows]
-            )
+            return torch.stack([torch.stack(row).sum(0) for row in rows])
 
         joined = torch.cat([total(terms[name]) for name in ("tclw" if options else "tcl")], dim=1)
         hidden = conv.joined(torch.cat([x + total(neighbours), b, joined], dim=1))
@@ -350,7 +346,7 @@ def test_of_circulant_graphs_tells_those_with_triangles_apart():
 def test_two_lines_are_enough():
     x, edge_index = torch.randn(5, 7), cycle(5)
     assert RO3Pooling()(x, edge_index).shape == (1, 64)
-    assert repr(RO3Pooling()) == ("RelationalOrder3Pooling(-1, 64, rank=32, types=['triangle', 'wedge'], reduce='sum')")
+    assert repr(RO3Pooling()) == ("RelationalOrder3Pooling(-1, 64, rank=32, types=['triangle', 'wedge'])")
     assert repr(RO3Conv(3, 8)) == "RO3Conv(3, 8, rank=16)"
 
 
@@ -461,7 +457,7 @@ def test_masks_of_explainers_count():
     """A mask of 0 on an edge of no triple leaves the edge out; all masks have gradients, in a stack as well."""
     edge_index = torch.tensor([[0, 1, 2, 3, 4, 4], [1, 2, 0, 1, 5, 5]])
     x = torch.randn(6, 4)
-    for options in ({}, {"edge_dim": 2}, {"reduce": "mean"}):
+    for options in ({}, {"edge_dim": 2}):
         conv = RO3Conv(4, 3, **options).double()
         attr = torch.randn(6, 2, dtype=torch.float64) if "edge_dim" in options else None
         given = x.double(), edge_index, attr
@@ -476,9 +472,8 @@ def test_masks_of_explainers_count():
         with pytest.raises(ValueError, match="edge mask of an explainer must have one number for each of 4 columns"):
             conv(x.double(), edge_index[:, :4], None if attr is None else attr[:4])
         clear_masks(conv)
-        if "reduce" not in options:
-            without = conv(x.double(), edge_index[:, :4], None if attr is None else attr[:4])
-            torch.testing.assert_close(masked, without)
+        without = conv(x.double(), edge_index[:, :4], None if attr is None else attr[:4])
+        torch.testing.assert_close(masked, without)
 
 
 def test_bfloat16_modules_sum_in_float32():
@@ -525,12 +520,6 @@ def test_deep_stack_with_normalisation_trains():
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.05 * losses[0], losses
-
-
-def test_means_do_not_grow_with_the_graph():
-    pool = RO3Pooling(1, 4, types=("triangle", "wedge"), reduce="mean")
-    small, large = (pool(torch.ones(n, 1), circulant(n, 2)) for n in (20, 200))
-    torch.testing.assert_close(small, large)
 
 
 @pytest.mark.slow
@@ -618,11 +607,9 @@ def test_time_is_linear_in_nodes():
         (lambda: RO3Pooling(types=()), r"types must be some of .*got \[\]"),
         (lambda: RO3Pooling(types=("triangle", "triangle")), "each once at most"),
         (lambda: RO3Pooling(types=("star",)), r"got \['star'\]"),
-        (lambda: RO3Pooling(reduce="max"), "reduce must be 'sum' or 'mean'; got 'max'"),
-        (lambda: RO3Conv(2, 3, reduce="max"), "reduce must be 'sum' or 'mean'; got 'max'"),
         (lambda: RO3Conv(2, 3, edge_dim=2, num_relations=3), "edge_dim or num_relations"),
     ],
-    ids=range(6),
+    ids=range(4),
 )
 def test_wrong_options_are_named(make, message):
     with pytest.raises(ValueError, match=message):
