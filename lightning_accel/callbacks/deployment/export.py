@@ -234,7 +234,7 @@ class Export(L.Callback):
             files = {name: raw.wrap(run) for name, run in files.items()}
         plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
         progress = Progress(rank_zero_info, "export")
-        rows = measure_forms(deployed.module, deployed.inputs[0], files, plain=plain, progress=progress)
+        rows = measure_forms(deployed.module, deployed.inputs[0], {**plain, **files}, progress=progress)
         judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
         judged |= {name: _FileAsModule(deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]

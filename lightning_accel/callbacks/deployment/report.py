@@ -97,9 +97,7 @@ class CompressionReport(L.Callback):
         has_shrunk = count_parameters(start.parameters())[0] != count_parameters(found.module.parameters())[0]
         others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
         progress = Progress(rank_zero_info, "compression report")
-        rows = measure_forms(
-            found.module, found.inputs[0], others, plain=plain, seconds=self.seconds, progress=progress
-        )
+        rows = measure_forms(found.module, found.inputs[0], plain | others, seconds=self.seconds, progress=progress)
         report = Report("compression")
         if has_shrunk:
             parameters, _ = count_parameters(start.parameters())

@@ -1,7 +1,6 @@
 """Scores of channels and the choice of those to remove. Shapes: G channels of a layer."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from lightning_accel.compress.uncompiled import uncompiled
 def score_channels(
     module: nn.Module,
     groups: ChannelGroups,
-    criterion: Literal["magnitude"] | Callable[[str, Tensor], Tensor] = "magnitude",
+    criterion: str | Callable[[str, Tensor], Tensor] = "magnitude",
 ) -> dict[str, Tensor]:
     """Score the importance of each channel of ``module``, (G,) float64 on the CPU by layer name.
 

@@ -95,10 +95,7 @@ class Unflat(nn.Module):
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return all tensors in nested containers, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = None if isinstance(value, _PLAIN) else _children(value)
-    return [tensor for part in (parts or {}).values() for tensor in tensors_of(part)]
+    return [leaf for _, leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,25 +142,19 @@ def named_tensors(value: Any, name: str = "", others: list[str] | None = None) -
     >>> list(named_tensors({"a": torch.ones(1), "b": [torch.ones(1), None]}))
     ['a', 'b.0']
     """
-    if isinstance(value, torch.Tensor):
-        return {name or "output": value}
-    if isinstance(value, _PLAIN):
-        return {}
-    parts = _children(value)
-    if parts is None:
-        if others is None:
-            raise TypeError(
-                f"{name or 'the output'} is a {type(value).__name__}; a file takes and gives tensors, and tuples, "
-                "lists, dicts, NamedTuples and dataclasses of them. Export a module whose forward takes the tensors "
-                "that are in it"
-            )
-        others.append(name or "output")
-        return {}
-    return {
-        path: tensor
-        for key, part in parts.items()
-        for path, tensor in named_tensors(part, f"{name}.{key}" if name else key, others).items()
-    }
+    found: dict[str, torch.Tensor] = {}
+    for path, leaf in _leaves(value, name):
+        if isinstance(leaf, torch.Tensor):
+            found[path or "output"] = leaf
+        elif not isinstance(leaf, _PLAIN):
+            if others is None:
+                raise TypeError(
+                    f"{path or 'the output'} is a {type(leaf).__name__}; a file takes and gives tensors, and tuples, "
+                    "lists, dicts, NamedTuples and dataclasses of them. Export a module whose forward takes the "
+                    "tensors that are in it"
+                )
+            others.append(path or "output")
+    return found
 
 
 def describe(value: Any, name: str = "", kept: set[str] | None = None) -> Any:
@@ -232,18 +223,19 @@ def restore(example: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return type(example)(**values)
 
 
-def plain_values(value: Any, name: str = "") -> dict[str, Any]:
+def plain_values(value: Any) -> dict[str, Any]:
     """Return the plain values in ``value`` by their path."""
-    if isinstance(value, torch.Tensor):
-        return {}
-    if isinstance(value, _PLAIN):
-        return {name: value}
-    parts = _children(value) or {}
-    return {
-        path: plain
-        for key, part in parts.items()
-        for path, plain in plain_values(part, f"{name}.{key}" if name else key).items()
-    }
+    return {path: leaf for path, leaf in _leaves(value) if isinstance(leaf, _PLAIN)}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested containers, with its path."""
+    parts = None if isinstance(value, (torch.Tensor, *_PLAIN)) else _children(value)
+    if parts is None:
+        yield name, value
+        return
+    for key, part in parts.items():
+        yield from _leaves(part, f"{name}.{key}" if name else key)
 
 
 def _children(value: Any) -> dict[str, Any] | None:

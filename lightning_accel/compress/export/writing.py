@@ -201,6 +201,7 @@ def _trace_call(
     if quantized is not None:
         if _onnx_content(quantized, format) is not None:
             return _Traced(flat, plain, live, calls, example, shapes, None, False)
+        assert quantized.program is not None
         flat.replace_module(quantized.program)
     again = partial(
         _trace_call, module, format=format, dynamic=dynamic, preprocess=preprocess, postprocess=postprocess,

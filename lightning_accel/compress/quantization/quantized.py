@@ -340,8 +340,7 @@ def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | Non
     rows = measure_forms(
         trial.module,
         trial.inputs[0],
-        {name: form.run for name, form in made.items()},
-        plain={_EAGER: trial.module},
+        {_EAGER: trial.module} | {name: form.run for name, form in made.items()},
         batches=batch_sizes,
         seconds=seconds,
         contenders=candidates,

@@ -17,6 +17,7 @@ from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Row, count_parameters
 from lightning_accel.ops.names import list_of_names
 
+PLAIN = ("fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled")
 MAX_REPEATS = 2  # further measurements of forms that are tied
 
 
@@ -50,13 +51,12 @@ def measure_forms(
     inputs: Inputs,
     forms: Mapping[str, Run] | None = None,
     *,
-    plain: Mapping[str, Run] | None = None,
     batches: Sequence[int] | None = None,
     seconds: float = 0.5,
     contenders: Collection[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Row]:
-    """Measure the latency of ``module``, its baseline forms and ``forms`` together, at batch size 1 and of ``inputs``.
+    """Measure the latency of forms of ``module`` together, at batch size 1 and that of ``inputs``.
 
     A form that cannot run gets a row with a note and no latency. If the samples of a call cannot be separated, such as
     the nodes of graphs, only the whole call is measured.
@@ -64,8 +64,7 @@ def measure_forms(
     Args:
         module: the floating-point module, in evaluation mode.
         inputs: positional and keyword arguments of a call, on the device of ``module``.
-        forms: further forms by name, which take the inputs of ``module``.
-        plain: the result of :func:`plain_forms` for ``module``, if it has been called already.
+        forms: forms by name, which take the inputs of ``module``; by default those of :func:`plain_forms`.
         batches: batch sizes; by default 1 and that of ``inputs``.
         seconds: measurement time per form and batch size.
         contenders: names of forms of which the fastest at the last batch size is needed: ties among them are measured
@@ -73,16 +72,16 @@ def measure_forms(
         progress: reporter of progress.
 
     Returns:
-        Rows by name: latencies and notes of all forms; for the baselines also parameters and multiply-accumulates.
+        Rows by name: latencies and notes of all forms; for those of :func:`plain_forms` also parameters and
+        multiply-accumulates.
     """
     contenders = list_of_names(contenders)
-    plain = plain_forms(module) if plain is None else plain
-    runs = {**plain, **(forms or {})}
+    runs = plain_forms(module) if forms is None else forms
     progress = Progress(None) if progress is None else progress
     parameters, nonzero = count_parameters(module.parameters())
     smallest = smallest_call(module, inputs)
     macs = count_macs(module, *smallest).total // num_samples(smallest)
-    rows = {name: Row(name, parameters, nonzero, macs=macs) if name in plain else Row(name) for name in runs}
+    rows = {name: Row(name, parameters, nonzero, macs=macs) if name in PLAIN else Row(name) for name in runs}
     sizes = list(dict.fromkeys(batches if batches is not None else (1, num_samples(inputs))))
     if num_samples(smallest) > 1:
         sizes = [num_samples(inputs)]

@@ -136,7 +136,7 @@ def test_forms_are_measured_at_one_row_and_at_the_batch():
     forms = {"own": run, "broken": broken}
     lines = []
     progress = Progress(lines.append, "trial")
-    rows = measure_forms(module, ((torch.randn(6, 3),), {}), forms, plain=plain, seconds=0.01, progress=progress)
+    rows = measure_forms(module, ((torch.randn(6, 3),), {}), plain | forms, seconds=0.01, progress=progress)
     assert list(rows) == ["fp32 eager", "bf16 eager", "own", "broken"]
     assert rows["fp32 eager"][:5] == ("fp32 eager", 26, 26, None, 20)
     assert rows["own"].macs is None
@@ -164,7 +164,7 @@ def test_calls_that_cannot_be_cut_are_measured_whole():
     for module, call, macs in calls:
         plain = plain_forms(module, compiled=False)
         for batches in (None, [1]):
-            rows = measure_forms(module.eval(), call, plain=plain, batches=batches, seconds=0.01)
+            rows = measure_forms(module.eval(), call, plain, batches=batches, seconds=0.01)
             assert list(rows["fp32 eager"].latencies) == [7]
         assert rows["fp32 eager"].macs == macs  # of one node
         whole = smallest_call(module, call)
