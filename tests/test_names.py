@@ -10,14 +10,13 @@ from torch import nn
 from lightning_accel.callbacks import Export, Pruning, Quantization
 from lightning_accel.callbacks.pruning.callback import exclusion_names
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
-from lightning_accel.compress.pruning.prunable import find_excluded
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.quantized import quantize
 from lightning_accel.models import DeepBeliefNetwork, MoEClassifier, SequenceModel
 from lightning_accel.models.relational import RelationalGNN
 from lightning_accel.nn.relational.layers import RO3Pooling
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import find_excluded, list_of_names
 from lightning_accel.precision import Float8Precision
 from lightning_accel.strategies import FullyShardedStrategy, find_blocks
 
@@ -28,9 +27,9 @@ def net():
     return nn.Sequential(OrderedDict(first=nn.Linear(4, 6), between=nn.ReLU(), last=nn.Linear(6, 2)))
 
 
-def refused_skip(skip):
-    with pytest.raises(ValueError, match="skip has") as refused:
-        quantize(net(), [CALL], skip=skip)
+def refused_exclusion(exclude):
+    with pytest.raises(ValueError, match="exclude has") as refused:
+        quantize(net(), [CALL], exclude=exclude)
     return str(refused.value)
 
 
@@ -41,8 +40,8 @@ TAKERS = {
     "SequenceModel": ("ab", lambda names: SequenceModel(class_names=names).class_names),
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
     "Pruning": ("head", lambda names: exclusion_names(Pruning(0.5, exclude=names)._options.exclude)),
-    "Quantization": ("head", lambda names: Quantization(skip=names).skip),
-    "quantize": ("head", refused_skip),
+    "Quantization": ("head", lambda names: Quantization(exclude=names).exclude),
+    "quantize": ("head", refused_exclusion),
     "find_layers": ("Linear", lambda names: find_layers(nn.ModuleList([net(), nn.Conv1d(1, 1, 1)]), names).left_float),
     "rank_layers": ("first", lambda names: list(rank_layers(net(), [CALL], names))),
     "find_prunable": ("Conv1d", lambda names: find_prunable(nn.Sequential(net(), nn.Conv1d(1, 1, 1)), names)[1]),
@@ -70,7 +69,7 @@ def test_a_class_alone_is_one_class_too():
     assert list_of_names(nn.Linear) == [nn.Linear]
     assert {"first", "first.weight", "last.bias"} < set(find_excluded(net(), nn.Linear))
     assert find_prunable(net(), nn.Linear)[0] == []
-    assert Quantization(skip=nn.Linear).skip == [nn.Linear]
+    assert Quantization(exclude=nn.Linear).exclude == [nn.Linear]
 
 
 def test_a_contender_is_one_form(monkeypatch):

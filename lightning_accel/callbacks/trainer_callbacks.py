@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_accel.compress.pruning.prunable import clean_name
+from lightning_accel.ops.names import clean_name
 
 CallbackT = TypeVar("CallbackT", bound=L.Callback)
 

@@ -1,9 +1,13 @@
-"""Arguments that are one name or several."""
+"""Arguments that are one name or several, and the meaning of ``exclude``."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from fnmatch import fnmatchcase
+from typing import TypeAlias, TypeVar
+
+from torch import nn
 
 Name = TypeVar("Name")
+Exclusion: TypeAlias = str | type[nn.Module]
 
 
 def list_of_names(names: Iterable[Name]) -> list[Name]:
@@ -15,3 +19,51 @@ def list_of_names(names: Iterable[Name]) -> list[Name]:
     if isinstance(names, str | type):
         return [names]  # type: ignore[list-item]  # a string is an iterable of strings, too
     return list(names)
+
+
+def find_excluded(module: nn.Module, exclude: Iterable[Exclusion]) -> dict[str, str]:
+    """Find the modules, parameters and buffers that ``exclude`` matches, with all that these modules contain.
+
+    Args:
+        module: module with the parameters.
+        exclude: names or globs of parameters or submodules (``"network.6"``, ``"*.head"``), classes of modules, or
+            names of classes.
+
+    Returns:
+        The first entry that matches, by name without the prefixes of ``torch.compile``.
+
+    Raises:
+        ValueError: if an entry matches nothing in ``module``.
+
+    >>> sorted(find_excluded(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["Linear"]))
+    ['0', '0.bias', '0.weight']
+    """
+    modules = {clean_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names = [*modules, *(clean_name(name) for name, _ in tensors)]
+    found: dict[str, str] = {}
+    for entry in list_of_names(exclude):
+        shown = entry if isinstance(entry, str) else entry.__name__
+        roots = {name for name, part in modules.items() if _is_class_of(entry, part)}
+        roots |= {name for name in names if isinstance(entry, str) and fnmatchcase(name, entry)}
+        if not roots:
+            raise ValueError(
+                f"exclude has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a "
+                f"pattern of one; there are {', '.join(names[1:9])}"
+            )
+        for name in names:
+            parts = name.split(".")
+            if "" in roots or any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1)):
+                found.setdefault(name, shown)
+    return found
+
+
+def clean_name(name: str) -> str:
+    """Remove the prefixes of ``torch.compile`` from a name."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
+
+
+def _is_class_of(entry: Exclusion, part: nn.Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(part, entry)
+    return entry in {kind.__name__ for kind in type(part).__mro__}

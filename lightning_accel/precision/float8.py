@@ -10,9 +10,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import find_excluded, list_of_names
 
 _CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 tensor cores
+_HEADS_AND_GATES = "head", "lm_head", "gate", "router"
 _MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
 
@@ -25,21 +26,22 @@ class Float8Precision(MixedPrecision):
     layers that are several thousand wide, and compiled (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
     Args:
-        exclude: parts of dotted names of layers to exclude: ``head`` excludes ``head`` and ``net.head.1``.
+        exclude: layers to exclude, or modules around them: names or patterns of them (``"head"``, ``"blocks.*.out"``),
+            or classes by name. By default those named head, lm_head, gate or router.
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
-        ValueError: before training, if the device does not support float8, if no layer has suitable sizes, or if the
-            module is already sharded.
+        ValueError: before training, if the device does not support float8, if no layer has suitable sizes, if an entry
+            of ``exclude`` matches nothing, or if the module is already sharded.
     """
 
-    def __init__(self, exclude: Sequence[str] = ("head", "lm_head", "gate", "router")) -> None:
+    def __init__(self, exclude: Sequence[str | type[nn.Module]] | None = None) -> None:
         if find_spec("torchao") is None:
             raise ModuleNotFoundError(
                 "Float8Precision needs torchao, which is not installed: pip install torchao, or use AmpPrecision()"
             )
         super().__init__("bf16-mixed", "cuda")
-        self.exclude = tuple(list_of_names(exclude))
+        self.exclude = None if exclude is None else tuple(list_of_names(exclude))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)
@@ -52,7 +54,8 @@ class Float8Precision(MixedPrecision):
 
         if any(isinstance(layer, Float8Linear) for layer in module.modules()):  # by an earlier fit
             return module
-        names = [name for name, layer in module.named_modules() if self._qualifies(layer, name)]
+        excluded = find_excluded(module, _heads_and_gates(module) if self.exclude is None else self.exclude)
+        names = [name for name, layer in module.named_modules() if _qualifies(layer) and name not in excluded]
         if not names:
             raise ValueError(
                 f"Float8Precision found no nn.Linear whose sides are multiples of {_MULTIPLE}, apart from those that "
@@ -66,18 +69,18 @@ class Float8Precision(MixedPrecision):
             )
         # pads batches with a size that is not a multiple of 16, such as the last of an epoch
         config = Float8LinearConfig(pad_inner_dim=True)
-        convert_to_float8_training(module, module_filter_fn=self._qualifies, config=config)
+        convert_to_float8_training(module, module_filter_fn=lambda layer, name: name in names, config=config)
         rank_zero_info(f"Float8Precision: {len(names)} linear layers multiply in float8, all else is bf16-mixed")
         return module
 
-    def _qualifies(self, layer: nn.Module, name: str) -> bool:
-        # not subclasses, whose forward torchao's would replace
-        return (
-            type(layer) is nn.Linear
-            and layer.in_features % _MULTIPLE == 0
-            and layer.out_features % _MULTIPLE == 0
-            and not set(name.split(".")) & set(self.exclude)
-        )
+
+def _heads_and_gates(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_modules() if name.rpartition(".")[2] in _HEADS_AND_GATES]
+
+
+def _qualifies(layer: nn.Module) -> bool:
+    # not subclasses, whose forward torchao's would replace
+    return type(layer) is nn.Linear and layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
 def _require_float8(device: torch.device) -> None:

@@ -48,7 +48,7 @@ def fit(folder, *callbacks, accelerator="gpu", max_epochs=4, **options):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("options", [{"scope": "global"}, {"structure": "2:4"}, {"regrowth": "rigl"}], ids=str)
 def test_what_is_pruned_is_zero(options, precision, tmp_path):
-    pruning = Pruning(target=0.5, **options)
+    pruning = Pruning(sparsity=0.5, **options)
     module = fit(tmp_path, pruning, precision=precision)
     weights = torch.cat([one.weight.flatten() for one in module.net if isinstance(one, nn.Linear)])
     assert weights.is_cuda or weights.device.type == "cpu"  # the Trainer brings it back in the end
@@ -57,7 +57,7 @@ def test_what_is_pruned_is_zero(options, precision, tmp_path):
 
 def test_masks_of_one_shot_are_those_of_a_cpu(tmp_path):
     found = [
-        fit(tmp_path, Pruning(target=0.7, schedule="one_shot", scope="global"), accelerator=accelerator, max_epochs=1)
+        fit(tmp_path, Pruning(sparsity=0.7, schedule="one_shot", scope="global"), accelerator=accelerator, max_epochs=1)
         for accelerator in ("cpu", "gpu")
     ]
     same = [
@@ -68,7 +68,7 @@ def test_masks_of_one_shot_are_those_of_a_cpu(tmp_path):
 
 
 def test_channels_are_removed_where_they_are(tmp_path):
-    module = fit(tmp_path, Pruning(target=0.5, structure="channel", end=0.5))
+    module = fit(tmp_path, Pruning(sparsity=0.5, structure="channel", end=0.5))
     assert [one.out_features for one in module.net if isinstance(one, nn.Linear)] == [32, 24, 3]
 
 

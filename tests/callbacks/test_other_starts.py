@@ -60,7 +60,7 @@ ARGUMENTS = {
     "Distillation": {"teacher": "initial"},
     "RestoringEarlyStopping": {"monitor": "val/loss", "patience": 9},
     "Export": {"compare": False},
-    "Pruning": {"target": 0.5, "end": 3},
+    "Pruning": {"sparsity": 0.5, "end": 3},
     "Quantization": {"mode": "dynamic", "backend": "torchao", "seconds": 0.01},
 }
 NAMES = [name for name in callbacks.__all__ if name != "PredictionWriter"]  # which is for predict alone

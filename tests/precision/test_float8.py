@@ -72,6 +72,17 @@ def test_converts_wide_layers_alone(torchao):
 def test_refuses_to_have_no_effect(torchao):
     with pytest.raises(ValueError, match=r"no nn.Linear whose sides are multiples of 16.*exclude=\('blocks', 'head'\)"):
         Float8Precision(exclude=["blocks", "head"])._convert(Wide())
+    with pytest.raises(ValueError, match="exclude has 'heads', which is no parameter, submodule or class in Wide"):
+        Float8Precision(exclude=["heads"])._convert(Wide())
+
+
+@pytest.mark.parametrize(
+    ("exclude", "converted"),
+    [([], ["blocks.0", "head.1"]), ("head", ["blocks.0"]), ("blocks.*", ["head.1"]), (nn.ModuleList, ["head.1"])],
+)
+def test_leaves_out_what_exclude_matches(torchao, exclude, converted):
+    Float8Precision(exclude)._convert(Wide())
+    assert torchao == converted
 
 
 class WidePlain(PlainClassifier):

@@ -20,9 +20,9 @@ from torchmetrics import Metric
 from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs
-from lightning_accel.compress.pruning.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompile_
 from lightning_accel.data.planned_sampler import PlannedSampler
+from lightning_accel.ops.names import clean_name
 
 _HALF = {torch.bfloat16, torch.float16}
 

@@ -48,6 +48,7 @@ from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
@@ -71,8 +72,8 @@ class Quantization(L.Callback):
         mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``; ``qat`` trains for ``static``.
         backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto`` for any.
         calibrate: number of training samples for calibrating the ranges.
-        skip: layers that stay in float: names or patterns in the module (``"head"``, ``"blocks.*.norm"``), or types, by
-            their names in a config.
+        exclude: layers that stay in float, or modules around them: names or patterns of them (``"head"``,
+            ``"blocks.*.norm"``), or classes by name.
         monitor: validation metric that measures the quality of a form.
         monitor_mode: ``max`` if higher values are better, ``min`` if lower values are.
         max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
@@ -84,8 +85,8 @@ class Quantization(L.Callback):
             linear layers, with the rest in bfloat16.
 
     Raises:
-        ValueError: if an option is out of range; before training, if ``skip`` or ``module`` names nothing, no layer can
-            be quantized, or there is no validation data for ``monitor``.
+        ValueError: if an option is out of range; before training, if ``exclude`` or ``module`` names nothing, no layer
+            can be quantized, or there is no validation data for ``monitor``.
         TypeError: before training, if the module has no ``validation_step``.
         ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
 
@@ -93,13 +94,14 @@ class Quantization(L.Callback):
         result: the picked form, in the first process after a fit; None if there is none.
     """
 
+    @renamed_arguments(skip="exclude")
     def __init__(
         self,
         mode: Mode = "auto",
         backend: Backend = "auto",
         *,
         calibrate: int = 256,
-        skip: Sequence[str | type[nn.Module]] = (),
+        exclude: Sequence[str | type[nn.Module]] = (),
         monitor: str | None = None,
         monitor_mode: Literal["max", "min"] = "max",
         max_drop: float | None = None,
@@ -128,7 +130,7 @@ class Quantization(L.Callback):
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate
-        self.skip = list_of_names(skip)
+        self.exclude = list_of_names(exclude)
         self.monitor = monitor
         self.monitor_mode = monitor_mode
         self.max_drop = max_drop
@@ -171,7 +173,7 @@ class Quantization(L.Callback):
         self._enabled = False
         self._copy = WholeCopy(pl_module)
         require_deployable(pl_module, "Quantization", self.module)
-        quantized = find_layers(pl_module, self.skip).quantized
+        quantized = find_layers(pl_module, self.exclude).quantized
         if self.mode in ("static", "qat") and not quantized:
             raise ValueError(
                 f"{type(pl_module).__name__} has no linear layer or convolution for mode={self.mode!r} to quantize; "
@@ -225,7 +227,7 @@ class Quantization(L.Callback):
 
     def _attach(self, pl_module: L.LightningModule) -> None:
         inside = f"{self.module}." if self.module else ""
-        layers = find_layers(pl_module, self.skip)
+        layers = find_layers(pl_module, self.exclude)
         chosen = {name: one for name, one in layers.quantized.items() if f"{name}.".startswith(inside)}
         detach(pl_module)  # from a run that was interrupted
         self._layers = attach(chosen)
@@ -346,9 +348,9 @@ class Quantization(L.Callback):
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
     ) -> Quantized:
         prefix = f"{deployed.name}." if deployed.name else ""
-        skipped = [
+        excluded = [
             name.removeprefix(prefix) if prefix != f"{name}." else ""  # the deployed module itself
-            for name in sorted(find_layers(module, self.skip).skipped)
+            for name in sorted(find_layers(module, self.exclude).excluded)
             if f"{name}.".startswith(prefix)
         ]
         ranges = None
@@ -373,7 +375,7 @@ class Quantization(L.Callback):
             deployed.inputs,
             "static" if self.mode == "qat" else self.mode,
             self.backend,
-            skip=skipped,
+            exclude=excluded,
             limit=limit,
             seconds=self.seconds,
             ranges=ranges,

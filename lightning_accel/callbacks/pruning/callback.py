@@ -22,10 +22,11 @@ from lightning_accel.compress.pruning.masks import (
     drop_fraction_at,
     parse_structure,
     require_scope,
-    require_target,
+    require_sparsity,
     sparsity_at,
 )
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.renames import renamed_arguments
 
 _DROP_FRACTION = 0.3  # share of the weights that regrowth exchanges at first, as in Evci et al. 2020
 
@@ -35,7 +36,7 @@ class Pruning(L.Callback):
 
     The callback holds the masks: parameters keep their names and order, so that optimizers, EMA, SWA, DDP and
     checkpoints see the unchanged module. Gradients are masked before each optimizer step (and before clipping), weights
-    after it, and optimizer states and averages of pruned weights are zero too. ``target`` is the final share of zeros
+    after it, and optimizer states and averages of pruned weights are zero too. ``sparsity`` is the final share of zeros
     among all prunable weights, see :func:`~lightning_accel.compress.find_prunable`: those of linear layers,
     convolutions, recurrent layers, attention and experts, including the last layer; embeddings, normalisations, biases
     and gates are left out. Everything left out is listed with its reason in ``left_out`` and in the log. Pruned weights
@@ -53,15 +54,15 @@ class Pruning(L.Callback):
     Zeros alone make neither files smaller nor computation faster; ``structure="channel"`` does both.
 
     Args:
-        target: final share of zeros, of weights or of channels; by default 0.9, or as N:M implies.
+        sparsity: final share of zeros, of weights or of channels; by default 0.9, or as N:M implies.
         structure: ``"unstructured"``; ``"2:4"`` or another N:M, which keeps N of M neighbours along a layer's input;
             ``"channel"``, which removes whole channels.
         criterion: importance of a weight: ``"magnitude"``, or a function of a parameter's name and value (the shard on
             the process) that returns scores of that shape, of which the lowest are pruned.
         scope: prune equal shares of each ``"layer"``; or the lowest scores of all (``"global"``); or larger shares of
             larger layers (``"erk"``). N:M is the same in all layers.
-        schedule: ``"cubic"`` (Zhu and Gupta 2017) from 0 at ``begin`` to the target at ``end``; ``"one_shot"``, all at
-            ``begin``.
+        schedule: ``"cubic"`` (Zhu and Gupta 2017) from 0 at ``begin`` to ``sparsity`` at ``end``; ``"one_shot"``, all
+            at ``begin``.
         begin: optimizer step, or share of the run if a float in [0, 1].
         end: optimizer step, or share of the run, after which nothing more is pruned.
         every_n_steps: number of steps between prunings, of which the last is at ``end``; by default a 32nd of the ramp.
@@ -83,9 +84,10 @@ class Pruning(L.Callback):
         left_out: why parameters are not pruned, by name.
     """
 
+    @renamed_arguments(target="sparsity")
     def __init__(
         self,
-        target: float | None = None,
+        sparsity: float | None = None,
         *,
         structure: str = "unstructured",
         criterion: Literal["magnitude"] | Callable[[str, Tensor], Tensor] = "magnitude",
@@ -107,7 +109,7 @@ class Pruning(L.Callback):
         if round_to < 1:
             raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
         pattern = None if structure == "channel" else parse_structure(structure)
-        self.target = require_target(target, pattern)
+        self.target = require_sparsity(sparsity, pattern)
         require_scope(scope)
         _require_one_of("schedule", schedule, SCHEDULES)
         if not callable(criterion):

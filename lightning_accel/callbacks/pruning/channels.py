@@ -19,8 +19,8 @@ from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channels.plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
-from lightning_accel.compress.pruning.prunable import find_excluded
 from lightning_accel.compress.uncompiled import uncompiled
+from lightning_accel.ops.names import find_excluded
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
 

@@ -22,8 +22,9 @@ from lightning_accel.callbacks.pruning.weight_part import (
 )
 from lightning_accel.callbacks.trainer_callbacks import averaged_weights
 from lightning_accel.compress.pruning.masks import choose_groups, choose_weights, parse_structure, score
-from lightning_accel.compress.pruning.prunable import clean_name, find_prunable, is_stacked
+from lightning_accel.compress.pruning.prunable import find_prunable, is_stacked
 from lightning_accel.compress.pruning.selection import Part, choose_lowest
+from lightning_accel.ops.names import clean_name
 
 _MAX_SCORE = 1e38  # its double is still finite
 _MIN_COVERAGE = 0.75  # share of the values in matrices; below it, the target would mislead users

@@ -15,8 +15,8 @@ from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, make_channel_plan
 from lightning_accel.compress.channels.rules import find_rule
 from lightning_accel.compress.channels.trace import KERNEL, ChannelTrace, Labels
-from lightning_accel.compress.pruning.prunable import find_excluded
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
+from lightning_accel.ops.names import find_excluded
 
 _STATES = ("state", "states")
 _CLOSE = 1e-3  # relative to the largest output; mistaking a channel for another changes far more

@@ -11,10 +11,10 @@ from torch.nn.modules.batchnorm import _NormBase  # torch has no other name for 
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
-from lightning_accel.compress.pruning.prunable import clean_name
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
+from lightning_accel.ops.names import clean_name
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint
 
 CHANNEL_PLAN = "channel_plan"  # key of a plan in a checkpoint, at any depth

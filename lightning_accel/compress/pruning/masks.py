@@ -11,8 +11,9 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.pruning.prunable import Exclusion, find_prunable, is_stacked
+from lightning_accel.compress.pruning.prunable import find_prunable, is_stacked
 from lightning_accel.compress.pruning.selection import Part, Reduce, choose_lowest
+from lightning_accel.ops.names import Exclusion
 
 Scope: TypeAlias = Literal["layer", "global", "erk"]
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -62,7 +63,7 @@ def prune_(
             f"prune_ needs sparsity, the share of weights to set to zero; got none with structure={structure!r}. Pass "
             "it, such as sparsity=0.5, or a structure that says it, such as '2:4'"
         )
-    target = require_target(sparsity, pattern)
+    target = require_sparsity(sparsity, pattern)
     require_scope(scope)
     found, left_out = find_prunable(module, exclude)
     if pattern is not None:
@@ -119,20 +120,20 @@ def parse_structure(structure: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def require_target(target: float | None, pattern: tuple[int, int] | None) -> float:
+def require_sparsity(sparsity: float | None, pattern: tuple[int, int] | None) -> float:
     """Return the sparsity, by default 0.9, or that of ``pattern``; raise a ValueError if it is out of range."""
     if pattern is not None:
         share = 1 - pattern[0] / pattern[1]
-        if target is not None and not math.isclose(target, share, abs_tol=1e-6):
+        if sparsity is not None and not math.isclose(sparsity, share, abs_tol=1e-6):
             raise ValueError(
                 f"structure='{pattern[0]}:{pattern[1]}' leaves {pattern[0]} of {pattern[1]} weights, so that {share:g} "
-                f"are pruned; got a target of {target:g}. Leave the target out, or take another structure"
+                f"are pruned; got a sparsity of {sparsity:g}. Leave it out, or take another structure"
             )
         return share
-    target = 0.9 if target is None else target
-    if not 0 <= target < 1:
-        raise ValueError(f"the target must be a share in [0, 1): 0.9 prunes nine of ten weights; got {target}")
-    return target
+    sparsity = 0.9 if sparsity is None else sparsity
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity must be a share in [0, 1): 0.9 prunes nine of ten weights; got {sparsity}")
+    return sparsity
 
 
 def require_scope(scope: str) -> None:

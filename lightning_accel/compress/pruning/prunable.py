@@ -1,15 +1,12 @@
-"""Selection of the parameters of a module that can be pruned, with reasons for the others, and of excluded ones."""
+"""Selection of the parameters of a module that can be pruned, with reasons for the others."""
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_accel.ops.names import list_of_names
-
-Exclusion = str | type[nn.Module]
+from lightning_accel.ops.names import Exclusion, clean_name, find_excluded
 
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 _NORMS = nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
@@ -35,7 +32,7 @@ def find_prunable(module: nn.Module, exclude: Iterable[Exclusion] = ()) -> tuple
 
     Args:
         module: module, whose parameters may be on the meta device.
-        exclude: see :func:`find_excluded`.
+        exclude: see :func:`~lightning_accel.ops.names.find_excluded`.
 
     Returns:
         The weights in the order of ``module.named_parameters()``, and reasons by names of the other parameters.
@@ -67,49 +64,6 @@ def find_prunable(module: nn.Module, exclude: Iterable[Exclusion] = ()) -> tuple
             _, _, owner = owners[id(parameter)][0]
             found.append(Prunable(clean_name(raw_name), parameter, _input_dim(owner, parameter), owner))
     return found, left_out
-
-
-def find_excluded(module: nn.Module, exclude: Iterable[Exclusion], option: str = "exclude") -> dict[str, str]:
-    """Find the modules, parameters and buffers that ``exclude`` matches, with all that these modules contain.
-
-    Args:
-        module: module with the parameters.
-        exclude: names or globs of parameters or submodules (``"network.6"``, ``"*.head"``), classes of modules, or
-            names of classes.
-        option: name of the user's option, for the message.
-
-    Returns:
-        The first entry that matches, by name without the prefixes of ``torch.compile``.
-
-    Raises:
-        ValueError: if an entry matches nothing in ``module``.
-
-    >>> sorted(find_excluded(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), ["Linear"]))
-    ['0', '0.bias', '0.weight']
-    """
-    modules = {clean_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    names = [*modules, *(clean_name(name) for name, _ in tensors)]
-    found: dict[str, str] = {}
-    for entry in list_of_names(exclude):
-        shown = entry if isinstance(entry, str) else entry.__name__
-        roots = {name for name, part in modules.items() if _is_class_of(entry, part)}
-        roots |= {name for name in names if isinstance(entry, str) and fnmatchcase(name, entry)}
-        if not roots:
-            raise ValueError(
-                f"{option} has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a "
-                f"pattern of one; there are {', '.join(names[1:9])}"
-            )
-        for name in names:
-            parts = name.split(".")
-            if "" in roots or any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1)):
-                found.setdefault(name, shown)
-    return found
-
-
-def clean_name(name: str) -> str:
-    """Remove the prefixes of ``torch.compile`` from a name."""
-    return name.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
 
 
 def _reason_not_prunable(own: str, owner: nn.Module, parameter: Tensor) -> str | None:
@@ -153,9 +107,3 @@ def _input_dim(owner: nn.Module, weight: Tensor) -> int:
         return 0
     is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
     return 1 if is_convolution or weight.ndim == 2 else weight.ndim - 1
-
-
-def _is_class_of(entry: Exclusion, part: nn.Module) -> bool:
-    if isinstance(entry, type):
-        return isinstance(part, entry)
-    return entry in {kind.__name__ for kind in type(part).__mro__}

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.pruning.prunable import Exclusion, clean_name, find_excluded
+from lightning_accel.ops.names import Exclusion, clean_name, find_excluded
 
-Skip = Iterable[Exclusion]
 QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
 WEIGHT_LIMIT = 127  # a symmetric grid: zeros stay zeros, and folding of a batch norm keeps the integers
 INPUT_LIMIT = 255
@@ -20,28 +19,28 @@ class Layers(NamedTuple):
 
     quantized: dict[str, nn.Module]  # by name
     left_float: dict[str, str]  # reason by name, of each other module with weights
-    skipped: frozenset[str]  # names in left_float that the user excluded
+    excluded: frozenset[str]  # names in left_float that the user excluded
 
 
-def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
+def find_layers(module: nn.Module, exclude: Iterable[Exclusion] = ()) -> Layers:
     """Find the linear layers and convolutions of ``module``; names are without prefixes of ``torch.compile``.
 
     Args:
         module: module to quantize.
-        skip: names, patterns of names such as ``"head.*"``, types, or names of types, of layers or modules around them.
+        exclude: layers, or modules around them, see :func:`~lightning_accel.ops.names.find_excluded`.
 
     Raises:
-        ValueError: if an entry of ``skip`` matches no module.
+        ValueError: if an entry of ``exclude`` matches no module.
     """
-    skipped = find_excluded(module, skip, "skip")
+    excluded = find_excluded(module, exclude)
     quantized: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, one in ((clean_name(name), one) for name, one in module.named_modules()):
         weights = [value for value in one.parameters(recurse=False) if value.ndim > 1]
         if not weights:
             continue
-        if name in skipped:
-            left[name] = f"left out by skip: {skipped[name]}"
+        if name in excluded:
+            left[name] = f"left out by exclude: {excluded[name]}"
         elif not isinstance(one, QUANTIZABLE):
             left[name] = f"{type(one).__name__} is no linear layer or convolution"
         elif isinstance(one, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -50,7 +49,7 @@ def find_layers(module: nn.Module, skip: Skip = ()) -> Layers:
             left[name] = f"{type(one).__name__} has a forward of its own"
         else:
             quantized[name] = one
-    return Layers(quantized, left, frozenset(skipped) & left.keys())
+    return Layers(quantized, left, frozenset(excluded) & left.keys())
 
 
 def weight_scale(weight: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ _EXPORT_CACHE: ContextVar[_ExportCache | None] = ContextVar("float files that fo
 
 
 class _Plan(NamedTuple):
-    skipped: list[str]  # nodes to keep in float
+    excluded: list[str]  # nodes to keep in float
     inputs: dict[str, str]  # by tensor, the layer that it is the input of, possibly after a change of shape
 
 
@@ -105,7 +105,7 @@ def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
             target,
             kinds,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=plan.skipped,
+            nodes_to_exclude=plan.excluded,
             reduce_range=not has_vnni(),
         )
 
@@ -133,7 +133,7 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
             reduce_range=not has_vnni(),
             activation_type=QuantType.QUInt8,  # int8 inputs have no fast kernels on CPUs
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=plan.skipped,
+            nodes_to_exclude=plan.excluded,
             calibrate_method=CalibrationMethod.MinMax,
             extra_options={
                 "TensorQuantOverrides": _range_overrides(plan.inputs, ranges or {}),
@@ -160,12 +160,12 @@ def _make_form(
         int8 = Path(folder, "int8.onnx")
         nodes = list(_product_nodes(written, ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
-        left = [key for node, name in nodes if name in layers.skipped for key in (node.name, f"{node.name}_MatMul")]
+        left = [key for node, name in nodes if name in layers.excluded for key in (node.name, f"{node.name}_MatMul")]
         convert(ready, int8, _Plan(left, _input_tensors(ready, nodes)))
         content = int8.read_bytes()
 
     def reason(key: str, one: nn.Module) -> str:
-        return layers.left_float[key] if key in layers.skipped else left_float(key, one)
+        return layers.left_float[key] if key in layers.excluded else left_float(key, one)
 
     reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
     form = Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))

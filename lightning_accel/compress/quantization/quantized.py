@@ -1,7 +1,7 @@
 """Quantization of a module: creation, measurement and choice among forms for this machine."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -14,7 +14,7 @@ from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import noise_share
-from lightning_accel.compress.quantization.layers import Layers, Skip, find_layers
+from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
 from lightning_accel.compress.quantization.pt2e import (
     Ranges,
@@ -29,7 +29,8 @@ from lightning_accel.compress.report.forms import measure_forms
 from lightning_accel.compress.report.latency import Latency, speedup, ties
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Layer, Report, Row, describe_layers
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import Exclusion, list_of_names
+from lightning_accel.ops.renames import renamed_arguments
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
 Backend: TypeAlias = Literal["auto", "pt2e", "onnxruntime", "torchao", "inductor"]
@@ -126,13 +127,14 @@ class Limit(NamedTuple):
         return self.max_drop is None or self.drop(float_figures, figures) <= self.max_drop + 1e-7
 
 
+@renamed_arguments(skip="exclude")
 def quantize(
     module: nn.Module,
     inputs: Sequence[Inputs],
     mode: Mode = "auto",
     backend: Backend = "auto",
     *,
-    skip: Skip = (),
+    exclude: Iterable[Exclusion] = (),
     limit: Limit | None = None,
     batch_sizes: Sequence[int] | None = None,
     seconds: float = 0.5,
@@ -154,7 +156,7 @@ def quantize(
             rounds only weights, ``auto`` is any.
         backend: runtime: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no int8),
             or ``auto`` for any. On GPUs, ``torchao`` and ``inductor``.
-        skip: names, patterns of names, or types of layers to keep in float.
+        exclude: layers to keep in float: names or patterns of them (``"head"``, ``"blocks.*"``), or classes.
         limit: metrics of forms, and how much worse they may be. If a static form is too bad, its most sensitive layers
             are kept in float until it is not.
         batch_sizes: batch sizes to measure, by default 1 and that of the first input. The last one decides.
@@ -165,7 +167,7 @@ def quantize(
 
     Raises:
         ValueError: if an option has an unknown value, no form has this mode and backend on this device, there are no
-            inputs, or ``skip`` matches no layer.
+            inputs, or ``exclude`` matches no layer.
         ModuleNotFoundError: if a package of ``backend`` is missing.
         NothingPickedError: if no form of this mode and backend can be made, or none is within ``limit``, with the
             reasons; a RuntimeError.
@@ -179,8 +181,8 @@ def quantize(
     require_form(mode, backend, device.type, file_format)
     if not inputs:
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
-    skip = list_of_names(skip)
-    layers = find_layers(module, skip)
+    exclude = list_of_names(exclude)
+    layers = find_layers(module, exclude)
     inputs = [sort_keywords(module.forward, call) for call in inputs]
     progress = Progress(None) if progress is None else progress
     makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
@@ -189,7 +191,7 @@ def quantize(
     with sharing_export():
         trial.make([name for name in makers if name in wanted or _is_compared(name, wanted)], layers)
         trial.evaluate()
-        trial.refuse_worse(wanted, skip)
+        trial.refuse_worse(wanted, exclude)
     return _pick(trial, wanted, batch_sizes, seconds)
 
 
@@ -237,7 +239,7 @@ class _Trial:
                 self.refused[name] = f"fails in validation: {first_line(error)}"
                 del self.made[name]
 
-    def refuse_worse(self, wanted: Sequence[str], skip: Skip) -> None:
+    def refuse_worse(self, wanted: Sequence[str], exclude: Iterable[Exclusion]) -> None:
         """Refuse the forms that are not within the limit, unless a wanted static one is with layers in float."""
         for name in list(self.made):
             if self.limit is None or self.limit.allows(self.figures[_EAGER], self.figures[name]):
@@ -247,16 +249,16 @@ class _Trial:
             if name in wanted and _MAKERS[name].kind == "static":
                 self.progress(f"{name}: {self.refused[name]}; leaves layers in float")
                 try:
-                    self._keep_sensitive_in_float(name, skip, self.limit)
+                    self._keep_sensitive_in_float(name, exclude, self.limit)
                 except Exception as error:
                     self.refused[name] += f", and with layers in float it fails: {_reason(error)}"
 
-    def _keep_sensitive_in_float(self, name: str, skip: Skip, limit: Limit) -> None:
+    def _keep_sensitive_in_float(self, name: str, exclude: Iterable[Exclusion], limit: Limit) -> None:
         """Make the form with the fewest sensitive layers in float that is within the limit, if any is."""
-        ranked = rank_layers(self.module, self.inputs, find_layers(self.module, skip).quantized, self.ranges)
+        ranked = rank_layers(self.module, self.inputs, find_layers(self.module, exclude).quantized, self.ranges)
         for count in _powers_of_two(len(ranked)):
             left = list(ranked)[:count]
-            layers = find_layers(self.module, [*skip, *left])
+            layers = find_layers(self.module, [*exclude, *left])
             layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
             form = self._make(name, layers)
             figures = limit.evaluate(form.run)

@@ -61,7 +61,7 @@ class TabularDataModule(InMemoryDataModule):
         path: file with a header: ``.csv``, ``.csv.gz`` or ``.parquet``.
         target: column of the classes.
         categorical: columns of numbers, or of numbers and text, to read as categories.
-        ignore: columns that are no features, such as a key.
+        exclude: columns that are no features, such as a key.
         missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
             other defaults of pandas.
         separator: separator of the fields of a CSV file.
@@ -88,14 +88,14 @@ class TabularDataModule(InMemoryDataModule):
     class_names: list[str]
     feature_names: list[str]
 
-    @renamed_arguments(split_seed="seed")
+    @renamed_arguments(split_seed="seed", ignore="exclude")
     def __init__(
         self,
         path: str | Path,
         target: str,
         *,
         categorical: str | Sequence[str] = (),
-        ignore: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         missing: str | Sequence[str] = (),
         separator: str = ",",
         decimal: str = ".",
@@ -114,7 +114,7 @@ class TabularDataModule(InMemoryDataModule):
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.target = target
         self.categorical = list_of_names(categorical)
-        self.ignore = list_of_names(ignore)
+        self.exclude = list_of_names(exclude)
         self.missing = list_of_names(missing)
         self.separator = separator.replace("\\t", "\t")  # as a shell passes it
         self.decimal = decimal
@@ -128,20 +128,20 @@ class TabularDataModule(InMemoryDataModule):
         if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
             return
         table = self._read(self.path, [self.target, *self.categorical])
-        require_columns(table, [self.target, *self.categorical, *self.ignore], self.path)
+        require_columns(table, [self.target, *self.categorical, *self.exclude], self.path)
         labels, self.class_names = read_classes(table[self.target], self.path)
         self.num_classes = len(self.class_names)
         shares = self.val_share, self.test_share
         train, val, test = split_in_three(labels, len(labels), shares, self.seed, self.path)
-        self._feature_columns = [c for c in table.columns if c != self.target and c not in self.ignore]
+        self._feature_columns = [c for c in table.columns if c != self.target and c not in self.exclude]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(
                 f"{self.path} has a column without a name, perhaps row numbers that were written with the table; list "
-                f"it under ignore as {shown(nameless[0])}, or give it a name"
+                f"it under exclude as {shown(nameless[0])}, or give it a name"
             )
         if not self._feature_columns:
             raise ValueError(
-                f"{self.path} has no column left for features beside {shown(self.target)} and those ignored"
+                f"{self.path} has no column left for features beside {shown(self.target)} and those excluded"
             )
         features, is_number = self._read_features(table, self.path)
         encoder = self._encoder = _make_encoder(is_number).fit(features.iloc[train])
@@ -219,7 +219,7 @@ def _feature_names(encoder: ColumnTransformer, path: Path) -> list[str]:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
             f"{path} gives two features the name {shown(twice[0])}: a column and what is made of another, or two "
-            "categories; rename a column, or list it under ignore"
+            "categories; rename a column, or list it under exclude"
         )
     return names
 

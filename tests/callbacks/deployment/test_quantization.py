@@ -204,11 +204,11 @@ def test_calibration_reads_what_the_sampler_of_training_reads(tmp_path, converte
     assert all(torch.equal(one.sort(0).values, wanted.sort(0).values) for one in found)
 
 
-def test_names_to_skip_are_those_of_the_module(tmp_path, converted):
-    fit(Plain(), [Quantization(skip=["net.0"])], tmp_path)
-    fit(Plain(), [Quantization(skip=["Linear"], module="net.3")], tmp_path)
-    assert converted.calls[0][3]["skip"] == ["0"]
-    assert converted.calls[1][3]["skip"] == [""]
+def test_names_to_exclude_are_those_of_the_module(tmp_path, converted):
+    fit(Plain(), [Quantization(exclude=["net.0"])], tmp_path)
+    fit(Plain(), [Quantization(exclude=["Linear"], module="net.3")], tmp_path)
+    assert converted.calls[0][3]["exclude"] == ["0"]
+    assert converted.calls[1][3]["exclude"] == [""]
 
 
 def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
@@ -385,7 +385,7 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
 
     def pick(module, *_, progress, **__):
         progress("form 1 of 1: int8 own")
-        left = {"head": "left out by skip: head"}
+        left = {"head": "left out by exclude: head"}
         return Quantized("int8 own", module, left_float=left, report=report, refused={}, ties=["int8 other"])
 
     monkeypatch.setattr("lightning_accel.callbacks.deployment.quantization.quantize", pick)
@@ -396,7 +396,7 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     assert (
         "Quantization picked int8 own: 6.00x ±0% at batch 1 and 6.00x ±0% at batch 8 as fast as fp32 eager; "
         "1.20x ±0% at batch 1 and 1.20x ±0% at batch 8 as fast as fp32 runtime; as fast, as far as could be measured: "
-        "int8 other, whose files are not smaller; in float: head (left out by skip: head)"
+        "int8 other, whose files are not smaller; in float: head (left out by exclude: head)"
     ) in told
 
 
@@ -414,9 +414,9 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         with pytest.raises(ValueError, match=match):
             Quantization(**options)
     for options, match in [
-        ({"skip": ["head"]}, r"skip has 'head'.*net.0, net.1"),
+        ({"exclude": ["head"]}, r"exclude has 'head'.*net.0, net.1"),
         ({"module": "head"}, "no submodule 'head'; it has: net"),
-        ({"mode": "qat", "skip": ["net"]}, "Plain has no linear layer or convolution for mode='qat'"),
+        ({"mode": "qat", "exclude": ["net"]}, "Plain has no linear layer or convolution for mode='qat'"),
     ]:
         module = Plain()
         with pytest.raises(ValueError, match=match):

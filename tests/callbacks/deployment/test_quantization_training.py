@@ -130,14 +130,14 @@ def test_compiled_modules_train_and_convert_as_eager_ones(tmp_path, converted, w
     found = []
     for change in (COMPILED[what], lambda module: None):
         torch._dynamo.reset()
-        module, quantization = Net(), Quantization("qat", start=0.5, skip=["net.0"], module="net")
+        module, quantization = Net(), Quantization("qat", start=0.5, exclude=["net.0"], module="net")
         compiled = change(module)
         fit(module if compiled is None else compiled, [quantization], tmp_path)
         (converted_module, _, _, options) = converted.calls[-1]
         found.append((weights(module), options["ranges"], converted.figures))
         assert type(converted_module) is nn.Sequential  # eager, whose figures are compared with those of compiled forms
         assert list(converted_module.state_dict()) == list(Net().net.state_dict())
-        assert options["skip"] == ["0"]
+        assert options["exclude"] == ["0"]
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     assert list(found[0][1]) == ["3"]
 

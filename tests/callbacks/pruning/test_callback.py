@@ -418,9 +418,9 @@ def test_shares_of_a_run_of_one_step_are_a_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": 1.5}, r"share in \[0, 1\).*got 1.5"),
+        ({"sparsity": 1.5}, r"share in \[0, 1\).*got 1.5"),
         ({"structure": "half"}, "structure must be 'unstructured', 'channel', or 'N:M'"),
-        ({"structure": "2:4", "target": 0.9}, "0.5 are pruned; got a target of 0.9"),
+        ({"structure": "2:4", "sparsity": 0.9}, "0.5 are pruned; got a sparsity of 0.9"),
         ({"module": "net"}, "structure='channel'; got 'unstructured'"),
         ({"structure": "channel", "round_to": 0}, "round_to must be at least 1 channel; got 0"),
         (
@@ -511,7 +511,7 @@ def test_a_compiled_module_has_the_masks_of_the_module():
 def test_options_are_read_from_a_config():
     parser = ArgumentParser()
     parser.add_argument("pruning", type=Pruning)
-    options = {"target": 0.8, "begin": 10, "end": 0.5, "exclude": ["head", "torch.nn.Conv2d"], "scope": "global"}
+    options = {"sparsity": 0.8, "begin": 10, "end": 0.5, "exclude": ["head", "torch.nn.Conv2d"], "scope": "global"}
     config = parser.parse_object({"pruning": {"class_path": "lightning_accel.callbacks.Pruning", "init_args": options}})
     pruning = parser.instantiate(config).pruning
     assert (pruning.begin, pruning.end, pruning.criterion, pruning.target) == (10, 0.5, "magnitude", 0.8)
@@ -555,7 +555,7 @@ def test_parts_of_a_module_have_targets_of_their_own(tmp_path):
     torch.testing.assert_close(resumed[0].state_dict(), module.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("other", [{"structure": "2:4"}, {"target": 0.5, "exclude": ["net.0"]}])
+@pytest.mark.parametrize("other", [{"structure": "2:4"}, {"sparsity": 0.5, "exclude": ["net.0"]}])
 def test_a_weight_of_two_callbacks_is_refused(other):
     module = Net()
     before = {name: value.clone() for name, value in module.state_dict().items()}

@@ -51,7 +51,7 @@ def first_masks(options, **trainer):
     return pruning.masks(), pruning.sparsity(), pruning.left_out
 
 
-KINDS = [{"target": 0.5, "scope": scope} for scope in SCOPES] + [
+KINDS = [{"sparsity": 0.5, "scope": scope} for scope in SCOPES] + [
     {"structure": "2:4"}, {"structure": "1:4"},
 ]  # fmt: skip
 
@@ -91,7 +91,7 @@ def check_trained_masks(rank, options, strategy):
 
 
 def test_regrown_masks_are_those_of_one_process():
-    options = {"target": 0.7, "schedule": "one_shot", "regrowth": "rigl", "end": 0.9, "every_n_steps": 2}
+    options = {"sparsity": 0.7, "schedule": "one_shot", "regrowth": "rigl", "end": 0.9, "every_n_steps": 2}
     one = trained_masks(options, 1)
     for strategy in ("ddp", "accel_fsdp2"):
         for masks in run_ranks(check_trained_masks, options, strategy):

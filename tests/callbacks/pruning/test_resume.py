@@ -16,11 +16,11 @@ from tests.callbacks.pruning.test_callback import Net, fit
 from tests.ranks import run_ranks
 
 KINDS = {
-    "cubic": {"target": 0.8, "begin": 2, "end": 13, "every_n_steps": 1},
-    "global": {"target": 0.8, "begin": 3, "end": 13, "every_n_steps": 5, "scope": "global"},
+    "cubic": {"sparsity": 0.8, "begin": 2, "end": 13, "every_n_steps": 1},
+    "global": {"sparsity": 0.8, "begin": 3, "end": 13, "every_n_steps": 5, "scope": "global"},
     "2:4": {"structure": "2:4", "begin": 1, "end": 13},
-    "rigl": {"target": 0.7, "schedule": "one_shot", "regrowth": "rigl", "end": 0.8, "every_n_steps": 2},
-    "cubic rigl": {"target": 0.7, "regrowth": "rigl", "end": 0.8, "every_n_steps": 3},
+    "rigl": {"sparsity": 0.7, "schedule": "one_shot", "regrowth": "rigl", "end": 0.8, "every_n_steps": 2},
+    "cubic rigl": {"sparsity": 0.7, "regrowth": "rigl", "end": 0.8, "every_n_steps": 3},
 }
 
 
@@ -96,7 +96,7 @@ def test_masks_are_kept_as_bits(tmp_path):
 
 
 def test_another_number_of_epochs_does_not_move_a_ramp_that_runs(tmp_path):
-    options = {"target": 0.8, "begin": 0.0, "end": 0.5, "every_n_steps": 1}
+    options = {"sparsity": 0.8, "begin": 0.0, "end": 0.5, "every_n_steps": 1}
     saved = SaveAt(tmp_path, [5])
     fit(Net(), [Pruning(**options), saved, ExactResume()], max_epochs=3)
     longer = Pruning(**options)
@@ -184,4 +184,4 @@ def test_checkpoints_serve_one_process_and_fsdp2(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the order of rows is that of two processes
         fit(Net(), [pruning, ExactResume()], max_epochs=6, ckpt_path=tmp_path / "two" / "9.ckpt")
-    assert pruning.sparsity() == pytest.approx(KINDS[kind]["target"], abs=0.01)
+    assert pruning.sparsity() == pytest.approx(KINDS[kind]["sparsity"], abs=0.01)

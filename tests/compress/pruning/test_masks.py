@@ -159,7 +159,7 @@ def test_wrong_options_are_refused():
     for options, message in [
         ({"sparsity": 1.0}, r"share in \[0, 1\).*got 1.0"),
         ({"structure": "4:2"}, r"0 < N < M.*'4:2'"),
-        ({"sparsity": 0.9, "structure": "2:4"}, r"0.5 are pruned; got a target of 0.9"),
+        ({"sparsity": 0.9, "structure": "2:4"}, r"0.5 are pruned; got a sparsity of 0.9"),
         ({"sparsity": 0.9, "scope": "all"}, "layer, global, erk; got 'all'"),
         ({"sparsity": 0.9, "criterion": lambda name, value: value[0]}, r"scores of shape \(6, 2, 3, 3\) for 0.weight"),
     ]:

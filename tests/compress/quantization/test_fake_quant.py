@@ -144,12 +144,12 @@ def test_layers_that_cannot_be_quantized_have_a_reason():
         "attention": "MultiheadAttention is no linear layer or convolution",
         "attention.out_proj": "MultiheadAttention takes its weight, and does not call it",
     }
-    for skip in (["blocks.*"], ["blocks"], ["linear", nn.Sequential], ["Sequential"]):
-        quantized, left, skipped = find_layers(module, skip)
+    for exclude in (["blocks.*"], ["blocks"], ["linear", nn.Sequential], ["Sequential"]):
+        quantized, left, skipped = find_layers(module, exclude)
         assert {"blocks.0", "blocks.1"} <= skipped
         assert not {"blocks.0", "blocks.1"} & set(quantized)
-        assert left["blocks.0"].startswith("left out by skip")
-    with pytest.raises(ValueError, match=r"skip has 'lineer'.*in ModuleDict.*there are linear, own, rnn"):
+        assert left["blocks.0"].startswith("left out by exclude")
+    with pytest.raises(ValueError, match=r"exclude has 'lineer'.*in ModuleDict.*there are linear, own, rnn"):
         find_layers(module, ["lineer"])
 
 

@@ -413,10 +413,10 @@ def test_layers_are_reported_as_they_are_computed(makers):
     module.layers[1] = nn.LayerNorm(5)
     floats = {"fp32": ("float", Slow(0.1)), "bf16": ("float", Slow(0.0005))}
     makers(**floats, **{"int8 own": ("static", Slow(0.001), "fp32")})
-    layers = {one.name: one for one in run(module, "static", skip=["*.2"]).report.layers}
+    layers = {one.name: one for one in run(module, "static", exclude=["*.2"]).report.layers}
     found = {name: one.dtype for name, one in layers.items()}
     assert found == {"layers.0": "int8", "layers.1": "float32", "layers.2": "float32"}
-    assert layers["layers.2"].note == "left out by skip: *.2"
+    assert layers["layers.2"].note == "left out by exclude: *.2"
     assert {one.dtype for one in run(module).report.layers} == {"bfloat16"}
 
 
@@ -446,7 +446,7 @@ def test_forms_that_are_wrong_are_refused():
 
 def test_options_that_are_none_are_refused():
     module = nn.Linear(3, 2).eval()
-    for options in ({"mode": "dynamics"}, {"backend": "fbgemm"}, {"skip": ["head"]}):
+    for options in ({"mode": "dynamics"}, {"backend": "fbgemm"}, {"exclude": ["head"]}):
         with pytest.raises(ValueError, match=next(iter(options))):
             quantize(module, [((torch.randn(4, 3),), {})], **options)
 

@@ -32,7 +32,7 @@ def make(table, tmp_path):
             frame.to_parquet(path)
         else:
             frame.to_csv(path, index=False)
-        data = TabularDataModule(path, **{"target": "kind", "ignore": ["key"], **options})
+        data = TabularDataModule(path, **{"target": "kind", "exclude": ["key"], **options})
         data.setup()
         return data
 
@@ -147,7 +147,7 @@ def test_texts_stay_as_they_are_written_in_every_file(make, table, tmp_path):
     codes = ["01234", "02345", "1.0"] * 20
     pd.DataFrame({"code": ["02345", "A1"], "grade": ["1", "x"]}).to_csv(tmp_path / "new.csv", index=False)
     frame = pd.DataFrame({"code": codes, "grade": ["A", "B"] * 30, "kind": ["01", "10", "2"] * 20})
-    data = make(frame, categorical=["code"], ignore=[], predict_path=tmp_path / "new.csv")
+    data = make(frame, categorical=["code"], exclude=[], predict_path=tmp_path / "new.csv")
     assert data.feature_names == ["code=01234", "code=02345", "code=1.0", "grade=A", "grade=B"]
     assert data.class_names == ["01", "2", "10"]
     assert data.predict_rows.tensors[0].tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
@@ -155,7 +155,7 @@ def test_texts_stay_as_they_are_written_in_every_file(make, table, tmp_path):
 
 def test_category_beside_a_column_of_its_name(make, table):
     """A table that holds a column and, beside it, what somebody has made of it."""
-    data = make(table.assign(colour_red=1.0), ignore=["key", "wet"])
+    data = make(table.assign(colour_red=1.0), exclude=["key", "wet"])
     assert data.feature_names[2:] == [
         "colour_red", "missingindicator_length", "colour=<missing>", "colour=green", "colour=red",
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_features_of_one_name_are_refused(make, table, columns):
 
 def test_decimal_comma(make):
     text = "kind;width\n" + "oak;1,5\nash;2,5\n" * 15
-    data = make(text, separator=";", decimal=",", ignore=[])
+    data = make(text, separator=";", decimal=",", exclude=[])
     assert data.feature_names == ["width"]
 
 
@@ -218,7 +218,7 @@ def test_checkpoint_keeps_what_was_fitted(make, table):
         ("kind,width\noak,1,2,3\noak,1\n", {}, r"cannot be read as csv"),
         ("kind,id\n" + "".join(f"oak,a{i}\nash,b{i}\n" for i in range(15)), {}, r"30 different texts in 30 rows"),
         ("kind,x,x\noak,1,2\n", {}, r"two columns named 'x'"),
-        (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*ignore as 'Unnamed: 0'"),
+        (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*exclude as 'Unnamed: 0'"),
         ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),
         ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set decimal"),
         ("kind,x\n" + "oak,1e300\nash,-1e300\n" * 9, {}, r"numbers of at most 1e\+30; got '1e\+300' in row 1"),
@@ -226,7 +226,7 @@ def test_checkpoint_keeps_what_was_fitted(make, table):
 )
 def test_bad_files_are_refused(make, content, options, said):
     with pytest.raises(ValueError, match=rf"(?s){said}"):
-        make(content, **{"ignore": [], **options})
+        make(content, **{"exclude": [], **options})
 
 
 def test_dates_are_refused(make, table):
