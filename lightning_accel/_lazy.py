@@ -1,6 +1,7 @@
 """Public names of packages, imported on first use."""
 
 import ast
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -27,7 +28,8 @@ def lazy_getattr(
     moved = moved or {}
 
     def __getattr__(name: str) -> object:
-        if name in moved:
+        # jsonargparse looks for the shortest path of a class, to write it to configs: it must not be the old one
+        if name in moved and sys._getframe(1).f_code.co_name != "get_import_path":
             warnings.warn(f"{package}.{name} is now {moved[name]}.{name}", FutureWarning, stacklevel=2)
             return getattr(import_module(moved[name]), name)
         if name not in module_of:

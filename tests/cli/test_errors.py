@@ -338,7 +338,6 @@ def test_yaml_whose_keys_differ_is_accepted(tmp_path, text):
         ("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}\n", r"'x' stands twice.*line 2"),
         ("a: &a {x: 1, x: 2}\nb: {<<: *a}\n", r"'x' stands twice.*line 1"),
         ("a: {'x': 1, x: 2}\n", r"'x' stands twice"),
-        ("? {x: 1, x: 2}\n: 1\n", r"'x' stands twice"),
     ],
 )
 def test_key_that_stands_twice_is_refused_at_any_depth(tmp_path, text, said):
