@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks import Export, Pruning, Quantization
-from lightning_accel.callbacks.pruning.callback import exclusion_names
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.layers import find_layers
@@ -39,7 +38,7 @@ TAKERS = {
     "RelationalGNN": ("ab", lambda names: RelationalGNN(class_names=names).class_names),
     "SequenceModel": ("ab", lambda names: SequenceModel(class_names=names).class_names),
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
-    "Pruning": ("head", lambda names: exclusion_names(Pruning(0.5, exclude=names)._options.exclude)),
+    "Pruning": ("head", lambda names: Pruning(0.5, exclude=names)._options.exclude),
     "Quantization": ("head", lambda names: Quantization(exclude=names).exclude),
     "quantize": ("head", refused_exclusion),
     "find_layers": ("Linear", lambda names: find_layers(nn.ModuleList([net(), nn.Conv1d(1, 1, 1)]), names).left_float),

@@ -47,9 +47,7 @@ class Pruning(L.Callback):
     the same as a single process would have, except for scores so close that the order in which gradients are summed
     decides. A run that is killed and resumed in the same setting ends with equal bits; on another number of processes
     or strategy it continues with its masks. ``ModelCheckpoint`` selects no best model before the target is reached.
-    Parts of a module may have one callback each, which leave out each other's weights with ``exclude``.
-    ``pruning/sparsity`` is logged, and ``pruning_2/sparsity`` for a second callback. A table of the layers is printed
-    at the end.
+    ``pruning/sparsity`` is logged. A table of the layers is printed at the end.
 
     Zeros alone make neither files smaller nor computation faster; ``structure="channel"`` does both.
 
@@ -75,7 +73,7 @@ class Pruning(L.Callback):
 
     Raises:
         ValueError: if an option is out of range or contradicts another; before training, if nothing can be pruned, the
-            target would not be reached, another callback prunes a weight too, or the length of the run is needed and
+            target would not be reached, there are several of these callbacks, or the length of the run is needed and
             unknown.
         TypeError: before training, under strategies that flatten parameters (FSDP1, DeepSpeed), and for weights that
             FSDP and tensor parallelism both shard.
@@ -175,14 +173,14 @@ class Pruning(L.Callback):
 
     @property
     def state_key(self) -> str:
-        exclude = exclusion_names(self._options.exclude)
-        if self.structure == "channel" or not exclude:
-            return self._generate_state_key(structure=self.structure)
-        return self._generate_state_key(structure=self.structure, exclude=exclude)
+        return self._generate_state_key(structure=self.structure)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        any_exclude = self._generate_state_key(structure=self.structure)[:-1]
-        _adopt_state(trainer, self, any_exclude, checkpoint["callbacks"])
+        """Find the state in checkpoints of earlier versions, whose key named ``exclude`` too."""
+        states = checkpoint["callbacks"]
+        found = [key for key in states if key.startswith(self.state_key[:-1])]
+        if self.state_key not in states and len(found) == 1:
+            states[self.state_key] = states.pop(found[0])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.structure == "channel":
@@ -191,7 +189,11 @@ class Pruning(L.Callback):
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
-        _require_one_kind(trainer, self)
+        if len(callbacks_of(trainer, Pruning)) > 1:
+            raise ValueError(
+                "the Trainer has several Pruning callbacks, and takes one: leave out with exclude what is to stay "
+                "dense; remove channels in one fit, and prune what remains in the next"
+            )
         if trainer.global_step == 0:
             self._reset()
             self._masks = self._make_structure()
@@ -207,13 +209,7 @@ class Pruning(L.Callback):
         self.left_out = self._masks.attach(trainer, pl_module)
         self._set_steps(trainer)
         self._is_set_up = True
-        if isinstance(self._masks, MaskStructure):
-            peers = callbacks_of(trainer, type(self))
-            _require_disjoint_weights({one.state_key: one._weight_names() for one in peers})
         _log_left_out(self.left_out)
-
-    def _weight_names(self) -> list[str]:
-        return [part.name for part in self._masks.parts] if isinstance(self._masks, MaskStructure) else []
 
     def _set_steps(self, trainer: L.Trainer) -> None:
         """Set the steps of the ramp; take those of the checkpoint if its options equal the current ones."""
@@ -260,9 +256,7 @@ class Pruning(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         self._advance(trainer, pl_module)
         if not trainer.barebones:
-            number = callbacks_of(trainer, type(self)).index(self) + 1
-            name = "pruning/sparsity" if number == 1 else f"pruning_{number}/sparsity"
-            pl_module.log(name, self.sparsity())
+            pl_module.log("pruning/sparsity", self.sparsity())
 
     def _advance(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == self._seen:
@@ -427,53 +421,3 @@ def _to_step(name: str, step: int | float, total: int | None) -> int:
             f"{name}={step} is a share of the run, whose length is not known; give a step, an int, or set max_steps"
         )
     return round(step * total)
-
-
-def exclusion_names(exclude: Sequence[str | type[nn.Module]]) -> list[str]:
-    """Return the excluded names, sorted, to tell callbacks apart that prune different parts of a module."""
-    return sorted(one.__name__ if isinstance(one, type) else one for one in exclude)
-
-
-def _require_one_kind(trainer: L.Trainer, callback: L.Callback) -> None:
-    """Reject masks beside the removal of channels, which replaces the masked weights.
-
-    Raises:
-        ValueError: if both are in one Trainer; the message says what to do instead.
-    """
-    if len({getattr(one, "structure", None) == "channel" for one in callbacks_of(trainer, type(callback))}) > 1:
-        raise ValueError(
-            "Pruning(structure='channel') replaces weights, which another Pruning of this Trainer holds masks of. "
-            "Remove channels in one fit, and prune what is left in the next"
-        )
-
-
-def _require_disjoint_weights(weights: Mapping[str, Sequence[str]]) -> None:
-    """Reject weights that two callbacks prune.
-
-    Args:
-        weights: names of the weights that each callback prunes, by a description of the callback.
-
-    Raises:
-        ValueError: if two callbacks prune a weight; the message names it.
-    """
-    owners: dict[str, str] = {}
-    for shown, names in weights.items():
-        shared = [name for name in names if name in owners]
-        if shared:
-            raise ValueError(
-                f"{owners[shared[0]]} and {shown} both prune {', '.join(shared)}, so that neither would have its "
-                "target: let each leave out with exclude what the other prunes, or take one of them"
-            )
-        owners |= dict.fromkeys(names, shown)
-
-
-def _adopt_state(trainer: L.Trainer, callback: L.Callback, prefix: str, states: dict[str, Any]) -> None:
-    """Give ``callback`` the only unclaimed state in a checkpoint, if there is none of its own.
-
-    It may be the state of a run with another ``exclude``; masks of weights that are not pruned now are rejected
-    later.
-    """
-    claimed = {one.state_key for one in callbacks_of(trainer, type(callback))}
-    left = [key for key in states if key.startswith(prefix) and key not in claimed]
-    if callback.state_key not in states and len(left) == 1:
-        states[callback.state_key] = states.pop(left[0])

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AmpPrecision, MoEClassifier
-from lightning_accel.callbacks import ExactResume, Pruning
+from lightning_accel.callbacks import Pruning
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from tests.strategies.trained import Plain, make
 from tests.tolerance import ADAM_EPS, CLOSE
@@ -202,10 +202,10 @@ def test_several_optimizers_by_hand_count_a_batch_as_one_step():
     assert pruning.sparsity() == pytest.approx(0.8, abs=0.01)
 
 
-def test_masks_and_channels_do_not_go_together():
-    callbacks = [Pruning(0.5), Pruning(0.5, structure="channel")]
-    for given in (callbacks, callbacks[::-1]):
-        with pytest.raises(ValueError, match=r"structure='channel'\) replaces weights.*Remove channels in one fit"):
+@pytest.mark.parametrize("other", [{"structure": "channel"}, {"structure": "2:4"}])  # Lightning rejects equal ones
+def test_a_second_callback_is_rejected(other):
+    for given in ([Pruning(0.5), Pruning(0.5, **other)], [Pruning(0.5, **other), Pruning(0.5)]):
+        with pytest.raises(ValueError, match=r"several Pruning callbacks, and takes one: leave out with exclude"):
             fit(Net(), given)
 
 
@@ -528,39 +528,3 @@ def test_options_are_read_from_a_config():
 
 def squares(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.square()
-
-
-HEAD, BODY = {"exclude": ["net.0", "net.3"]}, {"exclude": ["net.5"]}
-
-
-def test_parts_of_a_module_have_targets_of_their_own(tmp_path):
-    """Also where the run is killed, and goes on."""
-
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 8:
-                trainer.save_checkpoint(tmp_path / "8.ckpt")
-
-    def run(*more, **resume):
-        module, body, head = Net(), Pruning(0.9, end=12, **BODY), Pruning(0.5, begin=3, end=15, **HEAD)
-        trainer = fit(module, [body, head, *more, ExactResume()], **resume)
-        return module, body, head, trainer
-
-    (module, body, _, trainer), resumed = run(Save()), run(ckpt_path=tmp_path / "8.ckpt")
-    assert list(body.masks()) == ["net.0.weight", "net.3.weight"]
-    assert share_of_zeros(module.net[:5]) == pytest.approx(0.9, abs=0.01)
-    assert share_of_zeros(module.net[5:]) == pytest.approx(0.5, abs=0.01)
-    assert float(trainer.callback_metrics["pruning/sparsity"]) == pytest.approx(0.9, abs=0.01)
-    assert float(trainer.callback_metrics["pruning_2/sparsity"]) == pytest.approx(0.5, abs=0.01)
-    torch.testing.assert_close(resumed[0].state_dict(), module.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("other", [{"structure": "2:4"}, {"sparsity": 0.5, "exclude": ["net.0"]}])
-def test_a_weight_of_two_callbacks_is_refused(other):
-    module = Net()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=r"Pruning\{'structure': .* both prune net.3.weight.*: let each leave out with"
-    ):
-        fit(module, [Pruning(0.8, **HEAD | {"exclude": ["net.0", "net.5"]}), Pruning(**other)])
-    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)

@@ -116,6 +116,22 @@ def test_masks_of_other_weights_are_refused(tmp_path):
         fit(Net(), [Pruning(0.8, exclude=["net.3"]), ExactResume()], ckpt_path=tmp_path / "5.ckpt")
 
 
+def test_an_earlier_key_that_names_what_is_excluded(tmp_path):
+    def go(*more, **options):
+        torch.manual_seed(1)
+        pruning = Pruning(0.8, begin=1, end=13, exclude=["net.3"])
+        return state_of(fit(Net(), [pruning, *more, ExactResume()], **options))
+
+    whole = go(SaveAt(tmp_path, [5]))
+    saved = torch.load(tmp_path / "5.ckpt", weights_only=True)
+    key = "Pruning{'structure': 'unstructured'"
+    saved["callbacks"][key + ", 'exclude': ['net.3']}"] = saved["callbacks"].pop(key + "}")
+    torch.save(saved, tmp_path / "earlier.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a key that no callback has
+        assert_same([go(ckpt_path=tmp_path / "earlier.ckpt")], [whole])
+
+
 class Sharded(Net):
     def configure_model(self):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
