@@ -282,8 +282,12 @@ def _subclasses(cls: type) -> set[type]:
 def unwrap(error: BaseException) -> BaseException:
     """Return the error that a constructor raised, from within the errors that the parser wraps it in."""
     wrappers = ("Does not validate against any", "Problem with given class_path")
+    whole = str(error)
     while error.__cause__ is not None and str(error).startswith(wrappers):
         error = error.__cause__
+    if str(error).startswith("Not a valid subclass"):  # a list was tried as one class first
+        found = re.search(r"Problem with given class_path ('[^']+':\n.+?)(?=\n  - |\nGiven value|$)", whole, re.DOTALL)
+        return error if found is None else ValueError(" ".join(found[1].split()))
     return error
 
 

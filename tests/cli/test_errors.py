@@ -256,6 +256,19 @@ def test_wrong_checkpoint(command, run_folder, checkpoints):
         assert not (run_folder / "lightning_logs").exists()
 
 
+def test_an_error_of_one_class_in_a_list_is_shown(command, run_folder, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.tensorboard._TENSORBOARD_AVAILABLE", False)
+    monkeypatch.setattr("lightning.fabric.loggers.tensorboard._TENSORBOARD_AVAILABLE", False)
+    monkeypatch.setattr("lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False)
+    (run_folder / "two.yaml").write_text(
+        "trainer: {logger: [{class_path: CSVLogger, init_args: {save_dir: .}}, "
+        "{class_path: TensorBoardLogger, init_args: {save_dir: .}}]}"
+    )
+    result = command("fit", "--model=Classifier", "--data=DigitsDataModule", "--config=two.yaml")
+    assert result.status == 1
+    assert "TensorBoardLogger': Neither `tensorboard` nor `tensorboardX` is available" in result.err
+
+
 PLANTED = """
 from pathlib import Path
 import lightning as L
