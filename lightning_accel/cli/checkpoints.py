@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError, nearest
-from lightning_accel.cli.run_folder import run_folder_of
+from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
 from lightning_accel.strategies import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 from lightning_accel.strategies.checkpoints.named_code import code_named_in
@@ -220,15 +220,24 @@ def write_checkpoints_atomically(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-def resume_run(trainer: L.Trainer) -> str | None:
+def resume_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
     """Reuse the newest run folder and return its newest complete checkpoint; None if there is none yet.
 
     Every process searches on its own, before the process group exists; whether all found the same is checked later.
+
+    Raises:
+        UsageError: if another run uses the folder, or a folder of checkpoints.
     """
     _warn_of_shared_store()
+    for folder in _checkpoint_folders(trainer) if trainer.is_global_zero else []:
+        if "://" not in str(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.require(folder / ".lock", folder)
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger | TensorBoardLogger):
             _reuse_newest_folder(logger)
+            if trainer.is_global_zero and "://" not in logger.root_dir:
+                lock_run_folder(logger, locks)
             if isinstance(logger, CSVLogger) and trainer.is_global_zero:
                 _rename_old_metrics(Path(logger.log_dir))
     warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* not empty")

@@ -9,6 +9,8 @@ import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.errors import UsageError, nearest
@@ -71,6 +73,24 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(part, f"{place}[{number}]")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, value
+
+
+def report_unused_schedule(scheduler: LRScheduler, steps: float, interval: str) -> None:
+    """Report a schedule that is much longer than the run.
+
+    Args:
+        scheduler: the scheduler, whose length is its ``total_steps``, ``T_max`` or ``total_iters``.
+        steps: how often the run steps it.
+        interval: ``epoch`` or ``step``.
+    """
+    lengths = {name: getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")}
+    name, total = next(((name, total) for name, total in lengths.items() if isinstance(total, int)), ("", 0))
+    if 0 < steps < 0.9 * total:  # -1 means unknown
+        rank_zero_info(
+            f"{type(scheduler).__name__} is planned for {total} of its lr_interval, {interval!r}, and the run takes "
+            f"{steps:.0f}: the learning rate goes through the first {100 * steps / total:.0f} % of its schedule alone. "
+            f"Give the scheduler the length of the run, in {name} or epochs, if that is not what you want"
+        )
 
 
 class MonitorCheck(L.Callback):

@@ -31,12 +31,14 @@ import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
 from lightning_accel.callbacks import PredictionWriter, StallMonitor
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
-from lightning_accel.cli.checks import MonitorCheck, require_valid_values
+from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
 from lightning_accel.cli.errors import UsageError, explain, is_monitor_error, require_config_files, unwrap, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
 from lightning_accel.cli.run_folder import (
     ConfigSaver,
+    RunLocks,
     remove_empty,
+    require_names,
     require_writable,
     reserve_run_folder,
 )
@@ -99,6 +101,7 @@ class AccelCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()) -> None:
+        self._locks = RunLocks()
         self._created_folders: list[Path] = []
         strict = {"prog": "lightning-accel", "allow_abbrev": False, "exit_on_error": False}
         try:
@@ -113,6 +116,7 @@ class AccelCLI(LightningCLI):
                 args=args,
             )
         finally:
+            self._locks.release()
             remove_empty(self._created_folders)
 
     @staticmethod
@@ -185,15 +189,16 @@ class AccelCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         leave_group_at_exit()  # Lightning's own strategies do not
+        require_names(self.trainer)
         require_writable(self.trainer)
         config = self.config_init[self.subcommand]
         if self.subcommand == "fit":
             write_checkpoints_atomically(self.trainer)
             if config.ckpt_path == "auto":
-                config.ckpt_path = resume_run(self.trainer)
+                config.ckpt_path = resume_run(self.trainer, self._locks)
                 if config.ckpt_path is not None:
                     self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
-        self._created_folders = reserve_run_folder(self.trainer)
+        self._created_folders = reserve_run_folder(self.trainer, self._locks)
         self._use_optimizer_of_config()
         if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):
             wanted, weights_only = config.ckpt_path, config.get("weights_only")
@@ -237,6 +242,10 @@ class AccelCLI(LightningCLI):
                 return optimizer
             scheduler = instantiate_class(optimizer, config.lr_scheduler)
             _require_long_enough(scheduler, module.trainer, config.lr_interval, saved_length)
+            if saved_length is None:
+                report_unused_schedule(
+                    scheduler, _planned_steps(module.trainer, config.lr_interval), config.lr_interval
+                )
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,

@@ -6,7 +6,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -82,15 +82,25 @@ class _StrictLoader(yaml.SafeLoader):
     """Load YAML, rejecting duplicate keys, of which the parser's own loader silently keeps the last."""
 
     def get_single_node(self) -> yaml.Node | None:
-        self._checked: set[int] = set()
-        return super().get_single_node()
+        root: yaml.Node | None = super().get_single_node()
+        for mapping in _mappings(root):  # before merge keys (<<) add the keys of one mapping to another
+            _require_unique_keys(mapping)
+        return root
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Check the keys of a mapping once, before merge keys (<<) add those of another one to it."""
-        if id(node) not in self._checked:
-            self._checked.add(id(node))
-            _require_unique_keys(node)
-        super().flatten_mapping(node)
+
+def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
+    """Yield every mapping once: the node of an anchor may occur in several places, even within itself."""
+    seen, waiting = set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
 
 
 def _require_unique_keys(mapping: yaml.MappingNode) -> None:

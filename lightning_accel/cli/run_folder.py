@@ -1,14 +1,118 @@
-"""Folders for the files of a run."""
+"""Folders for the files of a run, and locks that let only one run at a time use them."""
 
 import contextlib
+import errno
+import os
+import socket
+import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 import lightning as L
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.cli.errors import UsageError
+
+_LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+_LOCK_OFFSET = 1 << 30  # Windows locks bytes against reading, so lock one behind the text
+
+
+class RunLocks:
+    """Hold locked files that mark folders as in use.
+
+    A lock ends with its process, however that ends; child processes, such as workers of a DataLoader, do not prolong
+    it. NFS supports these locks between machines since Linux 2.6.12; the lock of a dead machine lasts until its lease
+    ends, a minute or two.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, IO[str]] = {}
+
+    def __reduce__(self) -> tuple[type["RunLocks"], tuple[()]]:
+        return RunLocks, ()  # optimizers from a config refer to the command line, and are copied with their module
+
+    def take(self, path: Path) -> bool:
+        """Create and lock the file ``path``; return False if another process holds the lock."""
+        path = path.resolve()
+        while path not in self._files:
+            file = open(path, "a+")  # noqa: SIM115  # stays open while it is locked
+            try:
+                _lock(file)
+            except OSError as error:
+                if error.errno in _LOCKED_ERRORS:
+                    file.close()
+                    return False
+                rank_zero_warn(f"two runs in one folder go unnoticed: {path} cannot be locked ({error.strerror})")
+            if not _is_same_file(file, path):  # another process has removed it meanwhile
+                file.close()
+                continue
+            if not self._files and hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self._close_in_child)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+            self._files[path] = file
+        return True
+
+    def require(self, path: Path, folder: Path) -> None:
+        """Lock the file ``path``, which marks ``folder`` as in use.
+
+        Raises:
+            UsageError: if another process uses it, which the message names.
+        """
+        if self.take(path):
+            return
+        holder = ""
+        with contextlib.suppress(OSError):  # it may have been removed meanwhile
+            holder = path.read_text()
+        raise UsageError(
+            f"another run is using {folder}: {holder or 'a process that has just started'}. Wait for its end, or give "
+            "this run a folder of its own: --trainer.default_root_dir, the logger's save_dir, name or version, the "
+            f"ModelCheckpoint's dirpath. Where that process is gone with its machine, remove {path}"
+        )
+
+    def _close_in_child(self) -> None:
+        """Close the files inherited in a forked process, which would otherwise keep the locks."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def release(self) -> None:
+        """Unlock and remove the files."""
+        for path, file in self._files.items():
+            with contextlib.suppress(OSError):  # Windows cannot remove an open file
+                path.unlink()
+            file.close()
+            with contextlib.suppress(OSError):
+                if os.name == "nt":
+                    path.unlink()
+        self._files = {}
+
+
+def _is_same_file(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: IO[str]) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(_LOCK_OFFSET)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf would unlock when this process reads the file
+
+
+_LONGEST_NAME = 200  # bytes; file systems allow 255, and suffixes are added
 
 
 class ConfigSaver(SaveConfigCallback):
@@ -43,8 +147,8 @@ def _save_under_free_name(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def reserve_run_folder(trainer: L.Trainer) -> list[Path]:
-    """Give loggers with the same ``save_dir`` and ``name`` one numbered folder, which no other run has.
+def reserve_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
+    """Give loggers with the same ``save_dir`` and ``name`` one numbered folder, which no other run uses.
 
     A logger picks the next free number when it is first asked. Here the folder is created at once: of runs that start
     together, the one that creates a folder gets its number, and the others try the next.
@@ -53,7 +157,7 @@ def reserve_run_folder(trainer: L.Trainer) -> list[Path]:
         the folders that were created, outermost first.
 
     Raises:
-        UsageError: if a folder cannot be created.
+        UsageError: if the config names a folder that another run is using, or resumes in one.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
     made: list[Path] = []
@@ -62,21 +166,36 @@ def reserve_run_folder(trainer: L.Trainer) -> list[Path]:
         numbered = [logger for logger in sharing if logger._version is None]  # reading the property would set it
         for logger in sharing:
             _ = logger.version
-        if trainer.is_global_zero and "://" not in root:  # the other processes get its folder
+        if trainer.is_global_zero and "://" not in root:  # the other processes get its folder and share its locks
             made += _make_folder(Path(root))
-            made += [_make_next_folder(numbered)] if numbered else []
+            made += [_make_next_folder(numbered, locks)] if numbered else []
+            for logger in sharing:
+                if logger not in numbered:
+                    lock_run_folder(logger, locks)
     return made
 
 
-def _make_next_folder(loggers: list[CSVLogger | TensorBoardLogger]) -> Path:
+def _make_next_folder(loggers: list[CSVLogger | TensorBoardLogger], locks: RunLocks) -> Path:
     while True:
         folder = Path(loggers[0].root_dir, f"version_{loggers[0].version}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            return folder
+            if locks.take(_lock_file(folder)):
+                return folder
         number = int(folder.name.removeprefix("version_")) + 1
         for logger in loggers:
             logger._version = number  # there is no public setter
+
+
+def lock_run_folder(logger: CSVLogger | TensorBoardLogger, locks: RunLocks) -> None:
+    """Lock the folder of a logger for this run.
+
+    Raises:
+        UsageError: if another run uses it, which the message names.
+    """
+    folder = run_folder_of(logger)
+    _make_folder(Path(logger.root_dir))
+    locks.require(_lock_file(folder), folder)
 
 
 def run_folder_of(logger: CSVLogger | TensorBoardLogger) -> Path:
@@ -84,11 +203,40 @@ def run_folder_of(logger: CSVLogger | TensorBoardLogger) -> Path:
     return Path(logger.root_dir, logger.version if isinstance(logger.version, str) else f"version_{logger.version}")
 
 
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")  # beside it, since loggers warn of folders that are not empty
+
+
 def remove_empty(folders: list[Path]) -> None:
     """Remove those of the ``folders``, given outermost first, that are empty."""
     for path in reversed(folders):
         with contextlib.suppress(OSError):  # not empty
             path.rmdir()
+
+
+def require_names(trainer: L.Trainer) -> None:
+    """Reject names of checkpoints and runs that are no valid file names, or lead out of their folder.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    names = [
+        (f"{type(keeper).__name__}.{option}", getattr(keeper, option, None), "dirpath")
+        for keeper in trainer.checkpoint_callbacks
+        for option in ("filename", "CHECKPOINT_NAME_LAST")
+    ]
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger | TensorBoardLogger):
+            names.append((f"{type(logger).__name__}.name", logger.name, "save_dir"))
+    for option, name, folder in names:
+        path = Path(name or "")
+        if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+            raise UsageError(f"{option} is a name in its {folder}; got {name!r}. Give the folder as {folder}")
+        if longest := [part for part in path.parts if len(part.encode()) > _LONGEST_NAME]:
+            raise UsageError(
+                f"{option} has at most {_LONGEST_NAME} bytes between slashes, so that files can be named by it; got "
+                f"{len(longest[0].encode())}, {longest[0][:40]!r}..."
+            )
 
 
 def require_writable(trainer: L.Trainer) -> None:

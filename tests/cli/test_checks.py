@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from lightning_accel.cli.checks import MonitorCheck, require_valid_values
+from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
 from lightning_accel.cli.errors import UsageError
 
 SHORT = [
@@ -120,6 +120,23 @@ def test_figures_of_training_may_be_monitored(asker, monitor, is_refused):
             MonitorCheck().on_sanity_check_end(trainer, None)
     else:
         MonitorCheck().on_sanity_check_end(trainer, None)
+
+
+@pytest.mark.parametrize(
+    ("total", "steps", "is_told"), [(100, 6, True), (100, 95, False), (100, math.inf, False), (100, -1, False)]
+)
+def test_a_schedule_longer_than_the_run_is_told(caplog, total, steps, is_told):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1, total_steps=total),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
+        torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    ]
+    with caplog.at_level("INFO"):
+        for scheduler in schedulers:
+            report_unused_schedule(scheduler, steps, "step")
+    assert caplog.text.count("goes through the first 6 % of its schedule alone") == 3 * is_told
 
 
 def test_no_checkpoint_is_the_best_where_the_monitored_figure_diverges(command, run_folder):

@@ -11,12 +11,14 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import MoEClassifier
 from lightning_accel.__main__ import main
 from lightning_accel.callbacks.distillation.teacher import load_teacher
 from lightning_accel.cli.checkpoints import Checkpoint
 from lightning_accel.cli.errors import UsageError, require_config_files
+from lightning_accel.cli.run_folder import require_names
 
 OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
@@ -313,6 +315,27 @@ def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints, monke
     command("test", *OFF, "--model=planted.M", *data)
     assert (run_folder / "MARKER").exists()  # as the user asked
     sys.modules.pop("planted")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/tmp/x", "is a name in its dirpath; got '/tmp/x'. Give the folder as dirpath"),
+        ("a/../../x", "is a name in its dirpath"),
+        ("x" * 300, "has at most 200 bytes between slashes, so that files can be named by it; got 300"),
+    ],
+)
+def test_checkpoints_stay_in_the_folder_of_their_run(run_folder, name, said):
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint(filename=name)])
+    with pytest.raises(UsageError, match=re.escape(f"ModelCheckpoint.filename {said}")):
+        require_names(trainer)
+
+
+def test_logs_stay_in_the_folder_that_is_given(command, run_folder):
+    result = command(*OURS, "--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: runs, name: ../..}}")
+    assert result.status == 2
+    assert "CSVLogger.name is a name in its save_dir; got '../..'" in result.err
+    assert not list(run_folder.iterdir())
 
 
 def test_checkpoint_with_objects_is_read_on_request(command, run_folder, checkpoints):
