@@ -266,7 +266,7 @@ def test_an_error_of_one_class_in_a_list_is_shown(command, run_folder, monkeypat
         "trainer: {logger: [{class_path: CSVLogger, init_args: {save_dir: .}}, "
         "{class_path: TensorBoardLogger, init_args: {save_dir: .}}]}"
     )
-    result = command("fit", "--model=Classifier", "--data=DigitsDataModule", "--config=two.yaml")
+    result = command("fit", "--model=Classifier", "--data=lightning_accel.DigitsDataModule", "--config=two.yaml")
     assert result.status == 1
     assert "TensorBoardLogger': Neither `tensorboard` nor `tensorboardX` is available" in result.err
 
