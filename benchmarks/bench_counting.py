@@ -74,7 +74,7 @@ class Counter(RelationalGNN):
 def train(case: Case, options: Options, seed: int, num_graphs: int, epochs: int) -> tuple[Counter, GraphDataModule]:
     L.seed_everything(seed, verbose=False)
     data = GraphDataModule(
-        task="substructures", target=[case.target], family=case.family, num_graphs=num_graphs, batch_size=32
+        task="substructures", target=[case.target], family=case.family, num_graphs=num_graphs, global_batch_size=32
     )
     model = Counter(case.lr, **(case.options | options))
     trainer = L.Trainer(

@@ -49,21 +49,21 @@ RECIPES = {
     ),
     # 30 epochs of the 1257 digits that are trained on
     "digits_rows": Recipe(
-        {"task": "digits_rows", "batch_size": 32}, 1200, {"hidden_dim": 128},
+        {"task": "digits_rows", "global_batch_size": 32}, 1200, {"hidden_dim": 128},
         {"gru": {"cell": "gru", "bidirectional": True, "dropout": 0.3}, "lstm": {"cell": "lstm"}},
         {"gru": 0.975, "lstm": 0.964}, lr=5e-3, weight_decay=0.05,
     ),
     "digits_rows, scan cell": Recipe(
-        {"task": "digits_rows", "batch_size": 64}, 600,
+        {"task": "digits_rows", "global_batch_size": 64}, 600,
         {"hidden_dim": 128, "bidirectional": True, "residual": True, "pooling": "mean", "dropout": 0.3},
         {"mingru, 2 layers": {"cell": "mingru", "num_layers": 2}}, {"mingru, 2 layers": 0.978}, weight_decay=0.1,
     ),
     "digits_pixels": Recipe(
-        {"task": "digits_pixels", "batch_size": 32}, 1200, {"hidden_dim": 128}, CELLS, {"gru": 0.847, "lstm": 0.844},
-        weight_decay=0.05,
+        {"task": "digits_pixels", "global_batch_size": 32}, 1200, {"hidden_dim": 128}, CELLS,
+        {"gru": 0.847, "lstm": 0.844}, weight_decay=0.05,
     ),
     "digits_permuted": Recipe(
-        {"task": "digits_permuted", "batch_size": 32}, 1200, {"hidden_dim": 128}, {"gru": {"cell": "gru"}},
+        {"task": "digits_permuted", "global_batch_size": 32}, 1200, {"hidden_dim": 128}, {"gru": {"cell": "gru"}},
         {"gru": 0.797}, weight_decay=0.05,
     ),
     # lengths 3 to 40, tested on 40 to 256; without steps, there is one label at the end
@@ -76,13 +76,13 @@ RECIPES = {
         {"gru": 53, "lstm": 113, "mingru, 2 layers": 40},
     ),
     "selective_copying": Recipe(
-        {"task": "selective_copying", "length": 64, "batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
+        {"task": "selective_copying", "length": 64, "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
         {"cell": "mingru", "hidden_dim": 192, "residual": True},
         {"mingru": {}, "mingru, 2 layers": {"num_layers": 2}, "mingru, 3 layers": {"num_layers": 3}},
         {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=2e-2,
     ),
     "selective_copying, gated by the state": Recipe(
-        {"task": "selective_copying", "length": 64, "batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
+        {"task": "selective_copying", "length": 64, "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
         {"cell": "gru", "hidden_dim": 128, "residual": True},
         {"gru, 3 layers": {"num_layers": 3}}, {}, lr=5e-3,
     ),

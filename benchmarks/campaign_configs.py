@@ -63,7 +63,7 @@ SENSIBLE = {
     r"(epochs|steps|total_steps|steps_per_epoch) huge": "that the schedule is longer than the run is told",
     r"prompts.* (NUL|typo of the value|device)": "any text may be a prompt",
     r"num_sanity_val_steps (huge|negative)": "all; -1 is how Lightning spells it",
-    r"(num_sequences|length|max_shift|batch_size|copies) huge": "more than there are: all",
+    r"(num_sequences|length|max_shift|(global_)?batch_size|copies) huge": "more than there are: all",
 }
 SHORT = {
     "max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "log_every_n_steps": 1,

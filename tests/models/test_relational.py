@@ -282,7 +282,7 @@ def test_of_nodes_those_of_target_index_count():
 
 @pytest.mark.parametrize(
     ("options", "least"),
-    [({"task": "karate"}, 0.8), ({"task": "karate", "num_neighbors": [5, 5], "batch_size": 4}, 0.8)],
+    [({"task": "karate"}, 0.8), ({"task": "karate", "num_neighbors": [5, 5], "global_batch_size": 4}, 0.8)],
 )
 def test_nodes_of_the_datamodule(options, least):
     data = GraphDataModule(**options)
@@ -384,7 +384,7 @@ def test_a_run_with_marks_resumed_in_mid_epoch_ends_with_the_same_bits(tmp_path)
     """Which node is marked is drawn at random, after the resumption as if there had been none."""
 
     def data():
-        return GraphDataModule(task="csl", batch_size=16)
+        return GraphDataModule(task="csl", global_batch_size=16)
 
     through = weights_after(data(), 9, ExactResume())[1]
     run, _ = weights_after(data(), 7, ExactResume())
@@ -422,7 +422,7 @@ def test_bfloat16_counts_triangles_as_well():
     found = {}
     for precision in ("32-true", "bf16-mixed"):
         torch.manual_seed(1)
-        data = GraphDataModule(task="substructures", target="triangle", num_graphs=600, batch_size=30)
+        data = GraphDataModule(task="substructures", target="triangle", num_graphs=600, global_batch_size=30)
         model = RelationalGNN(
             dim=16, num_layers=0, triple_readout=True, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)
         )

@@ -397,7 +397,7 @@ class TestTruncation:
         def run(max_steps, ckpt_path=None):
             torch.manual_seed(1)
             data = SequenceDataModule(
-                task="selective_copying", length=16, num_sequences=80, batch_size=20, chunk_steps=6
+                task="selective_copying", length=16, num_sequences=80, global_batch_size=20, chunk_steps=6
             )
             model = SequenceModel(hidden_dim=8, cell="lstm", optimizer=SGD)
             fitted = trainer(max_epochs=-1, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)

@@ -38,6 +38,7 @@ from lightning_accel.data.graphs.tasks import Family, Level
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.tables.files import existing_file
+from lightning_accel.ops.renames import renamed_arguments
 
 _PARTS = {"path", "dataset", "karate", "substructures"}
 _SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
@@ -77,17 +78,17 @@ def _require_effect(source: str, options: Mapping[str, Any]) -> None:
 
 
 def _require_sizes(
-    batch_size: int | None, max_nodes: int | None, max_edges: int | None, num_neighbors: Sequence[int] | None
+    global_batch_size: int | None, max_nodes: int | None, max_edges: int | None, num_neighbors: Sequence[int] | None
 ) -> None:
     """Raise a ValueError if a size is out of range."""
-    require_at_least(1, batch_size=batch_size, max_nodes=max_nodes, max_edges=max_edges)
+    require_at_least(1, global_batch_size=global_batch_size, max_nodes=max_nodes, max_edges=max_edges)
     if num_neighbors is not None:
         if not num_neighbors or any(most < 1 and most != -1 for most in num_neighbors):
             raise ValueError(
                 f"num_neighbors must be numbers of 1 or more, or -1 for all, one for each step; got {num_neighbors}"
             )
         if max_nodes is not None or max_edges is not None:
-            raise ValueError("max_nodes and max_edges would have no effect with num_neighbors; set batch_size")
+            raise ValueError("max_nodes and max_edges would have no effect with num_neighbors; set global_batch_size")
 
 
 Items = GraphDataset | NodeDataset | NeighbourDataset
@@ -146,8 +147,8 @@ class GraphDataModule(L.LightningDataModule):
         fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
         family: random graphs of ``substructures``: ``erdos_renyi`` or ``regular``.
         num_graphs: number of graphs of ``substructures``, for training, validation and test; by default 5,000.
-        batch_size: graphs per step, or seed nodes with ``num_neighbors``, over all processes; by default 64, or as many
-            as ``max_nodes`` and ``max_edges`` allow. A single graph with node targets is one batch.
+        global_batch_size: graphs per step, or seed nodes with ``num_neighbors``, over all processes; by default 64, or
+            as many as ``max_nodes`` and ``max_edges`` allow. A single graph with node targets is one batch.
         max_nodes: largest number of nodes of a batch, over all processes; each process gets about an equal share.
         max_edges: largest number of edges (columns of ``edge_index``) of a batch, likewise.
         num_neighbors: for a single large graph with node targets, how many neighbours to sample of a seed node, of each
@@ -183,6 +184,7 @@ class GraphDataModule(L.LightningDataModule):
     relation_names: list[str] | None
     predict_ids: list[str]
 
+    @renamed_arguments(batch_size="global_batch_size")
     def __init__(
         self,
         path: str | Path | None = None,
@@ -199,7 +201,7 @@ class GraphDataModule(L.LightningDataModule):
         fold: int = 0,
         family: Family = "erdos_renyi",
         num_graphs: int | None = None,
-        batch_size: int | None = None,
+        global_batch_size: int | None = None,
         max_nodes: int | None = None,
         max_edges: int | None = None,
         num_neighbors: Sequence[int] | None = None,
@@ -232,7 +234,7 @@ class GraphDataModule(L.LightningDataModule):
         ):  # fmt: skip
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
-        _require_sizes(batch_size, max_nodes, max_edges, num_neighbors)
+        _require_sizes(global_batch_size, max_nodes, max_edges, num_neighbors)
         require_at_least(0, seed=seed, num_workers=num_workers)
         named_shares = {"val_share": val_share, "test_share": test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
@@ -256,7 +258,7 @@ class GraphDataModule(L.LightningDataModule):
         self.fold = fold
         self.family = family
         self.num_graphs = (5000 if self.task == "substructures" else 0) if num_graphs is None else num_graphs
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.max_nodes = max_nodes
         self.max_edges = max_edges
         self.num_neighbors = None if num_neighbors is None else list(num_neighbors)
@@ -277,12 +279,13 @@ class GraphDataModule(L.LightningDataModule):
         if self.num_neighbors is not None and not splits.of_nodes:
             raise ValueError(
                 f"num_neighbors needs one graph whose nodes have targets; {where} has {len(splits.graphs)} graphs and "
-                f"level {splits.level}. Set batch_size, or max_nodes and max_edges"
+                f"level {splits.level}. Set global_batch_size, or max_nodes and max_edges"
             )
-        if splits.of_nodes and self.num_neighbors is None and (self.batch_size or self.max_nodes or self.max_edges):
+        sizes = self.global_batch_size, self.max_nodes, self.max_edges
+        if splits.of_nodes and self.num_neighbors is None and any(sizes):
             raise ValueError(
-                f"batch_size, max_nodes and max_edges would have no effect on the one graph of {where}, which is a "
-                "batch by itself; set num_neighbors for batches of parts of it"
+                f"global_batch_size, max_nodes and max_edges would have no effect on the one graph of {where}, which "
+                "is a batch by itself; set num_neighbors for batches of parts of it"
             )
         rows = [self._rows(splits, part) for part in (splits.train, splits.val, splits.test)]
         self._sampler(rows[0], shuffle=True)  # raises for a graph beyond a budget
@@ -428,10 +431,10 @@ class GraphDataModule(L.LightningDataModule):
         size: int | None
         if isinstance(rows, GraphDataset):
             nodes, edges, limits = rows.nodes, rows.edges, (self.max_nodes, self.max_edges)
-            size = 64 if self.batch_size is None and limits == (None, None) else self.batch_size
+            size = 64 if self.global_batch_size is None and limits == (None, None) else self.global_batch_size
         else:
             nodes, edges, limits = torch.ones(len(rows), dtype=torch.int64), None, (None, None)
-            size = len(rows) if isinstance(rows, NodeDataset) else self.batch_size or 64
+            size = len(rows) if isinstance(rows, NodeDataset) else self.global_batch_size or 64
         return GraphBudgetBatchSampler(
             nodes,
             edges,
@@ -459,10 +462,10 @@ class GraphDataModule(L.LightningDataModule):
 
     def _predict_batch_size(self) -> int:
         rows, replicas = self.predict_rows, replicas_and_rank(self)[0]
-        if isinstance(rows, NodeDataset):  # all nodes of a single graph, else about the nodes of batch_size graphs
-            usual = self.batch_size or 64
+        if isinstance(rows, NodeDataset):  # all nodes of a single graph, else about those of so many graphs
+            usual = self.global_batch_size or 64
             return len(rows) if len(rows.graphs) == 1 else max(1, usual * len(rows) // len(rows.graphs) // replicas)
-        room = [self.batch_size or 64]
+        room = [self.global_batch_size or 64]
         if isinstance(rows, GraphDataset):
             limits = (self.max_nodes, rows.nodes), (self.max_edges, rows.edges)
             room += [most // max(1, int(sizes.max())) for most, sizes in limits if most is not None]

@@ -28,6 +28,7 @@ from lightning_accel.data.sequences.splits import (
 )
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.renames import renamed_arguments
 
 
 class SequenceDataModule(L.LightningDataModule):
@@ -69,7 +70,7 @@ class SequenceDataModule(L.LightningDataModule):
             the field ``values``, ``tokens``, ``input_ids`` or ``text``.
         id_column: column with the id of a row's sequence, or field with the id of a line.
         step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
-        batch_size: sequences per step, over all processes; with ``max_tokens``, the largest number.
+        global_batch_size: sequences per step, over all processes; with ``max_tokens``, the largest number.
         max_tokens: largest number of steps of a batch, including padding.
         chunk_steps: steps per chunk of training sequences, for truncated back-propagation through time.
         val_share: share of the sequences that validate.
@@ -98,6 +99,7 @@ class SequenceDataModule(L.LightningDataModule):
     target_std: list[float] | None
     predict_ids: list[str]
 
+    @renamed_arguments(batch_size="global_batch_size")
     def __init__(
         self,
         path: str | Path | None = None,
@@ -111,7 +113,7 @@ class SequenceDataModule(L.LightningDataModule):
         values: str | Sequence[str] = (),
         id_column: str = "id",
         step_column: str | None = "step",
-        batch_size: int = 64,
+        global_batch_size: int = 64,
         max_tokens: int | None = None,
         chunk_steps: int | None = None,
         val_share: float = 0.1,
@@ -121,7 +123,7 @@ class SequenceDataModule(L.LightningDataModule):
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(1, batch_size=batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
+        require_at_least(1, global_batch_size=global_batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
         require_at_least(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
         if target_kind not in get_args(TargetKind):
@@ -134,7 +136,7 @@ class SequenceDataModule(L.LightningDataModule):
         generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
         self._require_effect([name for name, value in generated.items() if value is not None])
         self.num_sequences = 10_000 if num_sequences is None else num_sequences
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps
         self.shares = val_share, test_share
@@ -220,7 +222,7 @@ class SequenceDataModule(L.LightningDataModule):
         replicas, rank = replicas_and_rank(self)
         return LengthBatchSampler(
             rows.lengths,
-            self.batch_size,
+            self.global_batch_size,
             max_tokens=self.max_tokens,
             seed=self.seed,
             chunk_steps=self.chunk_steps,
@@ -239,13 +241,14 @@ class SequenceDataModule(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of batches in the order of ``predict_ids``."""
-        return in_memory_loader(self.predict_rows, self, self.batch_size, self.num_workers)
+        size = max(1, self.global_batch_size // replicas_and_rank(self)[0])
+        return in_memory_loader(self.predict_rows, self, size, self.num_workers)
 
     def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
         max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence
         replicas, rank = replicas_and_rank(self)
         return LengthBatchSampler(
-            rows.lengths, self.batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
+            rows.lengths, self.global_batch_size, max_tokens=max_tokens, shuffle=False, num_replicas=replicas, rank=rank
         )
 
     def _loader(self, rows: SequenceDataset, sampler: LengthBatchSampler) -> ResumableLoader:

@@ -65,7 +65,7 @@ def test_the_karate_club_is_one_graph():
     assert [len(part) for part in nodes] == [23, 4, 7]
     assert (data.num_features, data.class_names) == (34, ["Mr. Hi", "Officer"])
     assert next(iter(data.predict_dataloader())).target_index.tolist() == list(range(34))
-    parts = ready(task="karate", num_neighbors=[3, 3], batch_size=10)
+    parts = ready(task="karate", num_neighbors=[3, 3], global_batch_size=10)
     assert isinstance(parts.train_rows, NeighbourDataset)
     assert sorted(len(batch.target_index) for batch in parts.train_dataloader()) == [7, 8, 8]
 
@@ -91,7 +91,7 @@ def test_the_karate_club_is_one_graph():
         ({"task": "substructures", "family": "tree"}, "family must be one of erdos_renyi, regular; got 'tree'"),
         ({"task": "substructures", "target": "cycle_6"}, "target must be among triangle, .*; got cycle_6"),
         ({"task": "karate", "val_share": 0.5, "test_share": 0.5}, "val_share=0.5, test_share=0.5"),
-        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"global_batch_size": 0}, "global_batch_size must be at least 1; got 0"),
         ({"max_edges": 0}, "max_edges must be at least 1; got 0"),
         ({"seed": -1}, "at least 0; got -1"),
         ({"dataset": KarateClub(), "val_dataset": KarateClub()}, "val_dataset and test_dataset go together"),
@@ -107,7 +107,7 @@ def test_options_are_refused_before_anything_is_read(options, said):
     [
         ({"max_nodes": 40}, "max_nodes=40 holds no graph of 41 nodes"),
         ({"max_edges": 100}, "max_edges=100 holds no graph of 164 edges"),
-        ({"task": "karate", "batch_size": 3}, "no effect on the one graph of the task karate"),
+        ({"task": "karate", "global_batch_size": 3}, "no effect on the one graph of the task karate"),
         (
             {"dataset": FakeDataset(60, num_classes=2), "num_neighbors": [3]},
             "num_neighbors needs one graph .* has 60 graphs",
@@ -293,7 +293,7 @@ def trainer(folder, **options):
 
 
 def test_a_plain_module_trains_validates_tests_and_predicts(tmp_path):
-    data = GraphDataModule(batch_size=30)
+    data = GraphDataModule(global_batch_size=30)
     module = Plain()
     trained = trainer(tmp_path, max_epochs=2, callbacks=[PredictionWriter()])
     trained.fit(module, datamodule=data)
@@ -310,7 +310,7 @@ def test_a_plain_module_trains_validates_tests_and_predicts(tmp_path):
 
 @pytest.mark.parametrize("neighbours", [None, [3, 3]])
 def test_predictions_of_nodes_are_in_order(tmp_path, neighbours):
-    data = GraphDataModule(task="karate", num_neighbors=neighbours, batch_size=5 if neighbours else None)
+    data = GraphDataModule(task="karate", num_neighbors=neighbours, global_batch_size=5 if neighbours else None)
     trained = trainer(tmp_path, callbacks=[PredictionWriter()])
     trained.predict(Plain(34, 2, "node"), datamodule=data)
     table = pd.read_csv(tmp_path / "predictions.csv")
@@ -336,9 +336,9 @@ class SaveAfterTwo(L.Callback):
 @pytest.mark.parametrize("kind", ["graphs", "budget", "neighbours"])
 def test_a_run_stopped_in_mid_epoch_goes_on_with_the_next_batch(tmp_path, kind, exact):
     options = {
-        "graphs": {"batch_size": 30},
+        "graphs": {"global_batch_size": 30},
         "budget": {"max_nodes": 1300},
-        "neighbours": {"task": "karate", "num_neighbors": [3, 3], "batch_size": 8},
+        "neighbours": {"task": "karate", "num_neighbors": [3, 3], "global_batch_size": 8},
     }[kind]
     shape = (34, 2, "node") if kind == "neighbours" else ()
     callbacks = [ExactResume()] if exact else []
@@ -402,7 +402,7 @@ def test_options_are_read_from_a_command_line(monkeypatch):
 
 
 def check_processes_share_graphs(rank, folder):
-    data = GraphDataModule(batch_size=31)
+    data = GraphDataModule(global_batch_size=31)
     module = Plain()
     options = {"strategy": "ddp", "devices": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
     trainer(folder, **options).fit(module, datamodule=data)

@@ -261,7 +261,7 @@ def test_one_network_with_labels_of_some_nodes(write):
     assert ages.mean().abs() < 1e-6
     assert ages.std(correction=0) == pytest.approx(1)
     assert data.predict_ids == [str(i) for i in range(30)]
-    sampled = GraphDataModule(edges, nodes_path=nodes, num_neighbors=[2, 2], batch_size=5)
+    sampled = GraphDataModule(edges, nodes_path=nodes, num_neighbors=[2, 2], global_batch_size=5)
     sampled.setup()
     seen = []
     for batch in sampled.train_dataloader():

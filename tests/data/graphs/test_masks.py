@@ -60,7 +60,7 @@ def test_each_target_counts_where_it_is_known():
     graph.y = torch.stack([torch.arange(60.0), torch.ones(60)], 1)
     graph.y[::2, 0] = graph.y[1::2, 1] = torch.nan
     graph.y[:4] = torch.nan
-    data = ready([graph], batch_size=9, num_neighbors=[2])
+    data = ready([graph], global_batch_size=9, num_neighbors=[2])
     train, val, test = (rows.rows for rows in (data.train_rows, data.val_rows, data.test_rows))
     assert sorted(torch.cat([train, val, test]).tolist()) == list(range(4, 60))
     odd = train[train % 2 == 1].double()

@@ -268,7 +268,7 @@ def test_parts_of_generated_tasks_differ_and_tests_are_longer():
 def test_batches_are_within_their_sizes_and_hold_each_sequence_once(make):
     data = make(
         [{**line, "target": 0 if i % 2 else 1} for i, line in enumerate(lines_of_values())],
-        batch_size=8,
+        global_batch_size=8,
         max_tokens=12,
     )
     for rows, loader in zip(
@@ -286,11 +286,11 @@ def test_batches_are_within_their_sizes_and_hold_each_sequence_once(make):
 def test_processes_share_every_batch(make):
     shares = []
     for rank in (0, 1):
-        data = make(batch_size=8)
+        data = make(global_batch_size=8)
         deal = {"num_replicas": 2, "rank": rank}
         data.trainer = SimpleNamespace(distributed_sampler_kwargs=deal, accelerator=None, **NO_LOOPS)
         shares.append([batch.x for batch in data.val_dataloader()])
-    whole = [batch.x for batch in make(batch_size=8).val_dataloader()]
+    whole = [batch.x for batch in make(global_batch_size=8).val_dataloader()]
     assert len(shares[0]) == len(shares[1]) == len(whole)
     for first, second, both in zip(*shares, whole, strict=True):
         assert len(first) + len(second) == len(both)
@@ -328,7 +328,7 @@ def test_tables_to_predict_may_hold_other_columns(make, tmp_path):
 
 
 def test_without_a_file_to_predict_the_test_sequences_are(make):
-    data = make(target_kind="forecasting", batch_size=99)
+    data = make(target_kind="forecasting", global_batch_size=99)
     (batch,) = data.predict_dataloader()
     assert batch.x.equal(data.test_rows[list(range(12))].x)
     lengths = {line["id"]: len(line["values"]) for line in lines_of_values()}
@@ -402,7 +402,7 @@ def test_generated_tasks_may_be_tested_at_other_lengths_but_not_resumed():
             r"num_sequences would have no effect on the file .*test_datamodule.py",
         ),
         ({"target_kind": "regresion"}, r"target_kind must be one of classification, .*; got 'regresion'"),
-        ({"batch_size": 0}, r"batch_size must be at least 1; got 0"),
+        ({"global_batch_size": 0}, r"global_batch_size must be at least 1; got 0"),
         ({"max_tokens": 0}, r"max_tokens must be at least 1; got 0"),
         ({"chunk_steps": 0}, r"chunk_steps must be at least 1; got 0"),
         ({"val_share": 0.5, "test_share": 0.5}, r"leave items to train on; got val_share=0.5, test_share=0.5"),
@@ -464,7 +464,7 @@ def trainer(folder, **options):
 
 
 def test_a_plain_module_trains_validates_tests_and_predicts(make, tmp_path):
-    data = make(batch_size=16, num_workers=0)
+    data = make(global_batch_size=16, num_workers=0)
     trained = trainer(tmp_path, max_epochs=2, callbacks=[PredictionWriter()])
     module = Plain()
     trained.fit(module, datamodule=data)
@@ -487,13 +487,13 @@ class SaveAfterThree(L.Callback):
 
 def test_a_run_stopped_in_mid_epoch_goes_on_with_the_next_batch(make, tmp_path):
     whole, resumed = Plain(), Plain()
-    trainer(tmp_path, max_epochs=2, callbacks=[SaveAfterThree()]).fit(whole, datamodule=make(batch_size=8))
+    trainer(tmp_path, max_epochs=2, callbacks=[SaveAfterThree()]).fit(whole, datamodule=make(global_batch_size=8))
     saved = {"ckpt_path": tmp_path / "third.ckpt", "weights_only": True}
-    trainer(tmp_path, max_epochs=2).fit(resumed, datamodule=make(batch_size=8), **saved)
+    trainer(tmp_path, max_epochs=2).fit(resumed, datamodule=make(global_batch_size=8), **saved)
     assert len(whole.seen) == 2 * 6
     assert resumed.seen == whole.seen[3:]
     with pytest.raises(ValueError, match="trained on other sequences"):
-        trainer(tmp_path, max_epochs=2).fit(Plain(), datamodule=make(batch_size=8, seed=3), **saved)
+        trainer(tmp_path, max_epochs=2).fit(Plain(), datamodule=make(global_batch_size=8, seed=3), **saved)
 
 
 def test_options_are_read_from_a_command_line(monkeypatch):
@@ -511,7 +511,7 @@ def test_options_are_read_from_a_command_line(monkeypatch):
 
 
 def check_every_sequence_goes_to_one_process(rank, folder):
-    data = SequenceDataModule(f"{folder}/walks.jsonl", batch_size=8)
+    data = SequenceDataModule(f"{folder}/walks.jsonl", global_batch_size=8)
     module = Plain()
     options = {"strategy": "ddp", "devices": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
     trainer(folder, **options).fit(module, datamodule=data)
