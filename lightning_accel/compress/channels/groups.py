@@ -77,23 +77,20 @@ class ChannelGroups:
             KeyError: if there is no such layer.
             ValueError: if no channel of a layer would remain.
         """
-        with uncompiled(module) as plain:
-            return self._plan(plain, removed)
-
-    def _plan(self, module: nn.Module, removed: Mapping[str, Sequence[int]]) -> ChannelPlan:
         gone: dict[tuple[str, int], list[int]] = {}
         attributes: dict[tuple[str, str], int] = {}
-        for name, numbers in removed.items():
-            layer = self[name]
-            if len(set(numbers)) >= len(layer):
-                raise ValueError(f"all {len(layer)} channels of {name} are to be removed; leave one or more")
-            for place, rows in layer.slices.items():
-                gone.setdefault(place, []).extend(rows[list(numbers)].ravel().tolist())
-            for owner, attribute, of_layer, channels in self.counters:
-                if of_layer == name:
-                    before = attributes.get((owner, attribute), getattr(module.get_submodule(owner), attribute))
-                    attributes[owner, attribute] = before - int(np.isin(channels, list(numbers)).sum())
-        return make_channel_plan(module, gone, attributes)
+        with uncompiled(module) as plain:
+            for name, numbers in removed.items():
+                layer = self[name]
+                if len(set(numbers)) >= len(layer):
+                    raise ValueError(f"all {len(layer)} channels of {name} are to be removed; leave one or more")
+                for place, rows in layer.slices.items():
+                    gone.setdefault(place, []).extend(rows[list(numbers)].ravel().tolist())
+                for owner, attribute, of_layer, channels in self.counters:
+                    if of_layer == name:
+                        before = attributes.get((owner, attribute), getattr(plain.get_submodule(owner), attribute))
+                        attributes[owner, attribute] = before - int(np.isin(channels, list(numbers)).sum())
+            return make_channel_plan(plain, gone, attributes)
 
 
 def find_channel_groups(

@@ -98,7 +98,8 @@ def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapp
         return {"nx": weight[0], "nf": weight[1]} if "nx" in vars(owner) else {"nf": weight[1]}
     if isinstance(owner, _ConvNd) and weight:
         groups = known.get("groups", owner.groups)
-        first, second = ("in_channels", "out_channels") if isinstance(owner, _ConvTransposeNd) else _CONVOLUTION
+        names = ("out_channels", "in_channels")
+        first, second = reversed(names) if isinstance(owner, _ConvTransposeNd) else names
         return {first: weight[0], second: weight[1] * groups}
     if isinstance(owner, _NormBase) and (size := weight or shapes.get("running_mean")):
         return {"num_features": size[0]}
@@ -117,9 +118,6 @@ def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapp
     if isinstance(owner, RecurrentLayer) and "weight_ih" in shapes:
         return {"hidden_size": shapes["weight_ih"][0] * owner.hidden_size // owner.weight_ih.shape[0]}
     return {}
-
-
-_CONVOLUTION = "out_channels", "in_channels"
 
 
 @torch.no_grad()

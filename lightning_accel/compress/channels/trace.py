@@ -6,6 +6,7 @@ Each dimension of a tensor has an array of nodes, one for each of its indices, o
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,16 @@ class ChannelTrace(TorchDispatchMode):
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             for name, part in self._module.named_modules():
-                stack.callback(part.register_forward_pre_hook(_Enter(self.running, name), prepend=True).remove)
-                stack.callback(part.register_forward_hook(_Leave(self.running), always_call=True).remove)
+                stack.callback(part.register_forward_pre_hook(partial(self._enter, name), prepend=True).remove)
+                stack.callback(part.register_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(self)
             yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.running.append((name, module))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,22 +192,6 @@ def _require_fit(made: list[Dims | None], out: Any) -> None:
             for nodes, size in zip(dims, result.shape, strict=True):
                 if nodes is not None and len(nodes) != size:
                     raise ValueError(f"{len(nodes)} nodes for {size} indices")
-
-
-class _Enter:
-    def __init__(self, running: list[tuple[str, nn.Module]], name: str) -> None:
-        self.running, self.name = running, name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.running.append((self.name, module))
-
-
-class _Leave:
-    def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
-        self.running = running
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.running.pop()
 
 
 class _Nodes:

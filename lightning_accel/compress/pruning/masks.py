@@ -6,6 +6,7 @@ Shapes: N of M consecutive weights along the input dimension are kept.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -215,7 +216,7 @@ def choose_groups(
         cost = rows.masked_fill(~lowest[name], 0).sum(1)  # type: ignore[operator]  # set above
         places = torch.arange(part.scores.numel(), device=rows.device).view(part.scores.shape)
         first = _grouped(places, input_dims[name], size)[:, 0]
-        groups.append([Part(cost, part.numel, _Compose(first, part.to_whole), part.counts)])
+        groups.append([Part(cost, part.numel, partial(_first_places, first, part.to_whole), part.counts)])
     counts = [round(share * part.numel / size) for part in parts.values()]
     chosen = choose_lowest(groups, counts, reduce, device)
     masks: dict[str, Tensor | None] = {}
@@ -227,16 +228,9 @@ def choose_groups(
     return masks
 
 
-class _Compose:
-    """Map indices of groups to those of their first elements in the whole tensor."""
-
-    def __init__(self, first: Tensor, to_whole: Callable[[Tensor], Tensor] | None) -> None:
-        self.first = first
-        self.to_whole = to_whole
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        first = self.first[positions]
-        return first if self.to_whole is None else self.to_whole(first)
+def _first_places(first: Tensor, to_whole: Callable[[Tensor], Tensor] | None, positions: Tensor) -> Tensor:
+    """Return the indices of the first elements of groups in the whole tensor."""
+    return first[positions] if to_whole is None else to_whole(first[positions])
 
 
 def _grouped(value: Tensor, input_dim: int, size: int) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_accel.compress.export.structure import Flat, Structure, describe,
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quiet import suppress_output
 
+MAX_SIZES = 16
 MAX_NODES = 3000  # of a graph to compile; more would take many minutes
 
 
@@ -48,14 +49,14 @@ class CannotConvertError(RuntimeError):
 class Compiled:
     """Compile a module by inductor with constant weights, once for each size of inputs.
 
+    Calls of more than :data:`MAX_SIZES` sizes run uncompiled.
+
     Args:
         module: module to compile. It is not changed, and must not be changed later: its weights become constants.
-        max_sizes: number of sizes to compile for; calls of further sizes run uncompiled.
     """
 
-    def __init__(self, module: nn.Module, max_sizes: int = 16) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.max_sizes = max_sizes
         self._compiled: dict[Any, tuple[Callable[..., Any], Structure]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ class Compiled:
         # Tensors of inference mode would need a second compilation
         with torch.inference_mode(False), torch.no_grad():
             if key not in self._compiled:
-                if len(self._compiled) == self.max_sizes:
+                if len(self._compiled) == MAX_SIZES:
                     return self.module(*args, **kwargs)
                 self._compiled[key] = self._compile((args, kwargs))
             run, structure = self._compiled[key]

@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Structure, Unflat, tensors_of
@@ -185,17 +186,7 @@ def _set_ranges(graph: Any, ranges: Ranges) -> None:
         if name in ranges:
             low, high = ranges[name]
             values = torch.tensor([min(low, 0.0), max(high, 0.0)])
-            observer.calculate_qparams = _FixedRange(observer, *values)
-
-
-class _FixedRange:
-    """Replace ``calculate_qparams`` of an observer by one for a fixed range."""
-
-    def __init__(self, observer: Any, low: Tensor, high: Tensor) -> None:
-        self.observer, self.low, self.high = observer, low, high
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        return self.observer._calculate_qparams(self.low, self.high)
+            observer.calculate_qparams = partial(observer._calculate_qparams, *values)
 
 
 def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
