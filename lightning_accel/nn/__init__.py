@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 from lightning_accel._lazy import lazy_getattr
 from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence
-from lightning_accel.nn.boltzmann.likelihood import LogProbBound
 from lightning_accel.nn.boltzmann.rbm import RBM
-from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.stack import LogProbBound, RBMStack
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.feed_forward import FeedForward

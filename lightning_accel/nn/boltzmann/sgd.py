@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.units import BernoulliVisible
-from lightning_accel.ops.optimizer_hooks import has_step_hooks
 
 _NOISE = 2**16  # random numbers drawn at a time: 256 KiB, which stay in cache
 
@@ -24,7 +24,7 @@ def supported_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
         return None
     if type(rbm.visible_units) is not BernoulliVisible:
         return None
-    if has_step_hooks(optimizer) or _has_own_step(optimizer):
+    if _has_step_hooks(optimizer) or _has_own_step(optimizer):
         return None
     parameters = _parameters_of(rbm)
     groups = [_param_group(optimizer, one) for one in parameters]
@@ -40,6 +40,16 @@ def needs_autograd(rbm: RBM) -> bool:
         not isinstance(one, nn.Parameter) or one._backward_hooks or one._post_accumulate_grad_hooks
         for one in (*_parameters_of(rbm), *rbm.parameters())
     )
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run at each step: of this optimizer, or registered for all optimizers.
+
+    torch has only private attributes for this.
+    """
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+    return bool(own or of_all)
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:

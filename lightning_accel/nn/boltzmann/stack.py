@@ -8,17 +8,12 @@ approximate.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from lightning_accel.nn.boltzmann.likelihood import (
-    LogProbBound,
-    log_prob_of_hidden,
-    log_prob_of_visible,
-)
 from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.units import (
@@ -29,6 +24,18 @@ from lightning_accel.nn.boltzmann.units import (
 from lightning_accel.nn.features import require_width
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_bernoulli, sample_categorical
+
+
+class LogProbBound(NamedTuple):
+    """Hold a lower bound of log-probabilities, (B,) each, float64, in nats."""
+
+    estimate: Tensor
+    lower: Tensor
+    """The bound for the largest log Z in its interval."""
+    upper: Tensor
+    """The bound for the smallest log Z in its interval."""
+    standard_error: Tensor
+    """Standard error of ``estimate`` from the draws of intermediate layers; 0 for one layer, NaN for a single draw."""
 
 
 class RBMStack(nn.Module):
@@ -458,3 +465,19 @@ def _top_score(stack: RBMStack, states: Tensor, labels: Tensor | None) -> Tensor
     if labels is not None:
         return -stack.top.free_energy(stack.join_labels(states, labels))
     return stack.label_scores(states).logsumexp(dim=1) if stack.num_labels else -stack.top.free_energy(states)
+
+
+def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:
+    """Compute log p(visible | hidden), (B,) in nats, for (B, V) and (B, H)."""
+    with without_autocast(visible):
+        units, bias = rbm.visible_units, rbm.visible_bias
+        visible = at_least_float32(visible)
+        activation = rbm.visible_activation(at_least_float32(hidden))
+        interaction = (units.input(visible) * (activation - bias)).sum(dim=-1)
+        return interaction - units.energy(visible, bias) - units.log_partition(activation, bias)
+
+
+def log_prob_of_hidden(hidden: Tensor, activation: Tensor) -> Tensor:
+    """Compute log q(hidden), (B,) in nats, of independent units with ``activation`` (B, H)."""
+    hidden, activation = at_least_float32(hidden), at_least_float32(activation)
+    return (hidden * activation - F.softplus(activation)).sum(dim=-1)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence, Phase
-from lightning_accel.nn.boltzmann.likelihood import log_prob_of_hidden, log_prob_of_visible
-from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.stack import RBMStack, log_prob_of_hidden, log_prob_of_visible
 from lightning_accel.ops.gibbs import sample_bernoulli
 
 

@@ -4,14 +4,13 @@ Shapes: N nodes, M entries of edge_index, E edges, T triangles, S edges in trian
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel.ops.native import KERNELS
-from lightning_accel.ops.triples import native as triples_native
+from lightning_accel.ops.native import KERNELS, check_one_device
 from lightning_accel.ops.triples.csr import csr_sum
 from lightning_accel.ops.triples.products import triangle_product
 
@@ -64,14 +63,15 @@ def find_triples(
     """
     _check_nodes(edge_index, num_nodes)
     native = _use_kernel(edge_index)
-    edge, rowptr, col, edge_of = (triples_native.simple_graph if native else _simple_graph)(edge_index, num_nodes)
+    kernels: Any = torch.ops.lightning_accel_native
+    edge, rowptr, col, edge_of = (kernels.simple_graph if native else _simple_graph)(edge_index, num_nodes)
     if triangle_index is not None:
         triangle, side = _check_triangles(triangle_index, edge, num_nodes)
     elif native:
-        triangle, side = triples_native.find_triangles(edge, num_nodes)
+        triangle, side = kernels.find_triangles(edge, num_nodes)
     else:
         triangle, side = _find_triangles(edge, rowptr, col, edge_of, max_wedges)
-    group = triples_native.group_triangles if native else _group_triangles
+    group = kernels.group_triangles if native else _group_triangles
     num_triangles, third_rowptr, third, triangle_edge = group(triangle, side, num_nodes, edge.shape[1])
     return Triples(rowptr, col, edge, edge_of, triangle, num_triangles, third_rowptr, third, side, triangle_edge)
 
@@ -282,3 +282,33 @@ def _group_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return where each group begins, (size + 1,), and the stable order that sorts ``index`` by group."""
     # it is a radix sort: int32 takes half the time of int64
     return _group_starts(index, size), torch.argsort(index.int() if size < 2**31 else index, stable=True)
+
+
+def _fake_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    col, edge_of = edge_index.new_empty(2 * num_edges), edge_index.new_empty(2 * num_edges)
+    return edge_index.new_empty(2, num_edges), edge_index.new_empty(num_nodes + 1), col, edge_of
+
+
+def _fake_triangles(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    num_triangles = torch.library.get_ctx().new_dynamic_size()
+    return edge.new_empty(3, num_triangles), edge.new_empty(3, num_triangles)
+
+
+def _fake_groups(
+    triangle: Tensor, side: Tensor, num_nodes: int, num_edges: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_one_device(triangle=triangle, side=side)
+    num_used = torch.library.get_ctx().new_dynamic_size()
+    of_nodes, of_edges = triangle.new_empty(num_nodes), triangle.new_empty(num_edges + 1)
+    return of_nodes, of_edges, triangle.new_empty(triangle.shape[1] * 3), triangle.new_empty(num_used)
+
+
+@KERNELS.on_load
+def _register() -> None:
+    for name, fake in (
+        ("simple_graph", _fake_graph),
+        ("find_triangles", _fake_triangles),
+        ("group_triangles", _fake_groups),
+    ):
+        torch.library.register_fake(f"lightning_accel_native::{name}", fake)

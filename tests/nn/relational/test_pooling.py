@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import GIN, GINEConv, Sequential
 
-from lightning_accel.nn.relational.marked_tuples import find_tuples
-from lightning_accel.nn.relational.pooling import RelationalPooling
+from lightning_accel.nn.relational.pooling import RelationalPooling, find_tuples
 
 KINDS = {"nodes": 1, "edges": 2, "two_paths": 3}
 
