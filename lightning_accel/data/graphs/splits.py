@@ -24,7 +24,7 @@ from lightning_accel.data.graphs.tasks import (
     substructure_set,
 )
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.data.tables.files import as_numbers, read_classes, split_in_three, split_rows
+from lightning_accel.data.tables.files import as_numbers, read_classes, read_known_classes, split_in_three, split_rows
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -196,16 +196,11 @@ def _encode(
                 f"a class of each is one value; {path} has {table.shape[1]} in {', '.join(names)}. Set target_kind to "
                 "regression, or name one in target"
             )
-        column = table[0].rename(name)
-        present = column.notna() if gaps else pd.Series(True, index=column.index)
-        y = torch.full((len(column),), IGNORED)
-        numbers, classes = read_classes(
-            column[present].reset_index(drop=True),
-            path,
-            "for a target that is a quantity, set target_kind to regression",
+        read = read_known_classes if gaps else read_classes
+        numbers, classes = read(
+            table[0].rename(name), path, "for a target that is a quantity, set target_kind to regression"
         )
-        y[torch.from_numpy(present.to_numpy(copy=True))] = torch.from_numpy(numbers)
-        return y, classes
+        return torch.from_numpy(numbers), classes
     titles = [*names, *[name] * table.shape[1]]
     columns = [as_numbers(table[i].rename(titles[i]), path, "Mend the value") for i in range(table.shape[1])]
     values = torch.from_numpy(np.stack([column.to_numpy() for column in columns], axis=1))

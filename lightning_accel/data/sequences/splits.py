@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_accel.data.digest import digest_of
-from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, Layout, TargetKind, read_sequences
 from lightning_accel.data.sequences.tasks import (
@@ -22,13 +21,7 @@ from lightning_accel.data.sequences.tasks import (
     random_counts,
     selective_copying,
 )
-from lightning_accel.data.tables.files import read_classes, split_in_three
-from lightning_accel.ops.extras import import_on_use
-
-if TYPE_CHECKING:
-    import pandas as pd
-else:
-    pd = import_on_use("pandas")
+from lightning_accel.data.tables.files import read_classes, read_known_classes, split_in_three
 
 TaskName = Literal[
     "digits_rows",
@@ -235,18 +228,9 @@ def _encode_target(
             numbers, classes = read_classes(read.target, path, advice)
             return torch.from_numpy(numbers), None, classes
         case "labelling":
-            labels, classes = _encode_labels(read.target, path)
-            return None, labels, classes
-
-
-def _encode_labels(column: pd.Series, path: Path) -> tuple[Tensor, list[str]]:
-    labelled = column.notna().to_numpy()
-    if not labelled.any():
-        raise ValueError(f"the target {column.name!r} of {path} holds no label")
-    numbers, classes = read_classes(column[labelled], path, "for quantities of each step there is no target_kind")
-    labels = np.full(len(column), IGNORED, dtype=np.int32)
-    labels[labelled] = numbers
-    return torch.from_numpy(labels), classes
+            advice = "for quantities of each step there is no target_kind"
+            labels, classes = read_known_classes(read.target, path, advice)
+            return None, torch.from_numpy(labels.astype(np.int32)), classes
 
 
 def _sort_by_length(rows: SequenceDataset) -> SequenceDataset:

@@ -165,6 +165,17 @@ def read_classes(
     return labels.astype(np.int64), classes
 
 
+def read_known_classes(column: pd.Series, path: Path, quantity: str) -> tuple[np.ndarray, list[str]]:
+    """Return the class of each row, -100 where it is missing, and the class names, as :func:`read_classes` does."""
+    known = column.notna().to_numpy()
+    if not known.any():
+        raise ValueError(f"the target {column.name!r} of {path} holds no label")
+    numbers, classes = read_classes(column[known], path, quantity)
+    labels = np.full(len(column), -100, dtype=np.int64)  # ignored by torch.nn.functional.cross_entropy
+    labels[known] = numbers
+    return labels, classes
+
+
 def _require_one_kind(column: pd.Series, text: pd.Series, where: str) -> None:
     """Raise a ValueError if a number and a text look alike, as 1 and "1" do in JSON."""
     if column.dtype != object:
