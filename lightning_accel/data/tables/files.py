@@ -205,10 +205,10 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
         return True
     if pd.api.types.is_datetime64_any_dtype(column) or pd.api.types.is_timedelta64_dtype(column):
-        raise ValueError(f"{where} holds dates; turn it into numbers first, or list it under exclude")
+        raise ValueError(f"{where} holds dates; turn it into numbers first, or leave it out")
     present = column.dropna()
     if present.map(lambda value: isinstance(value, list | dict | np.ndarray | bytes)).any():
-        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or list it under exclude")
+        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or leave it out")
     is_text = pd.to_numeric(present.astype(object), errors="coerce").isna()
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
@@ -224,8 +224,8 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
         )
     if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
         raise ValueError(
-            f"{where} holds {present.nunique()} different texts in {len(present)} rows; list it under exclude if it is "
-            "a key, or under categorical to make each text a feature"
+            f"{where} holds {present.nunique()} different texts in {len(present)} rows; leave it out if it is a key, or "
+            "list it under categorical to make each text a feature"
         )
     return not is_text.any()
 
@@ -252,8 +252,8 @@ def as_text(column: pd.Series, path: Path) -> pd.Series:
     """
     if column.dtype == object and column.map(lambda value: isinstance(value, bytes)).any():
         raise ValueError(
-            f"column {shown(column.name)} of {path} holds bytes; text or numbers were needed. Decode them, or list the "
-            "column under exclude if it is no feature"
+            f"column {shown(column.name)} of {path} holds bytes; text or numbers were needed. Decode them, or leave the "
+            "column out if it is no feature"
         )
     # convert_dtypes first: whole numbers with missing values are float, and would become "1.0" in place of "1"
     return column.convert_dtypes().astype("string").fillna("<missing>").astype(object)
