@@ -224,8 +224,8 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
         )
     if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
         raise ValueError(
-            f"{where} holds {present.nunique()} different texts in {len(present)} rows; leave it out if it is a key, or "
-            "list it under categorical to make each text a feature"
+            f"{where} holds {present.nunique()} different texts in {len(present)} rows; leave it out if it is a key, "
+            "or list it under categorical to make each text a feature"
         )
     return not is_text.any()
 
@@ -252,8 +252,8 @@ def as_text(column: pd.Series, path: Path) -> pd.Series:
     """
     if column.dtype == object and column.map(lambda value: isinstance(value, bytes)).any():
         raise ValueError(
-            f"column {shown(column.name)} of {path} holds bytes; text or numbers were needed. Decode them, or leave the "
-            "column out if it is no feature"
+            f"column {shown(column.name)} of {path} holds bytes; text or numbers were needed. Decode them, or leave "
+            "the column out if it is no feature"
         )
     # convert_dtypes first: whole numbers with missing values are float, and would become "1.0" in place of "1"
     return column.convert_dtypes().astype("string").fillna("<missing>").astype(object)
