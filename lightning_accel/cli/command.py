@@ -137,14 +137,17 @@ class AccelCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse; the parser finds a class of this package by its bare name only once that is imported."""
-        parse = parser.parse_object if isinstance(args, dict | Namespace) else parser.parse_args
+
+        def parse() -> Namespace:
+            return parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
+
         arguments = sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)]
         _import_classes(arguments)
         try:
-            self.config = parse(args)
+            self.config = parse()
         except ArgumentError:  # a name that a file names, or that is misspelt, of which the message tells the nearest
             _import_classes(arguments, all_of_them=True)
-            self.config = parse(args)
+            self.config = parse()
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint from ``--ckpt_path``; take the model from it if the config has none.
