@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.ops.native_build import BuildError, cpu_target, cuda_target, library_path
+from lightning_accel.ops.renames import renamed_arguments
 
 
 class NativeLibrary:
@@ -29,7 +30,7 @@ class NativeLibrary:
     Args:
         name: name of the library, a unique Python identifier; preferably the namespace of its ops.
         folder: folder with the sources.
-        time_limit_s: time limit in seconds for a build, and for waiting for the build of another process.
+        timeout: time limit in seconds for a build, and for waiting for the build of another process.
 
     Raises:
         ValueError: if ``name`` is not an identifier.
@@ -39,12 +40,13 @@ class NativeLibrary:
     ...     return torch.ops.my_ops.add(a, b) if library.serves(a.device) else a + b
     """
 
-    def __init__(self, name: str, folder: Path, time_limit_s: float = 300) -> None:
+    @renamed_arguments(time_limit_s="timeout")
+    def __init__(self, name: str, folder: Path, timeout: float = 300) -> None:
         if not name.isidentifier():
             raise ValueError(f"name must be a Python identifier, such as 'my_ops'; got {name!r}")
         self.name = name
         self.folder = Path(folder)
-        self.time_limit_s = time_limit_s
+        self.timeout = timeout
         self._available: dict[torch.device, bool] = {}
         self._registrations: list[Callable[[], None]] = []
         self._lock = threading.RLock()
@@ -114,7 +116,7 @@ class NativeLibrary:
             raise BuildError(f"no {pattern} in {self.folder}")
         if pattern == "*.cu" and torch.version.cuda is None:
             raise BuildError("this torch is built without CUDA")
-        return library_path(self.name, self.folder, target, self.time_limit_s)
+        return library_path(self.name, self.folder, target, self.timeout)
 
     def _load(self, target: str) -> None:
         path = self.build(target)

@@ -54,7 +54,7 @@ def cuda_target(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> Path:
+def library_path(name: str, folder: Path, target: str, timeout: float) -> Path:
     """Return the path of the library for the sources in ``folder``, building it unless it is cached.
 
     The sources are ``*.cpp``, or ``*.cu`` for a GPU. Concurrent processes wait for the one that builds.
@@ -63,7 +63,7 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
         name: name of the library, a Python identifier.
         folder: folder with sources and headers, searched recursively; changes of files elsewhere are not noticed.
         target: ``AVX512``, ``AVX2``, ``DEFAULT``, or an architecture such as ``sm_90``.
-        time_limit_s: time limit in seconds for waiting, and again for building.
+        timeout: time limit in seconds for waiting, and again for building.
 
     Raises:
         BuildError: if the library is not cached and cannot be built.
@@ -72,9 +72,9 @@ def library_path(name: str, folder: Path, target: str, time_limit_s: float) -> P
         raise BuildError("native ops are built on Linux and macOS")
     library = _cache_folder() / f"{name}-{target}-{_source_digest(folder, target)}.so"
     if not library.exists():
-        with _lock(Path(f"{library}.lock"), time_limit_s):
+        with _lock(Path(f"{library}.lock"), timeout):
             if not library.exists():
-                _build(name, folder, target, library, time_limit_s)
+                _build(name, folder, target, library, timeout)
     return library
 
 
@@ -107,11 +107,11 @@ def _cache_folder() -> Path:
 
 
 @contextmanager
-def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
+def _lock(path: Path, timeout: float) -> Iterator[None]:
     """Hold a file lock, which the system releases however the process ends."""
     import fcntl  # Windows has none
 
-    deadline = time.monotonic() + time_limit_s
+    deadline = time.monotonic() + timeout
     with open(path, "w") as file:
         while True:
             try:
@@ -119,14 +119,14 @@ def _lock(path: Path, time_limit_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BuildError(f"another process builds it for more than {time_limit_s:g} s ({path})") from None
+                    raise BuildError(f"another process builds it for more than {timeout:g} s ({path})") from None
                 time.sleep(0.1)
             except OSError:  # a file system without locks: each process builds, and the last library is kept
                 break
         yield
 
 
-def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: float) -> None:
+def _build(name: str, folder: Path, target: str, library: Path, timeout: float) -> None:
     compiler = _compiler()
     # a warning, since programs without a logging setup show only warnings, and this may take minutes
     _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
@@ -142,7 +142,7 @@ def _build(name: str, folder: Path, target: str, library: Path, time_limit_s: fl
             "is_python_module": False,
         }
         command = [sys.executable, "-c", _BUILD, json.dumps(settings)]
-        _run(command, _build_environment(target, compiler, Path(made)), time_limit_s)
+        _run(command, _build_environment(target, compiler, Path(made)), timeout)
         (Path(made) / f"{name}.so").chmod(0o755)  # whatever the umask, other users must not be able to change it
         os.replace(Path(made) / f"{name}.so", library)  # atomic, so that no process loads half a file
 
@@ -177,7 +177,7 @@ def _build_environment(target: str, compiler: list[str], made: Path) -> dict[str
     return {**os.environ, "PATH": path, "CXX": compiler[0], **architecture}
 
 
-def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -> None:
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> None:
     with subprocess.Popen(
         command,
         env=environment,
@@ -189,9 +189,9 @@ def _run(command: list[str], environment: dict[str, str], time_limit_s: float) -
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=time_limit_s)
+            output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise BuildError(f"the compiler took more than {time_limit_s:g} s") from None
+            raise BuildError(f"the compiler took more than {timeout:g} s") from None
         finally:  # no compiler keeps running, also after Ctrl-C
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # ninja passes it on to its compilers, which are in other groups

@@ -151,7 +151,7 @@ def test_a_changed_header_means_another_library(cache, tmp_path, compiler):
 def test_kernels_for_gpus_are_built_beside_those_for_the_cpu(cache, tmp_path, compiler):
     folder = sources(tmp_path / "src", "native_cuda")
     (folder / "scale.cu").write_text(CUDA_SOURCE.replace("NAMESPACE", "native_cuda"))
-    library = NativeLibrary("native_cuda", folder, time_limit_s=600)
+    library = NativeLibrary("native_cuda", folder, timeout=600)
     x = torch.randn(1000, device="cuda")
     assert library.serves(x.device)
     torch.testing.assert_close(torch.ops.native_cuda.scale(x), 3 * x)
@@ -223,7 +223,7 @@ def test_reasons(output, reason):
 @pytest.mark.slow
 def test_a_compiler_that_hangs_is_ended(cache, tmp_path, monkeypatch, compiler):
     monkeypatch.setenv("CXX", program(tmp_path / "hangs", HANGS.format(pid=tmp_path / "pid")))
-    library = NativeLibrary("native_hangs", sources(tmp_path / "src", "native_hangs"), time_limit_s=30)
+    library = NativeLibrary("native_hangs", sources(tmp_path / "src", "native_hangs"), timeout=30)
     assert "the compiler took more than 30 s" in reason_of(library)
     running = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
     wait_until(lambda: not running.exists() or b"sleep" not in running.read_bytes())

@@ -13,6 +13,8 @@ import lightning as L
 import torch.distributed as dist
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_accel.ops.renames import renamed_arguments
+
 _log = logging.getLogger(__name__)
 _GRACE = 5.0  # seconds for other processes to report that they wait, too
 
@@ -28,16 +30,17 @@ class StallMonitor(L.Callback):
     Warnings go to the logger of this module, which is shown on the terminal unless logging is set up otherwise.
 
     Args:
-        after_s: seconds without any batch, validation, checkpoint or other hook before the first warning.
+        timeout: seconds without any batch, validation, checkpoint or other hook before the first warning.
 
     Raises:
-        ValueError: if ``after_s`` is not above 0.
+        ValueError: if ``timeout`` is not above 0.
     """
 
-    def __init__(self, after_s: float = 120.0) -> None:
-        if not after_s > 0:
-            raise ValueError(f"after_s must be above 0 seconds; got {after_s}")
-        self.after_s = after_s
+    @renamed_arguments(after_s="timeout")
+    def __init__(self, timeout: float = 120.0) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds; got {timeout}")
+        self.timeout = timeout
         self._activity = ""
         self._since = 0.0
         self._rank, self._world_size = 0, 1
@@ -75,12 +78,12 @@ class StallMonitor(L.Callback):
         self._thread = None  # not joined, since it may be waiting for processes that do not answer
 
     def _watch(self, watched: int, ended: threading.Event) -> None:
-        pause, since, asked = self.after_s, self._since, False
-        while not ended.wait(min(self.after_s / 4, _GRACE)):
+        pause, since, asked = self.timeout, self._since, False
+        while not ended.wait(min(self.timeout / 4, _GRACE)):
             if self._since != since:
                 if asked:
                     self._store().delete_key(self._key(self._rank))
-                pause, since, asked = self.after_s, self._since, False
+                pause, since, asked = self.timeout, self._since, False
             if time.monotonic() - since >= pause:
                 pause *= 2
                 self._warn(watched, since)
@@ -98,7 +101,7 @@ class StallMonitor(L.Callback):
         """Report to other processes that this one waits, and name those that do not report it."""
         silent: list[list[int]] = []
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        grace = min(self.after_s, _GRACE)
+        grace = min(self.timeout, _GRACE)
 
         def ask() -> None:  # in a separate thread, since rank 0, which hosts the store, may never answer
             self._store().set(self._key(self._rank), self._activity)

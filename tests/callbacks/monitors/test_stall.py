@@ -48,7 +48,7 @@ class SleepyRows(Dataset):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_names_the_loader_and_the_worker(workers, caplog):
-    trainer = L.Trainer(callbacks=[StallMonitor(after_s=0.4)], **QUIET)
+    trainer = L.Trainer(callbacks=[StallMonitor(timeout=0.4)], **QUIET)
     trainer.fit(Line(), DataLoader(SleepyRows(), batch_size=1, num_workers=workers))
     told = [record.getMessage() for record in caplog.records if record.name.endswith("monitors.stall")]
     assert trainer.global_step == 6
@@ -76,7 +76,7 @@ def check_stopped_rank(rank, folder, stopped):
     logger, handler = logging.getLogger("lightning_accel.callbacks.monitors.stall"), Wakes()
     logger.addHandler(handler)
     try:
-        options = QUIET | {"devices": 2, "strategy": "ddp", "callbacks": [StallMonitor(after_s=1.0)]}
+        options = QUIET | {"devices": 2, "strategy": "ddp", "callbacks": [StallMonitor(timeout=1.0)]}
         trainer = L.Trainer(**options)
         trainer.fit(Line(stop_at=1 if rank == stopped else None), DataLoader(torch.randn(12, 2), batch_size=2))
     finally:
@@ -93,5 +93,5 @@ def test_names_the_process_that_is_stopped(tmp_path, stopped):
 
 
 def test_seconds_must_be_positive():
-    with pytest.raises(ValueError, match="after_s must be above 0 seconds; got 0"):
-        StallMonitor(after_s=0)
+    with pytest.raises(ValueError, match="timeout must be above 0 seconds; got 0"):
+        StallMonitor(timeout=0)
