@@ -26,9 +26,9 @@ class Chain:
         self.num_stages = len(sizes)
         self.stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
-    def layers_of(self, stages: Sequence[int]) -> list[nn.Module]:
-        """Return the layers that any of ``stages`` owns."""
-        return [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in stages]
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        """Return the layers of ``stage``."""
+        return [layer for layer, owner in zip(self.layers, self.stage_of, strict=True) if owner == stage]
 
 
 def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
@@ -47,7 +47,7 @@ def find_layers(module: nn.Module, num_stages: int) -> list[nn.Module]:
     if len(layers) < num_stages:
         raise ValueError(
             f"{name} has {len(layers)} pipeline layers, too few for {num_stages} stages. Return more of them, smaller "
-            "ones, from pipeline_layers(), or use fewer devices or stages_per_rank"
+            "ones, from pipeline_layers(), or use fewer devices"
         )
     inside = [inner for layer in layers for inner in layer.modules()]
     if len({id(inner) for inner in layers}) < len(layers) or any(

@@ -8,12 +8,12 @@ later batches of that shape.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from lightning_accel.strategies.batch_splitting import contains_graphs, leaves
 from lightning_accel.strategies.pipeline.chain import Chain
@@ -21,7 +21,6 @@ from lightning_accel.strategies.pipeline.message import flat_specs
 from lightning_accel.strategies.pipeline.random import StepRandom
 from lightning_accel.strategies.pipeline.stage import Header, Message, OutputIndex, StageRun
 
-ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 _MAX_PLANS = 4  # each holds buffers for its messages
 
 
@@ -37,7 +36,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def world_rank(self, stage: int) -> int:
-        return dist.get_global_rank(self.group, stage % self.size)
+        return dist.get_global_rank(self.group, stage)
 
     def gather(self, value: Any) -> list[Any]:
         """Gather ``value`` of each process, on all of them."""
@@ -79,26 +78,24 @@ class Pipeline:
 
     Args:
         module: module that holds the layers.
-        chain: the layers, split into stages; stage ``s`` is on rank ``s % ranks.size``.
+        chain: the layers, split into stages, one for each rank.
         ranks: the processes.
-        schedule: schedule of the batches whose shapes are known.
     """
 
-    def __init__(self, module: nn.Module, chain: Chain, ranks: Ranks, schedule: ScheduleName) -> None:
+    def __init__(self, module: nn.Module, chain: Chain, ranks: Ranks) -> None:
         self.module = module
         self.chain = chain
         self.ranks = ranks
-        self.schedule = schedule
-        self.stages = list(range(ranks.rank, chain.num_stages, ranks.size))
+        self.stage = ranks.rank
         self.last = chain.num_stages - 1
-        self.on_last = self.last in self.stages
+        self.on_last = self.stage == self.last
         self.random = StepRandom(module, chain, ranks, ranks.device)
         self._needed: dict[str, set[OutputIndex]] = {}
         self._plans: dict[str, _Plan | None] = {}
 
     def run(self, job: Job) -> None:
         """Run all micro-batches, and their backward passes, accumulating gradients, if the job has a loss scale."""
-        with self.random.batch(self.stages):
+        with self.random.batch():
             self._run(job)
 
     def _run(self, job: Job) -> None:
@@ -110,24 +107,18 @@ class Pipeline:
             return
         learning = job.name not in self._needed
         headers = self._run_in_lockstep(job)
-        if key and not learning and self._schedule_supports(len(job.micro_batches)):
+        if key and not learning:
             if len(self._plans) == _MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = _Plan(self, headers, len(job.micro_batches))
 
-    def _schedule_supports(self, num: int) -> bool:
-        """Return whether the schedule can run ``num`` micro-batches."""
-        if self.schedule == "interleaved":
-            return num >= self.ranks.size and num % (num // self.ranks.size) == 0
-        return self.schedule == "gpipe" or num >= self.chain.num_stages
-
-    def compute(self, job: Job, number: int, stage: int, message: Message | None) -> tuple[Any, StageRun]:
-        """Run one micro-batch on one stage; return the message to the next stage, or what the step returned."""
+    def compute(self, job: Job, number: int, message: Message | None) -> tuple[Any, StageRun]:
+        """Run one micro-batch on this stage; return the message to the next stage, or what the step returned."""
         self.random.begin(number)
-        run = StageRun(self.chain, stage, self._needed.get(job.name), message, self.ranks.device)
+        run = StageRun(self.chain, self.stage, self._needed.get(job.name), message, self.ranks.device)
         with job.context():
             result = run.run(lambda: job.step(job.micro_batches[number]))
-        if stage == self.last:
+        if self.on_last:
             job.results[number] = result
         return result, run
 
@@ -142,38 +133,31 @@ class Pipeline:
         assert job.loss_scale is not None
         return run.connect(loss * (job.loss_scale / len(job.micro_batches)))
 
-    def _run_in_lockstep(self, job: Job) -> dict[int, tuple[Header | None, Header | None]]:
-        kept: dict[tuple[int, int], _BackwardInputs] = {}
-        headers: dict[int, tuple[Header | None, Header | None]] = {}
+    def _run_in_lockstep(self, job: Job) -> tuple[Header | None, Header | None]:
+        """Run the micro-batches one after another; return the headers of the last messages received and sent."""
+        kept: list[_BackwardInputs] = []
+        headers: tuple[Header | None, Header | None] = None, None
         needed: set[OutputIndex] = set()
         error: Exception | None = None
         for number in range(len(job.micro_batches)):
-            for stage in self.stages:
-                message = self._receive(stage, job.loss_scale is not None) if stage else None
-                outgoing: Message | None = None
-                if error is None and (stage == 0 or message is not None):
-                    try:
-                        result, run = self.compute(job, number, stage, message)
-                        needed |= run.needed_here
-                        outgoing = result if stage < self.last else None
-                        sent = (
-                            []
-                            if job.loss_scale is None
-                            else outgoing.flat
-                            if outgoing
-                            else [self.loss(job, result, run)]
-                        )
-                        kept[number, stage] = _BackwardInputs(message.flat if message else [], sent)
-                        headers[stage] = message and message.header, outgoing and outgoing.header
-                    except Exception as raised:
-                        error = raised
-                if stage < self.last:
-                    self._send(stage, None if error else outgoing)
+            message = self._receive(job.loss_scale is not None) if self.stage else None
+            outgoing: Message | None = None
+            if error is None and (self.stage == 0 or message is not None):
+                try:
+                    result, run = self.compute(job, number, message)
+                    needed |= run.needed_here
+                    outgoing = None if self.on_last else result
+                    if job.loss_scale is not None:
+                        sent = outgoing.flat if outgoing else [self.loss(job, result, run)]
+                        kept.append(_BackwardInputs(message.flat if message else [], sent))
+                    headers = message and message.header, outgoing and outgoing.header
+                except Exception as raised:
+                    error = raised
+            if not self.on_last:
+                self._send(None if error else outgoing)
         self._share_outcome(job, error, needed)
-        if job.loss_scale is not None:
-            for number in range(len(job.micro_batches)):
-                for stage in reversed(self.stages):
-                    self._backward(stage, kept.pop((number, stage)))
+        while kept:  # each is freed after its backward pass
+            self._backward(kept.pop(0))
         return headers
 
     def _share_outcome(self, job: Job, error: Exception | None, needed: set[OutputIndex]) -> None:
@@ -194,14 +178,14 @@ class Pipeline:
                 raise RuntimeError(f"{job.name} failed on rank {rank} of the pipeline: {said}")
         self._needed.setdefault(job.name, set()).update(*[needed for _, needed in answers])
 
-    def _send(self, stage: int, message: Message | None) -> None:
-        peer = self.ranks.world_rank(stage + 1)
+    def _send(self, message: Message | None) -> None:
+        peer = self.ranks.world_rank(self.stage + 1)
         dist.send_object_list([message and message.header], dst=peer, group=self.ranks.objects)
         for one in message.flat if message else []:
             dist.send(one.detach(), dst=peer, group=self.ranks.group)
 
-    def _receive(self, stage: int, backward: bool) -> Message | None:
-        peer = self.ranks.world_rank(stage - 1)
+    def _receive(self, backward: bool) -> Message | None:
+        peer = self.ranks.world_rank(self.stage - 1)
         headers: list[Header | None] = [None]
         dist.recv_object_list(headers, src=peer, group=self.ranks.objects)
         if (header := headers[0]) is None:
@@ -211,20 +195,20 @@ class Pipeline:
             dist.recv(one, src=peer, group=self.ranks.group)
         return Message(header, [one.requires_grad_(backward) for one in flat])
 
-    def _backward(self, stage: int, kept: _BackwardInputs) -> None:
+    def _backward(self, kept: _BackwardInputs) -> None:
         grads: list[Tensor | None] = [None]
-        if stage < self.last:
-            grads = [self._receive_like(one, stage + 1) for one in kept.sent]
+        if not self.on_last:
+            grads = [self._receive_gradient(one) for one in kept.sent]
         pairs = [(one, grad) for one, grad in zip(kept.sent, grads, strict=True) if one.requires_grad]
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         for one in kept.received:
             assert one.grad is not None  # connected to what was sent
-            dist.send(one.grad, dst=self.ranks.world_rank(stage - 1), group=self.ranks.group)
+            dist.send(one.grad, dst=self.ranks.world_rank(self.stage - 1), group=self.ranks.group)
 
-    def _receive_like(self, like: Tensor, stage: int) -> Tensor:
+    def _receive_gradient(self, like: Tensor) -> Tensor:
         received = torch.empty_like(like)
-        dist.recv(received, src=self.ranks.world_rank(stage), group=self.ranks.group)
+        dist.recv(received, src=self.ranks.world_rank(self.stage + 1), group=self.ranks.group)
         return received
 
 
@@ -232,31 +216,25 @@ class _Plan:
     """Run the schedule for batches of one shape."""
 
     def __init__(
-        self, pipeline: Pipeline, headers: dict[int, tuple[Header | None, Header | None]], num_micro_batches: int
+        self, pipeline: Pipeline, headers: tuple[Header | None, Header | None], num_micro_batches: int
     ) -> None:
         self.pipeline = pipeline
         self.num = num_micro_batches
-        self.modules = [_StageModule(pipeline, stage, *headers[stage]) for stage in pipeline.stages]
-        stages: list[Any] = [
-            PipelineStage(
-                module,
-                module.stage,
-                pipeline.chain.num_stages,
-                pipeline.ranks.device,
-                input_args=self._examples(module.header_in),
-                output_args=self._examples(module.header_out)
-                if module.header_out
-                else torch.zeros((), device=pipeline.ranks.device, requires_grad=True),
-                group=pipeline.ranks.group,
-            )
-            for module in self.modules
-        ]
-        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        if pipeline.schedule == "interleaved":
-            self.schedule: Any = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
-        else:
-            kind = ScheduleGPipe if pipeline.schedule == "gpipe" else Schedule1F1B
-            self.schedule = kind(stages[0], num_micro_batches, **options)
+        self.module = _StageModule(pipeline, *headers)
+        device, num_stages = pipeline.ranks.device, pipeline.chain.num_stages
+        stage = PipelineStage(
+            self.module,
+            pipeline.stage,
+            num_stages,
+            device,
+            input_args=self._examples(self.module.header_in),
+            output_args=self._examples(self.module.header_out)
+            if self.module.header_out
+            else torch.zeros((), device=device, requires_grad=True),
+            group=pipeline.ranks.group,
+        )
+        kind: Any = Schedule1F1B if num_micro_batches >= num_stages else ScheduleGPipe
+        self.schedule = kind(stage, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _examples(self, header: Header | None) -> tuple[Tensor, ...]:
         made = flat_specs(header.parts) if header else []
@@ -264,22 +242,19 @@ class _Plan:
         return tuple(torch.empty(one.length, dtype=one.dtype, device=device, requires_grad=True) for one in made)
 
     def run(self, job: Job) -> None:
-        for module in self.modules:
-            module.job = job
+        self.module.job = job
         numbers = torch.arange(self.num)  # on the CPU, where reading them does not wait for a device
         target = {"target": numbers} if self.pipeline.on_last else {}
         self.schedule.step(number=numbers, return_outputs=False, **target)
-        for module in self.modules:
-            module.job = None
+        self.module.job = None
 
 
 class _StageModule(nn.Module):
     """Serve as the module of a ``PipelineStage``, without parameters: those of the layers stay where they are."""
 
-    def __init__(self, pipeline: Pipeline, stage: int, header_in: Header | None, header_out: Header | None) -> None:
+    def __init__(self, pipeline: Pipeline, header_in: Header | None, header_out: Header | None) -> None:
         super().__init__()
         self.pipeline = pipeline
-        self.stage = stage
         self.header_in = header_in
         self.header_out = header_out
         self.job: Job | None = None
@@ -287,14 +262,14 @@ class _StageModule(nn.Module):
     def forward(self, *flat: Tensor, number: Tensor) -> Any:
         assert self.job is not None
         message = None if self.header_in is None else Message(self.header_in, list(flat))
-        result, run = self.pipeline.compute(self.job, int(number), self.stage, message)
+        result, run = self.pipeline.compute(self.job, int(number), message)
         if self.header_out is None:
             return self.pipeline.loss(self.job, result, run)
         if result.header != self.header_out:
             raise RuntimeError(
-                f"what travels from stage {self.stage} to the next has changed although the shapes of the batch have "
-                f"not.\nBefore: {self.header_out}\nNow: {result.header}\nA pipeline needs layers whose outputs have "
-                "shapes and constants that follow from those of the batch"
+                f"what travels from stage {self.pipeline.stage} to the next has changed, but not the shapes of the batch.\n"
+                f"Before: {self.header_out}\nNow: {result.header}\nA pipeline needs layers whose outputs have shapes and "
+                "constants that follow from those of the batch"
             )
         return tuple(result.flat)
 

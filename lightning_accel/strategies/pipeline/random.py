@@ -70,14 +70,15 @@ class StepRandom:
             one.restore(state)
 
     @contextmanager
-    def batch(self, stages: list[int]) -> Iterator[None]:
-        """Seed the layers of ``stages`` separately, then restore the generators, advanced by one draw for the batch."""
+    def batch(self) -> Iterator[None]:
+        """Seed the layers of this stage separately, then restore the generators, advanced by one draw for the batch."""
         drawn = torch.randint(2**63 - 1, (1,), generator=torch.default_generator, device="cpu")
         dist.broadcast(drawn, src=self.ranks.world_rank(0), group=self.ranks.objects)
         self._seed = _mix_seed(int(drawn), self.ranks.world_rank(0))  # other pipelines draw other numbers
         self._generators = _global_generators(self.device) + self._own_generators()
+        stage_of = self.chain.stage_of
         owned = [
-            (number, layer) for number, layer in enumerate(self.chain.layers) if self.chain.stage_of[number] in stages
+            (number, layer) for number, layer in enumerate(self.chain.layers) if stage_of[number] == self.ranks.rank
         ]
         before = [layer._compiled_call_impl for _, layer in owned]
         for (number, layer), own in zip(owned, before, strict=True):

@@ -36,7 +36,7 @@ from lightning_accel.strategies.pipeline.chain import (
     num_parameters,
     stage_sizes,
 )
-from lightning_accel.strategies.pipeline.engine import Job, Pipeline, Ranks, ScheduleName
+from lightning_accel.strategies.pipeline.engine import Job, Pipeline, Ranks
 from lightning_accel.strategies.pipeline.logging import StepLog
 from lightning_accel.strategies.pipeline.stage import to_cpu
 from lightning_accel.strategies.rendezvous import joining_process_group
@@ -67,16 +67,12 @@ class _FullState:
         """
         state = self.module.state_dict()
         owner = self._owner_ranks()
-        last_rank = self.pipeline.last % self.pipeline.ranks.size
-        own = {
-            name: to_cpu(value)
-            for name, value in state.items()
-            if owner.get(name, last_rank) == self.pipeline.ranks.rank
-        }
+        last, rank = self.pipeline.last, self.pipeline.ranks.rank
+        own = {name: to_cpu(value) for name, value in state.items() if owner.get(name, last) == rank}
         parts = self._gather(own)
         if not parts:
             return {}
-        state.update({name: parts[owner.get(name, last_rank)][name] for name in state})
+        state.update({name: parts[owner.get(name, last)][name] for name in state})
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -112,7 +108,7 @@ class _FullState:
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             if (stage := stage_of.get(id(module))) is not None:
                 names = module.state_dict(prefix=f"{prefix}.", keep_vars=True)
-                owner |= dict.fromkeys(names, stage % self.pipeline.ranks.size)
+                owner |= dict.fromkeys(names, stage)
         return owner
 
     def _gather(self, value: Any) -> list[Any]:
@@ -161,12 +157,10 @@ class PipelineStrategy(DDPStrategy):
     Args:
         num_micro_batches: number of micro-batches into which each batch is split along the first dimension of its
             tensors; the next smaller divisor if the number of samples is not a multiple of it. By default twice the
-            number of stages of a pipeline.
-        schedule: ``gpipe``, ``1f1b``, or ``interleaved``, which needs two ``stages_per_rank`` or more.
+            number of stages of a pipeline. They run by the schedule 1F1B, or GPipe if they are fewer than the stages.
         split: number of layers of each stage, in order; by default such that the most expensive stage costs as little
             as possible, by the time of the layers in a forward pass of the module's ``example_input_array``, or, if it
             has none, by their parameters.
-        stages_per_rank: number of stages of each process; stage ``s`` is on process ``s % pipeline_size``.
         data_parallel_size: number of pipelines that train on different batches; gradients are averaged once a step.
         process_group_backend: by default that of the device.
         timeout: time limit of collectives.
@@ -181,30 +175,19 @@ class PipelineStrategy(DDPStrategy):
         self,
         num_micro_batches: int | None = None,
         *,
-        schedule: ScheduleName = "1f1b",
         split: Sequence[int] | None = None,
-        stages_per_rank: int | None = None,
         data_parallel_size: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        if schedule not in ("gpipe", "1f1b", "interleaved"):
-            raise ValueError(f"schedule must be gpipe, 1f1b or interleaved; got {schedule!r}")
-        self.stages_per_rank = (2 if schedule == "interleaved" else 1) if stages_per_rank is None else stages_per_rank
-        if (self.stages_per_rank > 1) != (schedule == "interleaved") or self.stages_per_rank < 1:
-            raise ValueError(
-                "schedule='interleaved' takes stages_per_rank of 2 or more, the others 1; got "
-                f"schedule={schedule!r}, stages_per_rank={stages_per_rank}"
-            )
         if data_parallel_size < 1 or (num_micro_batches is not None and num_micro_batches < 1):
             raise ValueError(
                 "num_micro_batches and data_parallel_size must be at least 1; got "
                 f"num_micro_batches={num_micro_batches}, data_parallel_size={data_parallel_size}"
             )
         self.num_micro_batches = num_micro_batches
-        self.schedule: ScheduleName = schedule
         self.split = split
         self.data_parallel_size = data_parallel_size
         self.device_mesh: DeviceMesh | None = None
@@ -245,18 +228,7 @@ class PipelineStrategy(DDPStrategy):
             )
         names = ("data_parallel", "pipeline")
         self.device_mesh = init_device_mesh(self.root_device.type, (replicas, stages), mesh_dim_names=names)
-        num_stages = stages * self.stages_per_rank
-        self.num_micro_batches = self.num_micro_batches or 2 * num_stages
-        if self.schedule == "1f1b" and self.num_micro_batches < num_stages:
-            raise ValueError(
-                f"schedule='1f1b' needs num_micro_batches of at least the number of stages, {num_stages}; got "
-                f"{self.num_micro_batches}. Raise it, or take schedule='gpipe'"
-            )
-        if self.schedule == "interleaved" and self.num_micro_batches % stages:
-            raise ValueError(
-                f"schedule='interleaved' needs num_micro_batches to be a multiple of the {stages} processes of a "
-                f"pipeline; got {self.num_micro_batches}"
-            )
+        self.num_micro_batches = self.num_micro_batches or 2 * stages
 
     def _ranks(self) -> Ranks:
         assert self.device_mesh is not None
@@ -322,7 +294,7 @@ class PipelineStrategy(DDPStrategy):
     def _split(self, module: pl.LightningModule) -> None:
         """Keep the layers of this process, and parameters outside the layers; free the rest."""
         ranks = self._ranks()
-        num_stages = ranks.size * self.stages_per_rank
+        num_stages = ranks.size
         layers = find_layers(module, num_stages)
         sizes = list(self.split or stage_sizes(self._costs(module, layers), num_stages))
         if len(sizes) != num_stages or sum(sizes) != len(layers) or min(sizes) < 1:
@@ -331,12 +303,8 @@ class PipelineStrategy(DDPStrategy):
             )
         chain = Chain(layers, sizes)
         held = [
-            {
-                parameter
-                for layer in chain.layers_of(range(rank, num_stages, ranks.size))
-                for parameter in layer.parameters()
-            }
-            for rank in range(ranks.size)
+            {parameter for layer in chain.layers_of(stage) for parameter in layer.parameters()}
+            for stage in range(num_stages)
         ]
         whole = list(module.parameters())
         if any(parameter.is_meta for parameter in whole):
@@ -349,7 +317,7 @@ class PipelineStrategy(DDPStrategy):
         move_to_meta_(module, set(whole) - held[ranks.rank] - shared)
         self._shared = [parameter for parameter in whole if parameter in shared]
         self._owned = [parameter for parameter in whole if parameter in held[ranks.rank] - shared]
-        self._pipeline = Pipeline(module, chain, ranks, self.schedule)
+        self._pipeline = Pipeline(module, chain, ranks)
 
     def _costs(self, module: pl.LightningModule, layers: Sequence[nn.Module]) -> list[float]:
         if module.example_input_array is None:
@@ -525,7 +493,7 @@ class PipelineStrategy(DDPStrategy):
         assert self.num_micro_batches is not None
         if self.num_micro_batches == 1:
             return [batch]
-        instead = "set num_micro_batches=1 with schedule='gpipe'"
+        instead = "set num_micro_batches=1"
         rows = count_samples(batch, instead)
         num = max(one for one in range(1, self.num_micro_batches + 1) if rows % one == 0)
         return [part.batch for part in split_batch(batch, num, instead)]

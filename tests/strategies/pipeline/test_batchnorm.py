@@ -22,7 +22,7 @@ class Normed(Plain):
 
 def check_pipelines(rank, folder):
     torch.manual_seed(1)
-    strategy = PipelineStrategy(1, schedule="gpipe", data_parallel_size=2)
+    strategy = PipelineStrategy(1, data_parallel_size=2)
     run = trainer(strategy=strategy, devices=4, plugins=[SyncBatchNormPlugin()])
     run.fit(Normed(), Rows(make("plain")[1], 4))
     run.save_checkpoint(folder / "pipeline.ckpt")

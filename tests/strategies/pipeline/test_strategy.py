@@ -109,10 +109,10 @@ def check_plain(rank, folder, strategy, options):
     return trained(folder, PipelineStrategy(**strategy), **options)
 
 
-@pytest.mark.parametrize(("schedule", "clip"), [("gpipe", None), ("1f1b", 0.05)])
-def test_plain_module_equals_one_process(tmp_path, schedule, clip):
+@pytest.mark.parametrize(("number", "clip"), [(1, None), (4, 0.05)], ids=["gpipe", "1f1b"])
+def test_plain_module_equals_one_process(tmp_path, number, clip):
     one = trained(tmp_path, gradient_clip_val=clip)
-    for result in run_ranks(check_plain, tmp_path, {"schedule": schedule}, {"gradient_clip_val": clip}):
+    for result in run_ranks(check_plain, tmp_path, {"num_micro_batches": number}, {"gradient_clip_val": clip}):
         assert result["logged"] == pytest.approx(one["logged"], abs=1e-5)
         torch.testing.assert_close(result["seen"], one["seen"], rtol=0, atol=1e-5)
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
@@ -192,7 +192,7 @@ def test_residual_outside_the_layers(tmp_path, split):
 )
 def test_options_of_the_trainer(tmp_path, options):
     one = trained(tmp_path, **options)
-    for result in run_ranks(check_plain, tmp_path, {"schedule": "gpipe", "num_micro_batches": 2}, options):
+    for result in run_ranks(check_plain, tmp_path, {"num_micro_batches": 2}, options):
         assert result["logged"] == pytest.approx(one["logged"], abs=1e-5)
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
@@ -255,20 +255,19 @@ def test_evaluation_is_that_of_one_process_on_every_rank(tmp_path):
         torch.testing.assert_close(scores, predicted)
 
 
-def check_data_parallel(rank, folder, strategy):
-    """Two pipelines take half of the rows of each batch."""
-    mine = [row for row in range(56) if row % 8 // 4 == rank // 2]
-    data = DataLoader(Subset(loader().dataset, mine), 4)
-    return trained(folder, PipelineStrategy(**strategy, data_parallel_size=2), data=data, gradient_clip_val=0.05)
+def check_data_parallel(rank, folder, size):
+    """Each pipeline takes a share of the rows of each batch."""
+    rows = 8 // size
+    mine = [row for row in range(56) if row % 8 // rows == rank * size // 4]
+    data = DataLoader(Subset(loader().dataset, mine), rows)
+    return trained(folder, PipelineStrategy(data_parallel_size=size), data=data, gradient_clip_val=0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [{}, {"schedule": "interleaved", "num_micro_batches": 4}], ids=["1f1b", "interleaved"]
-)
-def test_data_parallel_pipelines(tmp_path, strategy):
+@pytest.mark.parametrize("size", [1, 2])
+def test_four_processes_in_one_pipeline_or_two(tmp_path, size):
     one = trained(tmp_path, gradient_clip_val=0.05)
-    for result in run_ranks(check_data_parallel, tmp_path, strategy, world_size=4):
+    for result in run_ranks(check_data_parallel, tmp_path, size, world_size=4):
         assert result["logged"]["val/correct"] == one["logged"]["val/correct"]
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
@@ -315,7 +314,7 @@ def check_costs(rank, folder):
     )
     trainer.fit(Uneven(), rows)
     chain = trainer.strategy.pipeline.chain
-    return [len(list(chain.layers_of([stage]))) for stage in range(2)]
+    return [len(list(chain.layers_of(stage))) for stage in range(2)]
 
 
 def test_stages_take_equal_times_where_the_module_has_an_example(tmp_path):
