@@ -4,13 +4,9 @@ import os
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
@@ -38,30 +34,15 @@ class DataParallelStrategy(Strategy):
     DDP is faster: here each step copies the module to the devices, one interpreter feeds them all, and the first one
     collects all gradients. Use this strategy where processes cannot be started, or to debug all devices at once.
 
-    Args:
-        accelerator: set by the Trainer.
-        parallel_devices: set by the Trainer; the first holds the module.
-        checkpoint_io: set by the Trainer.
-        precision_plugin: set by the Trainer.
-
     Raises:
         ValueError: before training, on several nodes or processes.
         TypeError: before training, if the module uses manual optimization or is compiled; in a step, if its batch
             cannot be split.
-            split.
     """
 
-    _has_advised = False
-
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self.parallel_devices = parallel_devices
+    def __init__(self) -> None:
+        super().__init__()
+        self.parallel_devices: list[torch.device] | None = None  # set by the Trainer; the first holds the module
         self.num_nodes = 1
         self.global_rank = self.local_rank = 0
         self.world_size = 1
@@ -96,12 +77,6 @@ class DataParallelStrategy(Strategy):
                 "which its copies would do each for itself; use strategy=ddp"
             )
         self._reject_compiled()
-        if len(self.devices) > 1 and not DataParallelStrategy._has_advised:
-            DataParallelStrategy._has_advised = True
-            rank_zero_info(
-                "accel_dp copies the module to all devices in each step, and feeds them from one interpreter; "
-                "strategy=ddp is faster"
-            )
         super().setup(trainer)
 
     def _reject_compiled(self) -> None:

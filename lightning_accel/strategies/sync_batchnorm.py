@@ -21,35 +21,18 @@ class SyncBatchNormPlugin(LayerSync):
     again. Lightning's ``sync_batchnorm=True`` needs CUDA. Lightning strategies other than DDP and FSDP ignore both;
     with those, call :func:`convert_sync_batchnorm_` in ``configure_model``.
 
-    Args:
-        group_size: number of processes of neighbouring ranks that share their statistics; by default all.
-
     Raises:
-        ValueError: before training, if ``group_size`` is below 1 or does not divide the number of processes, or if a
-            layer is a LazyBatchNorm that has seen no batch.
+        ValueError: before training, if a layer is a LazyBatchNorm that has seen no batch.
     """
 
-    def __init__(self, group_size: int | None = None) -> None:
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size must be at least 1; got {group_size}")
-        self.group_size = group_size
-
     def apply(self, model: nn.Module) -> nn.Module:
-        if not convert_sync_batchnorm_(model, self._group()):
+        if not convert_sync_batchnorm_(model):
             rank_zero_warn(f"SyncBatchNormPlugin has no effect: {type(model).__name__} has no BatchNorm to synchronise")
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         revert_sync_batchnorm_(model)
         return model
-
-    def _group(self) -> dist.ProcessGroup | None:
-        if self.group_size is None or not _is_initialized():
-            return None
-        if dist.get_world_size() % self.group_size:
-            raise ValueError(f"group_size={self.group_size} does not divide the {dist.get_world_size()} processes")
-        group, _ = dist.new_subgroups(self.group_size)
-        return group
 
 
 def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:

@@ -1,5 +1,4 @@
 import copy
-import logging
 from functools import partial
 
 import lightning as L
@@ -15,7 +14,6 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from lightning_accel.callbacks import WeightedAccumulation
 from lightning_accel.models import MoEClassifier, MoELanguageModel
-from lightning_accel.strategies import DataParallelStrategy
 from tests.tolerance import ADAM_EPS, CLOSE
 
 QUIET = {
@@ -285,14 +283,6 @@ def test_errors(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes; use strategy=ddp"):
         fit(Plain(), 2)
-
-
-def test_says_once_that_ddp_is_faster(monkeypatch, caplog):
-    monkeypatch.setattr(DataParallelStrategy, "_has_advised", False)
-    with caplog.at_level(logging.INFO):
-        fit(Plain(), 2)
-        fit(Plain(), 2)
-    assert caplog.text.count("strategy=ddp is faster") == 1
 
 
 @pytest.mark.gpu(2)

@@ -267,9 +267,9 @@ class _StageModule(nn.Module):
             return self.pipeline.loss(self.job, result, run)
         if result.header != self.header_out:
             raise RuntimeError(
-                f"what travels from stage {self.pipeline.stage} to the next has changed, but not the shapes of the batch.\n"
-                f"Before: {self.header_out}\nNow: {result.header}\nA pipeline needs layers whose outputs have shapes and "
-                "constants that follow from those of the batch"
+                f"what travels from stage {self.pipeline.stage} to the next has changed, but not the shapes of the "
+                f"batch.\nBefore: {self.header_out}\nNow: {result.header}\nA pipeline needs layers whose outputs have "
+                "shapes and constants that follow from those of the batch"
             )
         return tuple(result.flat)
 

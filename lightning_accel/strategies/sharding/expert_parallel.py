@@ -1,6 +1,6 @@
 """Expert parallelism. Shapes: N tokens, D features, E experts, S slots, W processes, R received tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -60,14 +61,14 @@ def _forward(
     sent, received = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(dim=2).tolist()
     taken = token_of_slot[: sum(sent)]
     rows = _to_autocast_dtype(tokens).index_select(0, taken)
-    arrived = _Exchange.apply(rows, sent, received, group, num_ranks)  # (R, D), sorted by process, then by expert
+    arrived = all_to_all_single_autograd(rows, received, sent, group)  # (R, D), sorted by process, then by expert
     by_source = arriving.view(num_ranks, -1)
     expert_of_row = torch.arange(by_source.shape[1], device=tokens.device).repeat(num_ranks)
     expert_of_row = expert_of_row.repeat_interleave(arriving, output_size=sum(received))
     ones = torch.ones(sum(received), device=tokens.device)
-    with _local_parameters(experts):
+    with _local_parameters(experts, num_ranks):
         made = run(arrived, expert_of_row.argsort(stable=True), ones, by_source.sum(dim=0))  # (R, D)
-    made = _Exchange.apply(made, received, sent, group, 1 / num_ranks)  # (S, D)
+    made = all_to_all_single_autograd(made.contiguous(), sent, received, group)  # (S, D)
     wide = torch.promote_types(made.dtype, torch.float32)
     weighted = made.to(wide) * weight_of_slot[: sum(sent)].to(wide).unsqueeze(1)
     out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
@@ -82,40 +83,15 @@ def _to_autocast_dtype(tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _local_parameters(experts: nn.Module) -> Iterator[None]:
-    """Temporarily replace the layer's parameters by their local shards as plain tensors."""
+def _local_parameters(experts: nn.Module, num_ranks: int) -> Iterator[None]:
+    """Temporarily replace the layer's parameters by their local shards, whose gradients are means over processes."""
     whole = expert_parameters(experts)
     try:
         for name, parameter in whole.items():
-            experts._parameters[name] = parameter.to_local()  # type: ignore[attr-defined]
+            local = parameter.to_local()  # type: ignore[attr-defined]
+            if local.requires_grad:
+                local.register_hook(lambda grad: grad / num_ranks)
+            experts._parameters[name] = local
         yield
     finally:
         experts._parameters.update(whole)
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchange rows, sorted by destination process, for those that other processes send here.
-
-    Nothing is saved for the backward pass, which sends the gradients back, times ``scale``: the experts in between get
-    the mean over processes, and gradients before and after them are unaffected.
-    """
-
-    @staticmethod
-    def forward(
-        rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup, scale: float
-    ) -> Tensor:
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.sent, ctx.received, ctx.group, ctx.scale = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _all_to_all(grad * ctx.scale, ctx.received, ctx.sent, ctx.group), None, None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
-    return out
