@@ -2,18 +2,23 @@
 
 import copy
 import dataclasses
+import inspect
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+_LOG = inspect.signature(L.LightningModule.log)
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, PurePath, np.generic, torch.device, torch.dtype)
 
 
@@ -203,6 +208,57 @@ def _mean(values: Sequence[Any], weights: Sequence[Any], device: torch.device) -
     parts = torch.stack([torch.as_tensor(weight).to(device, wide) for weight in weights])
     shares = parts / parts.sum().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.stack([one * share.to(one.dtype) for one, share in zip(tensors, shares, strict=True)]).sum()
+
+
+class RecordedLog:
+    """Record calls of ``self.log`` in the parts of a batch, and merge them into calls for the whole batch."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[tuple[str, int], dict[str, Any]]] = []  # arguments, by name and occurrence
+
+    def recorder(self) -> Callable[..., None]:
+        """Return a function with the arguments of ``self.log`` that records the calls of one more part."""
+        calls: dict[tuple[str, int], dict[str, Any]] = {}
+        self.parts.append(calls)
+        times: Counter[str] = Counter()
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            call = _LOG.bind(None, *args, **kwargs).arguments
+            del call["self"]
+            if isinstance(call["value"], Tensor) and not call.get("enable_graph"):
+                call["value"] = call["value"].detach().clone()  # it may change afterwards, such as a buffer
+            calls[call["name"], times[call["name"]]] = call
+            times[call["name"]] += 1
+
+        return log
+
+    def merged(self, device: torch.device, num_samples: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Return the arguments of one call for all parts; means are weighted by the number of samples.
+
+        Args:
+            device: device of the values.
+            num_samples: samples of each part; by default equal, and ``batch_size`` stays out where calls had none.
+        """
+        merged = []
+        for key in dict.fromkeys(key for calls in self.parts for key in calls):
+            sizes = num_samples or [1] * len(self.parts)
+            given = [(calls[key], size) for calls, size in zip(self.parts, sizes, strict=True) if key in calls]
+            first = given[0][0]
+            sizes = [call.get("batch_size") or size for call, size in given]
+            value = _merge_logged([call["value"] for call, _ in given], sizes, first.get("reduce_fx", "mean"), device)
+            merged.append({**first, "value": value})
+            if num_samples or first.get("batch_size"):
+                merged[-1]["batch_size"] = sum(sizes)
+        return merged
+
+
+def _merge_logged(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
+    if not isinstance(values[0], (Tensor, int, float, np.number)):
+        return values[0]  # a metric
+    tensors = [torch.as_tensor(value).to(device).reshape(()) for value in values]
+    if reduce_fx in ("mean", torch.mean):
+        return _mean(tensors, sizes, device)
+    return _REDUCTIONS.get(reduce_fx, reduce_fx)(torch.stack(tensors))
 
 
 def _name(thing: Any) -> str:

@@ -10,8 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lightning_accel.strategies.batch_splitting import merge_outputs, split_batch
-from lightning_accel.strategies.replicas import Replica, ReplicaLog, run_in_threads
+from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
+from lightning_accel.strategies.replicas import Replica, ReplicaMetric, run_in_threads
 
 
 class DataParallelStrategy(Strategy):
@@ -113,10 +113,10 @@ class DataParallelStrategy(Strategy):
             return getattr(module, step)(batch, *args, **kwargs)
         replicas = [Replica(module, device) for device in self.devices[1 : len(parts)]]
         modules = [module, *(replica.module for replica in replicas)]
-        log = ReplicaLog([part.num_samples for part in parts])
+        log, num_samples = RecordedLog(), [part.num_samples for part in parts]
         calls = []
         for number, (part, device) in enumerate(zip(parts, self.devices, strict=False)):
-            modules[number].__dict__["log"] = log.recorder(number)
+            modules[number].__dict__["log"] = log.recorder()
             inputs = move_data_to_device(part.batch, device)
             calls.append(lambda one=modules[number], inputs=inputs: getattr(one, step)(inputs, *args, **kwargs))
         try:
@@ -126,8 +126,10 @@ class DataParallelStrategy(Strategy):
         for replica in replicas:
             for metric in replica.metrics:
                 metric.replay(self.root_device)
-        log.replay(module, self.root_device)
-        return merge_outputs(outputs, log.num_samples, self.root_device)
+        for call in log.merged(self.root_device, num_samples):
+            value = call.pop("value")
+            module.log(value=value.metric if isinstance(value, ReplicaMetric) else value, **call)
+        return merge_outputs(outputs, num_samples, self.root_device)
 
     def model_to_device(self) -> None:
         assert self.model is not None

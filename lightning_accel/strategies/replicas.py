@@ -1,4 +1,4 @@
-"""Replicas of a module on several devices of one process, and the metrics and values that they log."""
+"""Replicas of a module on several devices of one process, and of its metrics."""
 
 import copy
 import threading
@@ -10,16 +10,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
-
-from lightning_accel.strategies.batch_splitting import merge_outputs
-
-_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    "sum": torch.sum, torch.sum: torch.sum, sum: torch.sum,
-    "max": torch.amax, torch.max: torch.amax, max: torch.amax,
-    "min": torch.amin, torch.min: torch.amin, min: torch.amin,
-}  # fmt: skip
 
 
 class ReplicaMetric:
@@ -93,51 +85,6 @@ class Replica:
             name: None if child is None else self._copy_module(child) for name, child in module._modules.items()
         }
         return replica
-
-
-class ReplicaLog:
-    """Record what the replicas log, and log it once, for the whole batch."""
-
-    def __init__(self, num_samples: Sequence[int]) -> None:
-        self.num_samples = num_samples
-        self.calls: list[dict[tuple[str, int], tuple[Any, dict[str, Any]]]] = [{} for _ in num_samples]
-
-    def recorder(self, number: int) -> Callable[..., None]:
-        calls = self.calls[number]
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            occurrence = sum(name == other for other, _ in calls)
-            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            kwargs.update(zip(names, args, strict=False))
-            # the logged tensor may change afterwards, such as a buffer
-            value = value.detach().clone() if isinstance(value, Tensor) and not kwargs.get("enable_graph") else value
-            calls[name, occurrence] = value, kwargs
-
-        return log
-
-    def replay(self, module: L.LightningModule, device: torch.device) -> None:
-        keys = dict.fromkeys(key for calls in self.calls for key in calls)
-        for key in keys:
-            logged = [
-                (*calls[key], num_samples)
-                for calls, num_samples in zip(self.calls, self.num_samples, strict=True)
-                if key in calls
-            ]
-            values, options, num_samples = zip(*logged, strict=True)
-            sizes = [given.get("batch_size") or own for given, own in zip(options, num_samples, strict=True)]
-            merged = _merge_logged(values, sizes, options[0].get("reduce_fx", "mean"), device)
-            module.log(key[0], merged, **{**options[0], "batch_size": sum(sizes)})
-
-
-def _merge_logged(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
-    first = values[0]
-    if isinstance(first, ReplicaMetric):
-        return first.metric
-    if isinstance(first, Metric):
-        return first
-    if reduce_fx in _REDUCTIONS:
-        return _REDUCTIONS[reduce_fx](torch.stack([torch.as_tensor(value).to(device) for value in values]))
-    return merge_outputs([torch.as_tensor(value).reshape(()) for value in values], sizes, device)
 
 
 def run_in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:

@@ -1,8 +1,6 @@
 """Logged values and metrics of a step, sent from the last stage to all stages."""
 
-import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,16 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_accel.strategies.batch_splitting import RecordedLog
 from lightning_accel.strategies.pipeline.engine import Pipeline
 from lightning_accel.strategies.pipeline.stage import materialize, to_cpu
-
-_LOG = inspect.signature(pl.LightningModule.log)
-_OVER_MICRO_BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "min": torch.amin,
-    "max": torch.amax,
-}
 
 
 class StepLog:
@@ -39,22 +30,13 @@ class StepLog:
         self.module = module
         self.metrics = metrics
         self.pipeline = pipeline
-        self.calls: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self.log = RecordedLog()
         self.before = {name: _progress(metric) for name, metric in metrics.items()}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls of one micro-batch on one stage."""
-        times: Counter[str] = Counter()
-
-        def log(*args: Any, **kwargs: Any) -> None:
-            call = _LOG.bind(self.module, *args, **kwargs).arguments
-            call.pop("self")
-            key = call["name"], times[call["name"]]
-            times[call["name"]] += 1
-            self.calls.setdefault(key, []).append(call)
-
-        self.module.log = log  # type: ignore[method-assign]
+        self.module.log = self.log.recorder()  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -88,24 +70,17 @@ class StepLog:
     def _merge_calls(self) -> tuple[list[dict[str, Any]], list[Tensor]]:
         """Merge the calls of all micro-batches; return them and the logged numbers, in order."""
         names = {id(metric): name for name, metric in self.metrics.items()}
-        calls, numbers = [], []
-        for given in self.calls.values():
-            call = {key: value for key, value in given[0].items() if key != "value"}
-            value = given[0]["value"]
+        for calls in self.log.parts:
+            for call in calls.values():
+                call["value"] = materialize(call["value"])
+        merged, numbers = self.log.merged(self.pipeline.ranks.device), []
+        for call in merged:
+            value = call.pop("value")
             if isinstance(value, Metric):
                 call["value"] = names[id(value)]
             else:
-                fx = call.get("reduce_fx", "mean")
-                over = _OVER_MICRO_BATCHES[fx] if isinstance(fx, str) else fx
-                numbers.append(over(torch.stack([self._number(one["value"]) for one in given])))
-            if call.get("batch_size") is not None:
-                call["batch_size"] = sum(one["batch_size"] for one in given)
-            calls.append(call)
-        return calls, numbers
-
-    def _number(self, value: Any) -> Tensor:
-        value = torch.as_tensor(materialize(value), device=self.pipeline.ranks.device).detach().squeeze()
-        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+                numbers.append(value)
+        return merged, numbers
 
     def _repeat(self, calls: list[dict[str, Any]], numbers: list[Tensor]) -> None:
         coming = iter(numbers)
