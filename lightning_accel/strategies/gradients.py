@@ -8,32 +8,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.strategies.pipeline.engine import Ranks
 
 _BUCKET = 2**25  # bytes of gradients reduced in one message
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, counted: set[nn.Parameter] | None = None, group: Any = None
+) -> Tensor:
     """Scale the gradients of ``parameters`` so that their 2-norm over all processes is ``max_norm`` at most.
 
     ``torch.nn.utils.clip_grad_norm_`` rejects gradients of several meshes, and sharded beside unsharded ones.
 
+    Args:
+        parameters: parameters of this process.
+        max_norm: largest norm.
+        counted: parameters that this process contributes to the norm; by default all. Those that several processes of
+            ``group`` hold are counted by one of them.
+        group: processes that hold different parameters, such as stages of a pipeline.
+
     Returns:
         (): the norm before clipping.
     """
+    parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_layout: dict[object, list[Tensor]] = {}
-    for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.device
-        by_layout.setdefault(key, []).append(grad)
-    norms = []
-    for group in by_layout.values():
-        norm = torch.nn.utils.get_total_norm(group)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
-        return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None and (counted is None or parameter in counted):
+            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.device
+            by_layout.setdefault(key, []).append(grad)
+    squared = torch.zeros((), device=parameters[0].device if parameters else None)
+    for same in by_layout.values():
+        norm = torch.nn.utils.get_total_norm(same)
+        norm = at_least_float32(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        squared = squared + norm.to(squared.device).square()
+    if group is not None:
+        squared = squared.float()  # processes may hold gradients of other dtypes
+        dist.all_reduce(squared, group=group)
+    total = squared.sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
     for grad in grads:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -97,26 +111,3 @@ def broadcast_overflow_(parameters: list[nn.Parameter], device: torch.device, gr
     dist.all_reduce(total, group=group)
     for grad in grads[:1]:
         grad[(0,) * grad.ndim] += total.to(grad.dtype)  # not by a view: the memory may be in another order
-
-
-def clip_by_norm_(parameters: list[nn.Parameter], max_norm: float, counted: set[nn.Parameter], group: Any) -> Tensor:
-    """Scale gradients so that their norm over all stages is at most ``max_norm``; return the norm before, ().
-
-    Args:
-        parameters: parameters of this process.
-        max_norm: largest L2 norm.
-        counted: parameters that this process contributes to the norm; one process alone counts those that several
-            share.
-        group: the processes of the pipeline.
-    """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter in counted]
-    device = parameters[0].device if not grads else grads[0].device
-    norm = torch.nn.utils.get_total_norm(own).to(torch.float32) if own else torch.zeros((), device=device)
-    squared = norm.square()
-    dist.all_reduce(squared, group=group)
-    total = squared.sqrt()
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
-    if grads:
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-    return total

@@ -24,7 +24,7 @@ from lightning_accel.strategies.gradients import (
     PrecomputedGradients,
     average_,
     broadcast_overflow_,
-    clip_by_norm_,
+    clip_grad_norm_,
     sum_shared_,
 )
 from lightning_accel.strategies.pipeline.chain import (
@@ -459,7 +459,7 @@ class PipelineStrategy(DDPStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = [one for one in self.precision_plugin.main_params(optimizer) if not one.is_meta]
         counted = {*self._owned, *(self._shared if self.pipeline.ranks.rank == 0 else [])}
-        clip_by_norm_(parameters, clip_val, counted, self.pipeline.ranks.group)
+        clip_grad_norm_(parameters, clip_val, counted, self.pipeline.ranks.group)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
