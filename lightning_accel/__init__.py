@@ -26,7 +26,7 @@ _MOVED = {
             "RelationalPooling TreeRNN UpDown assert_permutation_invariant"
         ),
         "precision": "Float8Precision",
-        "strategies": "AtomicCheckpointIO AtomicModelParallelStrategy FSDP1Strategy SyncBatchNormPlugin",
+        "strategies": "AtomicCheckpointIO AtomicModelParallelStrategy SyncBatchNormPlugin",
     }.items()
     for name in names.split()
 }

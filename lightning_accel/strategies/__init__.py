@@ -9,7 +9,6 @@ from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.pipeline.strategy import PipelineStrategy
 from lightning_accel.strategies.sharding.blocks import find_blocks
 from lightning_accel.strategies.sharding.expert_parallel import find_experts
-from lightning_accel.strategies.sharding.fsdp1 import FSDP1Strategy
 from lightning_accel.strategies.sharding.strategy import FullyShardedStrategy
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
@@ -22,7 +21,6 @@ __all__ = [
     "AtomicCheckpointIO",
     "AtomicModelParallelStrategy",
     "DataParallelStrategy",
-    "FSDP1Strategy",
     "FullyShardedStrategy",
     "PipelineStrategy",
     "SyncBatchNormPlugin",
@@ -37,7 +35,6 @@ for strategy in (
     AccelDDPStrategy,
     AtomicModelParallelStrategy,
     DataParallelStrategy,
-    FSDP1Strategy,
     FullyShardedStrategy,
     PipelineStrategy,
 ):

@@ -76,7 +76,7 @@ def test_a_process_leaves_its_group_at_exit_once_a_run_began(monkeypatch, enviro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AccelDDPStrategy", "PipelineStrategy", "FullyShardedStrategy", "FSDP1Strategy"])
+@pytest.mark.parametrize("name", ["AccelDDPStrategy", "PipelineStrategy", "FullyShardedStrategy"])
 def test_a_run_without_its_first_process_ends(name, tmp_path):
     script = (
         "import lightning as L, torch\n"

@@ -5,6 +5,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 
 from lightning_accel.callbacks import Pruning
@@ -164,16 +165,10 @@ def test_several_devices_in_one_process():
 
 
 def test_flattened_parameters_are_refused():
-    with pytest.raises(TypeError, match=r"FSDP1Strategy flattens parameters.*take the strategy 'accel_fsdp2'"):
-        run_one("accel_fsdp1")
-
-
-def run_one(strategy):
-    from lightning_accel.strategies import FSDP1Strategy
-
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.strategy.__class__ = FSDP1Strategy
-    Pruning().setup(trainer, Net(), "fit")
+    trainer.strategy.__class__ = FSDPStrategy
+    with pytest.raises(TypeError, match=r"FSDPStrategy flattens parameters.*take the strategy 'accel_fsdp2'"):
+        Pruning().setup(trainer, Net(), "fit")
 
 
 def test_positions_of_a_part_are_those_in_the_whole():

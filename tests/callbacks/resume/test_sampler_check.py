@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_accel.callbacks import ExactResume, SamplerCheck
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
-from lightning_accel.strategies import AccelDDPStrategy, FSDP1Strategy, FullyShardedStrategy
+from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import make, trainer
 
@@ -96,7 +96,6 @@ def check_refusals(rank):
         {"callbacks": [ExactResume()]},
         {"strategy": AccelDDPStrategy()},
         {"strategy": FullyShardedStrategy()},
-        {"strategy": FSDP1Strategy(state_dict_type="sharded")},
     ):
         with pytest.raises(TypeError, match=message):
             fit(mistaken(), **options)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_accel import FullyShardedStrategy
 from lightning_accel.callbacks.distillation.teacher import load_weights
 from lightning_accel.compress import load_pruned
-from lightning_accel.strategies import AtomicCheckpointIO, AtomicModelParallelStrategy, FSDP1Strategy
+from lightning_accel.strategies import AtomicCheckpointIO, AtomicModelParallelStrategy
 from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 from lightning_accel.strategies.checkpoints.reading import DamagedCheckpointError, find_damage, read_checkpoint
 from lightning_accel.strategies.sharding.metadata import UntrustedCheckpointError
@@ -172,7 +172,7 @@ def beside_the_parts(folder, layer, marker):
     torch.save({"epoch": Evil(marker)}, folder / "meta.pt")
 
 
-LOADERS = [FullyShardedStrategy, AtomicModelParallelStrategy, FSDP1Strategy]
+LOADERS = [FullyShardedStrategy, AtomicModelParallelStrategy]
 
 
 @pytest.mark.parametrize("hostile", [in_the_table, deep_in_the_table, in_a_plain_value])
