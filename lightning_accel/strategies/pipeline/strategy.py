@@ -162,7 +162,6 @@ class PipelineStrategy(DDPStrategy):
             as possible, by the time of the layers in a forward pass of the module's ``example_input_array``, or, if it
             has none, by their parameters.
         data_parallel_size: number of pipelines that train on different batches; gradients are averaged once a step.
-        process_group_backend: by default that of the device.
         timeout: time limit of collectives.
         start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
@@ -177,11 +176,10 @@ class PipelineStrategy(DDPStrategy):
         *,
         split: Sequence[int] | None = None,
         data_parallel_size: int = 1,
-        process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        super().__init__(timeout=timeout, start_method=start_method)
         if data_parallel_size < 1 or (num_micro_batches is not None and num_micro_batches < 1):
             raise ValueError(
                 "num_micro_batches and data_parallel_size must be at least 1; got "

@@ -81,7 +81,6 @@ class FullyShardedStrategy(DDPStrategy):
         cpu_offload: keep parameters, gradients and optimizer states in the memory of the host.
         checkpoints: ``whole``: one file, which loads on one device, and resumes on any number of processes;
             ``sharded``: a folder to which each process writes its shard, which also resumes on any number.
-        process_group_backend: by default ``gloo`` on CPUs, ``nccl`` on GPUs.
         timeout: time limit of a collective operation.
         start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
@@ -100,11 +99,10 @@ class FullyShardedStrategy(DDPStrategy):
         activation_checkpointing: bool = False,
         cpu_offload: bool = False,
         checkpoints: Literal["whole", "sharded"] = "whole",
-        process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        super().__init__(timeout=timeout, start_method=start_method)
         if checkpoints not in ("whole", "sharded"):
             raise ValueError(f"checkpoints must be 'whole' or 'sharded'; got {checkpoints!r}")
         if expert_parallel_size != 1 and (shard_size is not None or cpu_offload):
