@@ -25,8 +25,8 @@ def clip_grad_norm_(
     Args:
         parameters: parameters of this process.
         max_norm: largest norm.
-        counted: parameters that this process contributes to the norm; by default all. Those that several processes of
-            ``group`` hold are counted by one of them.
+        counted: parameters that this process contributes to the norm, by default all; one process alone counts what
+            several of ``group`` hold.
         group: processes that hold different parameters, such as stages of a pipeline.
 
     Returns:
