@@ -75,7 +75,7 @@ def test_a_contender_is_one_form(monkeypatch):
     asked = []
     monkeypatch.setattr("lightning_accel.compress.report.forms.ties", lambda _, names: asked.append(names) or [])
     forms = {"a": net(), "b": net(), "ab": net()}
-    measure_forms(net(), CALL, forms, plain={}, batches=[3], seconds=1e-3, contenders="ab")
+    measure_forms(net(), CALL, forms, batches=[3], seconds=1e-3, contenders="ab")
     assert asked[0] == ["ab"]
 
 
