@@ -4,7 +4,8 @@ from lightning_accel.callbacks.deployment.export import Export
 from lightning_accel.callbacks.deployment.quantization import Quantization
 from lightning_accel.callbacks.deployment.report import CompressionReport
 from lightning_accel.callbacks.distillation.callback import Distillation
-from lightning_accel.callbacks.early_stopping import EarlyStopping, RestoringEarlyStopping
+from lightning_accel.callbacks.early_stopping import EarlyStopping as EarlyStopping  # the earlier name
+from lightning_accel.callbacks.early_stopping import RestoringEarlyStopping
 from lightning_accel.callbacks.monitors.expert_load import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.rbm import RBMMonitor
 from lightning_accel.callbacks.monitors.stall import StallMonitor
@@ -18,7 +19,6 @@ from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 __all__ = [
     "CompressionReport",
     "Distillation",
-    "EarlyStopping",
     "ExactResume",
     "ExpertLoadMonitor",
     "Export",
