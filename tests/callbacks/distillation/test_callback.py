@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, SequenceModel
 from lightning_accel.callbacks import Distillation, ExactResume, Pruning
 from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed
-from lightning_accel.callbacks.distillation.loss import divergence, position_mask, squared_error
+from lightning_accel.callbacks.distillation.loss import denominator_ratio, divergence, position_mask, squared_error
 from lightning_accel.callbacks.distillation.recorded_calls import CallRecorder
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.strategies.replicas import Replica
@@ -212,6 +212,14 @@ def test_classifiers_teach_each_other():
     aim[:, 1] = own[:, 1] = -torch.inf  # a class that is masked out
     assert divergence(own, aim, 2.0).isfinite()
     assert squared_error(own[:, [0]], own[:, [0]] + 2, keep) == 4
+
+
+def test_the_denominator_is_that_of_the_step_s_loss():
+    keep = torch.tensor([[True, True, False], [True, False, False]])
+    assert denominator_ratio(keep, 4.0) == 0.75  # 3 positions here, 4 in the mean over processes
+    assert denominator_ratio(keep, 2.5) == torch.tensor(3 / 2.5)
+    assert denominator_ratio(keep, 1.9) == torch.tensor(2 / 1.9)  # 2 samples, closer than 3 positions
+    assert denominator_ratio(keep, 0.0) == denominator_ratio(None, 4.0) == denominator_ratio(keep, None) == 1
 
 
 class Watches(L.Callback):
