@@ -149,7 +149,7 @@ class Annealed(Classifier):
 def qat_row(data: DigitsDataModule, epochs: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     module = Annealed(1, 10, channels=[64, 128, 256], hidden_dims=[256])
-    callback = Quantization("qat", "pt2e", start=0.6, seconds=0.1)
+    callback = Quantization("qat", "pt2e", begin=0.6, seconds=0.1)
     with redirect_stdout(io.StringIO()):  # the report of its own
         train(module, data, epochs, callback)
     result: Form | None = callback.result

@@ -89,7 +89,7 @@ def test_forms_of_the_gpu_are_measured_and_exported(mode, tmp_path):
 
 
 def test_training_for_int8_on_a_gpu_gives_the_form_of_a_cpu(tmp_path):
-    quantization = Quantization("qat", "onnxruntime", start=0.5)
+    quantization = Quantization("qat", "onnxruntime", begin=0.5)
     fit(tmp_path, quantization, precision="bf16-mixed")
     assert quantization.result.name == "int8 ONNX Runtime static"
     assert onnxruntime.InferenceSession(quantization.result.onnx).get_inputs()

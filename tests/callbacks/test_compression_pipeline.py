@@ -18,7 +18,7 @@ def fit(folder, order):
     callbacks = [
         Pruning(0.8, end=0.4),
         distillation := Distillation("initial", weight=0.1),
-        quantization := Quantization(mode="qat", start=0.5, backend="pt2e", seconds=0.05),
+        quantization := Quantization(mode="qat", begin=0.5, backend="pt2e", seconds=0.05),
         stopping := RestoringEarlyStopping("val/accuracy", mode="max", patience=2),
         Export("pt2", compare=False),
     ]

@@ -1,6 +1,7 @@
 """Quantization of the deployed module, after training or with quantization-aware training."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
 from lightning_accel.ops.names import list_of_names
-from lightning_accel.ops.renames import renamed_arguments
+from lightning_accel.ops.renames import DROPPED_IN, renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
@@ -65,7 +66,7 @@ class Quantization(L.Callback):
     the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
-    ``start`` on, with the grid of the later static form. No parameter is replaced, so that optimizers, checkpoints and
+    ``begin`` on, with the grid of the later static form. No parameter is replaced, so that optimizers, checkpoints and
     strategies see the same ones as ever; ranges are in the callback's state, and equal on all processes.
 
     Args:
@@ -79,10 +80,11 @@ class Quantization(L.Callback):
         max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
             it is within this limit; a form that stays beyond it is not picked.
         module: name of the deployed submodule; by default the one that ``validation_step`` calls.
-        start: start of ``qat``: share of the run if a float in [0, 1), else an epoch.
+        begin: begin of ``qat``: optimizer step, or share of the run if a float in [0, 1).
         seconds: measuring time of each form at each batch size; forms too close to call take up to three times as long.
         device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` and ``weight_only`` int8, and float8, of
             linear layers, with the rest in bfloat16.
+        start: old name of ``begin``; as an int, an epoch.
 
     Raises:
         ValueError: if an option is out of range; before training, if ``exclude`` or ``module`` names nothing, no layer
@@ -106,9 +108,10 @@ class Quantization(L.Callback):
         monitor_mode: Literal["max", "min"] = "max",
         max_drop: float | None = None,
         module: str | None = None,
-        start: int | float = 0.5,
+        begin: int | float = 0.5,
         seconds: float = 0.5,
         device: Literal["cpu", "cuda"] = "cpu",
+        start: int | float | None = None,
     ) -> None:
         require_one_of("mode", mode, Mode)
         require_one_of("backend", backend, Backend)
@@ -123,8 +126,17 @@ class Quantization(L.Callback):
             raise ValueError(f"max_drop must be at least 0, in the unit of {monitor!r}; got {max_drop}")
         if calibrate < 1:
             raise ValueError(f"calibrate must be at least 1 row; got {calibrate}")
-        if start < 0 or (isinstance(start, float) and start >= 1):
-            raise ValueError(f"start must be a share of the run in [0, 1), or an epoch as an int; got {start}")
+        if start is not None:
+            kind = "a share of the run" if isinstance(start, float) else "an epoch, which begin cannot name"
+            warnings.warn(
+                f"Quantization: start={start}, {kind}, gives way to begin, an optimizer step or a share of the run; "
+                f"start goes in lightning_accel {DROPPED_IN}",
+                FutureWarning,
+                stacklevel=3,
+            )
+            begin = start if isinstance(start, float) else begin
+        if begin < 0 or (isinstance(begin, float) and begin >= 1):
+            raise ValueError(f"begin must be a share of the run in [0, 1), or an optimizer step as an int; got {begin}")
         if not seconds > 0:
             raise ValueError(f"seconds must be above 0; got {seconds}")
         self.mode = mode
@@ -135,7 +147,8 @@ class Quantization(L.Callback):
         self.monitor_mode = monitor_mode
         self.max_drop = max_drop
         self.module = module
-        self.start = start
+        self.begin = begin
+        self._epoch = None if isinstance(start, float) else start
         self.seconds = seconds
         self.device = device
         self._file_format: str | None = None
@@ -183,10 +196,6 @@ class Quantization(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor is not None and not trainer.enable_validation:
             raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
-        last = trainer.max_epochs
-        is_run = self.mode == "qat" and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
-        if is_run and isinstance(self.start, int) and last is not None and 0 <= last <= self.start:
-            raise ValueError(f"start={self.start} is an epoch, counted from 0, and the run ends after {last}; lower it")
         self._check_early(trainer, pl_module)
         if self.mode == "qat":
             self._attach(pl_module)
@@ -245,18 +254,25 @@ class Quantization(L.Callback):
             require_logged("Quantization", [self.monitor], trainer.callback_metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.mode == "qat" and isinstance(self.start, float):
-            steps = trainer.estimated_stepping_batches
-            if math.isinf(steps):
-                raise ValueError("start is a share of a run that has no end; give max_epochs or max_steps, or an epoch")
-            self._start_step = math.ceil(self.start * steps)
-            if self._start_step >= steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                raise ValueError(f"start={self.start} leaves none of the run's {steps:.0f} steps for int8; lower it")
+        if self.mode != "qat":
+            return
+        steps = trainer.estimated_stepping_batches
+        if math.isinf(steps) and isinstance(self.begin, float) and self._epoch is None:
+            raise ValueError("begin is a share of a run that has no end; give max_epochs or max_steps, or a step")
+        self._start_step = self.begin if isinstance(self.begin, int) else math.ceil(self.begin * steps)
+        is_late = self._start_step >= steps
+        if self._epoch is not None:
+            self._start_step, last = math.inf, trainer.max_epochs
+            is_late = last is not None and 0 <= last <= self._epoch
+        if is_late and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            name = f"begin={self.begin}" if self._epoch is None else f"start={self._epoch}"
+            raise ValueError(f"{name} leaves none of the run's {steps:.0f} steps for int8; lower it")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._layers and not self._enabled:
-            by_epoch = isinstance(self.start, int)
-            starts = trainer.current_epoch >= self.start if by_epoch else trainer.global_step >= self._start_step
+            starts = trainer.global_step >= self._start_step
+            if self._epoch is not None:
+                starts = trainer.current_epoch >= self._epoch
             if starts:
                 announce_change(trainer, pl_module)
             self._enabled = starts
@@ -287,7 +303,7 @@ class Quantization(L.Callback):
             return
         if self.mode == "qat" and not any(layer.ready for layer in self._layers.values()):
             detach(pl_module)  # other callbacks use the module in float
-            rank_zero_warn("no step was trained in int8: the run ended before start; nothing is quantized")
+            rank_zero_warn("no step was trained in int8: the run ended before begin; nothing is quantized")
             return
         folder = run_folder(trainer)
         try:
@@ -361,7 +377,7 @@ class Quantization(L.Callback):
                 if name.startswith(prefix) and layer.ready
             }
             if not ranges:
-                raise RuntimeError("no step was trained in int8: the run ended before start, or no layer was called")
+                raise RuntimeError("no step was trained in int8: the run ended before begin, or no layer was called")
         limit = None
         if loader:
 

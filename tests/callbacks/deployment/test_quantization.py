@@ -102,8 +102,8 @@ def exact_losses(folder):
 def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, converted):
     cases = [
         ([Quantization(monitor="val/acuracy")], "monitors 'val/acuracy', which is not logged; did you mean 'val/accur"),
-        ([Quantization("qat", start=2)], r"start=2 is an epoch, counted from 0, and the run ends after 2"),
-        ([Quantization("qat", start=0.99)], r"start=0\.99 leaves none of the run's 12 steps for int8"),
+        ([Quantization("qat", begin=12)], r"begin=12 leaves none of the run's 12 steps for int8"),
+        ([Quantization("qat", begin=0.99)], r"begin=0\.99 leaves none of the run's 12 steps for int8"),
         (
             [Quantization(backend="onnxruntime"), Export("pt2")],
             r"on cpu that a file of format 'pt2' can hold; there are",
@@ -115,8 +115,8 @@ def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, con
         with pytest.raises(ValueError, match=message):
             fit(module, callbacks, tmp_path)
         assert not module.seen
-    for start in (2, 0.99):
-        fit(Plain(), [Quantization("qat", start=start)], tmp_path, fast_dev_run=True)
+    for begin in (12, 0.99):
+        fit(Plain(), [Quantization("qat", begin=begin)], tmp_path, fast_dev_run=True)
     for callback in (Export(), CompressionReport()):
         module = Plain()
         with pytest.raises(ValueError, match=r"measures on validation batches, and this run has none: give fit a"):
@@ -220,11 +220,11 @@ def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
             phases.append((current_phase(trainer), in_final_phase(trainer)))
             trainer.should_stop = ends_early and len(phases) == 6
 
-    for start in (0.5, 1, "never"):
+    for begin in (0.5, 6, "never"):
         torch.manual_seed(0)
         module = Plain()
-        ends_early = start == "never"
-        quantization = Quantization("qat", start=0.9 if ends_early else start)
+        ends_early = begin == "never"
+        quantization = Quantization("qat", begin=0.9 if ends_early else begin)
         phases.clear()
         if ends_early:
             with warnings.catch_warnings(record=True) as caught:
@@ -235,12 +235,12 @@ def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
         else:
             fit(module, [quantization, Watch()], tmp_path)
             assert phases == [("float", False)] * 6 + [("int8", True)] * 6
-        losses[start] = [loss for loss, _ in module.seen]
+        losses[begin] = [loss for loss, _ in module.seen]
         assert not any("forward" in one.__dict__ for one in module.modules())
         assert list(module.state_dict()) == list(Plain().state_dict())
-    assert losses[0.5] == losses[1]
-    assert losses[1][:6] == losses["never"]
-    assert losses[1][6:] != exact_losses(tmp_path)[6:]
+    assert losses[0.5] == losses[6]
+    assert losses[6][:6] == losses["never"]
+    assert losses[6][6:] != exact_losses(tmp_path)[6:]
     ranges = converted.calls[0][3]["ranges"]
     assert list(ranges) == ["0", "3"]
     assert ranges["3"][0] == 0
@@ -260,11 +260,11 @@ def test_resumed_training_is_bit_equal(tmp_path, converted, killed_at):
     found = []
     for resumes in (False, True):
         torch.manual_seed(0)
-        module, quantization = Plain(), Quantization("qat", start=0.4)
+        module, quantization = Plain(), Quantization("qat", begin=0.4)
         loader = {"max_epochs": 3}
         if resumes:
             with pytest.raises((KeyboardInterrupt, SystemExit)):
-                in_order(Plain(), [Quantization("qat", start=0.4), Stop()], tmp_path, **loader)
+                in_order(Plain(), [Quantization("qat", begin=0.4), Stop()], tmp_path, **loader)
             in_order(module, [quantization], tmp_path, ckpt_path=tmp_path / "killed.ckpt", **loader)
         else:
             in_order(module, [quantization], tmp_path, **loader)
@@ -290,15 +290,34 @@ def test_best_checkpoint_is_one_of_int8(tmp_path, converted):
             self.log("val/epoch", float(self.trainer.current_epoch))
 
     keeper = ModelCheckpoint(tmp_path, monitor="val/epoch", filename="{epoch}")
-    fit(Worse(), [Quantization("qat", start=1), keeper], tmp_path)
+    fit(Worse(), [Quantization("qat", begin=6), keeper], tmp_path)
     assert keeper.best_model_path.endswith("epoch=1.ckpt")
+
+
+@pytest.mark.parametrize(("start", "first"), [(1, 6), (0.25, 3)])
+def test_the_old_start_is_an_epoch_or_a_share(tmp_path, converted, start, first):
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if in_final_phase(trainer):
+                steps.append(trainer.global_step)
+
+    steps = []
+    with pytest.warns(FutureWarning, match="Quantization: start=.* gives way to begin") as warned:
+        quantization = Quantization("qat", start=start)
+    assert warned[0].filename == __file__
+    fit(Plain(), [quantization, Watch()], tmp_path)
+    assert steps[0] == first + 1
+    with pytest.warns(FutureWarning):
+        late = Quantization("qat", start=2)
+    with pytest.raises(ValueError, match="start=2 leaves none of the run's 12 steps"):
+        fit(Plain(), [late], tmp_path)
 
 
 def ranges_of(rank, strategy, devices, folder, batch_size):
     torch.manual_seed(0)
     module = Plain()
     module.net[1] = nn.Identity()  # its moments would be those of each process
-    quantization = Quantization("qat", start=0)
+    quantization = Quantization("qat", begin=0)
     found = Convert()
     import lightning_accel.callbacks.deployment.quantization as own
 
@@ -389,7 +408,7 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
         return Quantized("int8 own", module, left_float=left, report=report, refused={}, ties=["int8 other"])
 
     monkeypatch.setattr("lightning_accel.callbacks.deployment.quantization.quantize", pick)
-    fit(Plain(), [Quantization("qat", start=0)], tmp_path)
+    fit(Plain(), [Quantization("qat", begin=0)], tmp_path)
     told = {one.getMessage() for one in caplog.records if one.name.startswith("lightning.pytorch")}
     assert "2 layers train for int8" in told
     assert "quantization: form 1 of 1: int8 own (0 s)" in told
@@ -408,7 +427,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         ({"max_drop": -1.0, "monitor": "val/loss"}, "max_drop must be at least 0.*got -1.0"),
         ({"monitor_mode": "best"}, "monitor_mode must be"),
         ({"calibrate": 0}, "calibrate must be at least 1 row; got 0"),
-        ({"start": 1.0}, r"start must be a share.*got 1.0"),
+        ({"begin": 1.0}, r"begin must be a share.*got 1.0"),
         ({"mode": "qat", "backend": "torchao"}, "mode='qat' is converted by"),
     ]:
         with pytest.raises(ValueError, match=match):

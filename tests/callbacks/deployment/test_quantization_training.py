@@ -97,7 +97,7 @@ def by_hand(steps_from, num_batches, accumulate=1, clip=None, dtype=None):
 )  # fmt: skip
 def test_training_is_that_of_a_loop(tmp_path, converted, options, same):
     """Whose int8 begins in the middle of the run, counted in steps of the optimizer."""
-    module, quantization = Net(norm=False), Quantization("qat", start=0.5)
+    module, quantization = Net(norm=False), Quantization("qat", begin=0.5)
     fit(module, [quantization], tmp_path, **options)
     expected, ranges = by_hand(6 // same.get("accumulate", 1), 12, **same)
     torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-5)
@@ -108,7 +108,7 @@ def test_training_is_that_of_a_loop(tmp_path, converted, options, same):
 
 
 def test_steps_that_fp16_skips_leave_ranges_finite(tmp_path, converted):
-    module, quantization = Net(), Quantization("qat", start=0)
+    module, quantization = Net(), Quantization("qat", begin=0)
     trainer = fit(module, [quantization], tmp_path, plugins=[AmpPrecision("fp16", init_scale=2.0**22)], max_epochs=4)
     assert trainer.precision_plugin.skipped_steps > 0
     assert all(layer.range.isfinite().all() for layer in quantization._layers.values())
@@ -130,7 +130,7 @@ def test_compiled_modules_train_and_convert_as_eager_ones(tmp_path, converted, w
     found = []
     for change in (COMPILED[what], lambda module: None):
         torch._dynamo.reset()
-        module, quantization = Net(), Quantization("qat", start=0.5, exclude=["net.0"], module="net")
+        module, quantization = Net(), Quantization("qat", begin=0.5, exclude=["net.0"], module="net")
         compiled = change(module)
         fit(module if compiled is None else compiled, [quantization], tmp_path)
         (converted_module, _, _, options) = converted.calls[-1]
@@ -171,7 +171,7 @@ def test_a_run_killed_within_an_epoch_goes_on_bit_equally(tmp_path, converted, s
 
     def run(more, **resume):
         torch.manual_seed(0 if not resume else 5)
-        module, quantization = Net(), Quantization("qat", start=0.3)
+        module, quantization = Net(), Quantization("qat", begin=0.3)
         module.net.insert(3, nn.Dropout(0.2))
         fit(
             module,
@@ -197,7 +197,7 @@ def check_processes_agree(rank, folder, name):
     module, kept, own.quantize = Net(norm=False), own.quantize, Convert()
     own.quantize.figures = None
     try:
-        quantization = Quantization("qat", start=0.3)
+        quantization = Quantization("qat", begin=0.3)
         options = OPTIONS_OF_RANKS[name]
         fit(module, [quantization], folder, batch_size=4, devices=2, strategy="ddp", **options)
     finally:
@@ -227,6 +227,6 @@ def test_layers_outside_of_what_is_deployed_stay_as_they_were(tmp_path, converte
         def training_step(self, batch, batch_idx):
             return cross_entropy(self.network(self.net(batch[0])), batch[1])
 
-    quantization = Quantization("qat", start=0, module="net")
+    quantization = Quantization("qat", begin=0, module="net")
     fit(Two(), [quantization], tmp_path, max_epochs=1)
     assert list(quantization._layers) == ["net.0", "net.3"]
