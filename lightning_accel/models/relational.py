@@ -14,6 +14,7 @@ from lightning_accel.models.graph_layers import EdgeKind, GraphHead, GraphLayers
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.nn.estimate import Estimate
+from lightning_accel.nn.relational.marked_tuples import TupleKind
 from lightning_accel.nn.relational.pooling import RelationalPooling
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.triples.cache import triples_of
@@ -33,7 +34,7 @@ class RelationalGNN(SupervisedModel):
     - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
     - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
       (:class:`lightning_accel.nn.RelationalOrder3Pooling`);
-    - ``marks``: the mean over runs in which one, two or three joined nodes are marked
+    - ``marks``: the mean over runs in which one, two or three nodes are marked, joined by edges or any
       (:class:`lightning_accel.nn.RelationalPooling`), the most expressive. Training marks one random tuple per
       graph and step, evaluation all of them, or ``samples``.
 
@@ -69,7 +70,8 @@ class RelationalGNN(SupervisedModel):
         conv_options: further arguments of it.
         dim: width of all layers.
         num_layers: number of convolutions; with 0 only the triples of ``triple_readout`` are used.
-        marks: number of nodes that are marked together: 0, 1, 2 joined by an edge, or 3 joined by two.
+        marks: number of nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
+        tuples: which nodes are marked: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
         samples: number of random tuples of each graph in evaluation; None for all.
         train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
             mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
@@ -112,6 +114,7 @@ class RelationalGNN(SupervisedModel):
         dim: int = 64,
         num_layers: int = 4,
         marks: int = 0,
+        tuples: TupleKind | None = None,
         samples: int | None = None,
         train_samples: int | None = 1,
         triple_readout: bool = False,
@@ -131,7 +134,7 @@ class RelationalGNN(SupervisedModel):
         self.class_names = class_names
         self.conv, self.conv_options = conv, conv_options or {}
         self.dim, self.num_layers = dim, num_layers
-        self.marks, self.samples, self.train_samples = marks, samples, train_samples
+        self.marks, self.tuples, self.samples, self.train_samples = marks, tuples, samples, train_samples
         self.triple_readout = triple_readout
         self.norm, self.dropout = norm, dropout
         self.make_optimizer = optimizer
@@ -141,17 +144,17 @@ class RelationalGNN(SupervisedModel):
             self.configure_model()
 
     def _require_options(self) -> None:
-        if self.num_layers < 0 or self.dim < 1 or not 0 <= self.marks <= 3:
+        if self.num_layers < 0 or self.dim < 1 or self.marks < 0:
             raise ValueError(
-                "num_layers must be at least 0, dim at least 1 and marks from 0 to 3; got "
-                f"num_layers={self.num_layers}, dim={self.dim}, marks={self.marks}"
+                "num_layers and marks must be at least 0, dim at least 1; got "
+                f"num_layers={self.num_layers}, marks={self.marks}, dim={self.dim}"
             )
         if not self.num_layers and not self.triple_readout:
             raise ValueError("num_layers=0 leaves the edges out; give layers, or triple_readout=True")
-        if not self.marks and (self.samples, self.train_samples) != (None, 1):
+        if not self.marks and (self.tuples, self.samples, self.train_samples) != (None, None, 1):
             raise ValueError(
-                f"samples={self.samples} and train_samples={self.train_samples} say which nodes are marked, but "
-                "marks=0: give marks"
+                f"tuples={self.tuples!r}, samples={self.samples} and train_samples={self.train_samples} say which "
+                "nodes are marked, but marks=0: give marks"
             )
         if self.marks and self.triple_readout:
             raise ValueError(
@@ -220,6 +223,7 @@ class RelationalGNN(SupervisedModel):
             self.marked = RelationalPooling(
                 layers,
                 self.marks,
+                self.tuples,
                 level=self.level,
                 head=self.head,
                 samples=self.samples,

@@ -328,7 +328,7 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
         ({"samples": 3}, "say which nodes are marked, but marks=0"),
         ({"marks": 1, "triple_readout": True}, "with marks the readout is the sum"),
         ({"num_layers": 0}, "num_layers=0 leaves the edges out"),
-        ({"num_layers": -1}, "num_layers must be at least 0, dim at least 1 and marks from 0 to 3"),
+        ({"num_layers": -1}, "num_layers and marks must be at least 0"),
         ({"train_samples": None}, "say which nodes are marked, but marks=0"),
         ({"conv": "GINKonv"}, "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
         ({"conv": "no-module.Conv"}, "got 'no-module.Conv': no import path"),
@@ -338,7 +338,8 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
         ({"conv": "GraphNorm"}, "GraphNorm takes x and batch, and no edge_index"),
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
         ({"level": "node", "triple_readout": True}, "no effect on level='node'"),
-        ({"marks": 4}, "marks from 0 to 3; got num_layers=4, dim=64, marks=4"),
+        ({"tuples": "edges"}, "say which nodes are marked, but marks=0"),
+        ({"marks": 4}, "connected tuples have 1, 2 or 3 marks, got 4"),
     ],
 )
 def test_refused(options, message):

@@ -53,9 +53,9 @@ def graphs():
     yield RO3Conv(4, 3, edge_dim=2), (x, edge_index, attr)
     yield RO3Pooling(4, 3, types=("triangle", "wedge", "edge", "empty")), (x, edge_index, None, batch, 2)
     for samples in (None, 3):
-        for marks in (1, 2, 3):
+        for kind, marks in (("nodes", 1), ("edges", 2), ("two_paths", 3), ("all", 2)):
             base = GIN(4 + marks, 5, 2)
-            yield RelationalPooling(base, marks, samples=samples).eval(), (x, edge_index, None, batch)
+            yield RelationalPooling(base, marks, kind, samples=samples).eval(), (x, edge_index, None, batch)
 
 
 def tensors_of(output):

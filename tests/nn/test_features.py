@@ -110,9 +110,9 @@ LAYERS = {
         "AdaptiveComputation(cell.input_size - 1=6) takes x (B, 6)", False, False,
     ),
     "classifier": (
-        lambda: Classifier(WIDTH, 3), "Classifier(in_features=6) takes rows (B, ...) of 6 values", False, False
+        lambda: Classifier(WIDTH, 3), "Classifier(num_features=6) takes rows (B, ...) of 6 values", False, False
     ),
-    "images": (OnImages, "Classifier(in_features=6) takes images (B, 6, H, W)", False, False),
+    "images": (OnImages, "Classifier(num_features=6) takes images (B, 6, H, W)", False, False),
     "moe_classifier": (
         lambda: MoEClassifier(WIDTH, 3, dim=8, hidden_dim=8),
         "MoEClassifier(num_features=6) takes rows (B, ...) of 6 values", False, False,
@@ -123,7 +123,7 @@ LAYERS = {
         "RelationalOrder3Pooling(in_channels=6) takes x (N, 6)", True, True,
     ),
     "relational_pooling": (
-        lambda: OnGraph(RelationalPooling(GIN(WIDTH + 2, 8, num_layers=1), marks=2), EDGES),
+        lambda: OnGraph(RelationalPooling(GIN(WIDTH + 2, 8, num_layers=1), tuples="edges"), EDGES),
         "RelationalPooling calls its base_gnn with rows of 7 features, 5 of a node and 2 marks; GIN does not take them",
         False, False,
     ),
@@ -212,7 +212,7 @@ def test_what_is_no_tensor_is_named():
     ("make", "message"),
     [
         (lambda: MoEClassifier(num_features=10, num_classes=3), r"MoEClassifier\(num_features=10\) takes rows"),
-        (lambda: Classifier(in_features=10, num_classes=3), r"Classifier\(in_features=10\) takes rows"),
+        (lambda: Classifier(num_features=10, num_classes=3), r"Classifier\(num_features=10\) takes rows"),
     ],
 )
 def test_a_fit_on_rows_of_another_width_says_so(make, message, tmp_path):

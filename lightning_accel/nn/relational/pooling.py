@@ -15,6 +15,7 @@ from torch_geometric.nn.inits import reset
 
 from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.features import check_edge_index, require_floating
+from lightning_accel.nn.relational.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
 # parts of the messages of torch for a linear layer or a sum
@@ -61,24 +62,28 @@ class RelationalPooling(nn.Module):
     The output is f(G) = mean over tuples t of head([sum_v h_v, h_t1 .. h_tk]), with
     h = base_gnn([x, one-hot marks of t], edge_index).
 
-    With ``marks=2`` it distinguishes graphs that message passing and order-3 subsets cannot (Rook 4x4 and Shrikhande);
-    with ``marks=1`` and enough layers, circulant graphs. The head is applied before the mean, as a mean of linear
-    functions of h is less expressive.
+    With ``tuples="edges"`` it distinguishes graphs that message passing and order-3 subsets cannot (Rook 4x4 and
+    Shrikhande); with ``"nodes"`` and enough layers, circulant graphs; with ``marks="full"`` all graphs, if the base is
+    expressive enough. The head is applied before the mean, as a mean of linear functions of h is less expressive.
 
     In training, ``train_samples`` random tuples are drawn per graph, by default one (pi-SGD): a convex loss is then on
     average an upper bound of the loss of the mean. In evaluation all tuples are averaged, or ``samples`` of each graph,
-    drawn without replacement, or all tuples if there are fewer. Random numbers come from ``generator``, or torch's
-    global one, independently for each graph.
+    drawn without replacement (with replacement from more than 2**52), or all tuples if there are fewer. Random numbers
+    come from ``generator``, or torch's global one, independently for each graph.
 
     Tuples refer to the undirected simple graph: an arc in either direction joins two nodes, self-loops and duplicates
     are ignored (the base GNN gets all arcs unchanged). A graph without tuples is processed once without marks, and its
-    marked embeddings are 0.
+    marked embeddings are 0. With ``"all"`` and fewer nodes than marks, all nodes are marked, in every order.
 
     Args:
         base_gnn: called as ``base_gnn(x, edge_index)``, and with ``edge_attr`` and ``batch`` by name if its ``forward``
             has them; maps F + k features to (R, H). ``batch`` numbers the copies. It should not mix the graphs of a
             batch, as batch normalisation does in training.
-        marks: k: 1 for nodes, 2 for edges (both directions) or 3 for paths of two edges (end, centre, end).
+        marks: k; by default that of ``tuples``, or 1. With ``"full"`` every node is marked with its position in an
+            order.
+        tuples: ``"nodes"`` (k = 1), ``"edges"`` (k = 2, both directions), ``"two_paths"`` (k = 3: end, centre, end) or
+            ``"all"``, k different nodes, connected or not; by default connected tuples of k nodes.
+        max_nodes: number of marks for ``marks="full"``; larger graphs are an error.
         level: ``"graph"`` for (B, D), or ``"node"`` for the mean of head(h_v) over tuples, (N, D).
         head: maps (T, (1 + k) H) for graphs, (R, H) for nodes; the identity by default.
         samples: number of tuples in evaluation, at least 2; all by default.
@@ -87,10 +92,10 @@ class RelationalPooling(nn.Module):
             are computed again in the backward pass.
 
     Source: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1,
-    k-ary pooling and pi-SGD; the paper uses all permutations, this class tuples of joined nodes.
+    k-ary pooling and pi-SGD; the paper uses all permutations, this class also connected tuples.
 
     >>> from torch_geometric.nn import GIN
-    >>> pooling = RelationalPooling(GIN(1 + 2, 8, num_layers=3), marks=2, head=nn.Linear(3 * 8, 5)).eval()
+    >>> pooling = RelationalPooling(GIN(1 + 2, 8, num_layers=3), tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
     >>> pooling(torch.ones(3, 1), torch.tensor([[0, 1], [1, 2]])).shape
     torch.Size([1, 5])
     """
@@ -98,7 +103,9 @@ class RelationalPooling(nn.Module):
     def __init__(
         self,
         base_gnn: nn.Module,
-        marks: int = 1,
+        marks: int | Literal["full"] | None = None,
+        tuples: TupleKind | None = None,
+        max_nodes: int | None = None,
         level: Literal["graph", "node"] = "graph",
         head: nn.Module | None = None,
         samples: int | None = None,
@@ -106,8 +113,8 @@ class RelationalPooling(nn.Module):
         chunk_size: int = 2**19,
     ) -> None:
         super().__init__()
-        if marks not in (1, 2, 3):
-            raise ValueError(f"marks must be 1, 2 or 3, got {marks}")
+        self.marks, self.tuples = _resolve_marks(marks, tuples, max_nodes)
+        self.full = marks == "full"
         if level not in ("graph", "node"):
             raise ValueError(f"level must be 'graph' or 'node', got {level!r}")
         if samples is not None and samples < 2:
@@ -116,7 +123,7 @@ class RelationalPooling(nn.Module):
             raise ValueError(f"train_samples must be at least 1, or None for all tuples, got {train_samples}")
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {chunk_size}")
-        self.base_gnn, self.marks = base_gnn, marks
+        self.base_gnn = base_gnn
         self.head = nn.Identity() if head is None else head
         self.level, self.samples, self.train_samples, self.chunk_size = level, samples, train_samples, chunk_size
         self._takes = _optional_inputs(base_gnn)
@@ -177,7 +184,7 @@ class RelationalPooling(nn.Module):
         samples: int | None, generator: Generator | None, in_one_pass: bool = False, errors: bool = False,
     ) -> Estimate:  # fmt: skip
         layout = self._lay_out(x, edge_index, edge_attr, batch, size)
-        space = find_tuples(self.marks, layout.ptr, *layout.ends)
+        space = find_tuples(self.tuples, self.marks, layout.ptr, *layout.ends)
         chunks = list(
             _chunk_bounds(layout, plan := _plan(space, samples, generator), None if in_one_pass else self.chunk_size)
         )
@@ -247,81 +254,14 @@ class RelationalPooling(nn.Module):
             raise ValueError(f"batch must have one number for each of {len(x)} nodes, got {len(batch)}")
         if size is None:
             size = int(batch.max()) + 1 if len(batch) else 0
-        return _sort_by_graph(edge_index, batch, size)
+        layout = _sort_by_graph(edge_index, batch, size)
+        if self.full and len(batch) and (largest := int(layout.ptr.diff().max())) > self.marks:
+            raise ValueError(f"max_nodes is {self.marks}, and a graph has {largest} nodes")
+        return layout
 
     def extra_repr(self) -> str:
-        return f"marks={self.marks}, level={self.level!r}, samples={self.samples}"
-
-
-class Tuples(NamedTuple):
-    """Represent all nodes, edges or paths of two edges in a batch of graphs, without listing them.
-
-    Nodes are sorted by graph. A graph without tuples gets one tuple without marks, with entries -1.
-    """
-
-    marks: int
-    """k: 1 for nodes, 2 for edges in both directions, 3 for paths (end, centre, end)."""
-    ptr: Tensor
-    """(B + 1,): the first node of each graph."""
-    rowptr: Tensor
-    """(N + 1,): where the neighbours of each node begin in ``col``; all 0 for single nodes."""
-    col: Tensor
-    """Neighbours, sorted by node."""
-    rank: Tensor
-    """(N + 1,): number of 2-paths with a centre before each node."""
-    total: Tensor
-    """(B,): number of tuples of each graph, at least 1."""
-
-    def at(self, graph: Tensor, number: Tensor) -> Tensor:
-        """Return the tuples (T, k) with the given numbers (T,), from 0 to total - 1, in the given graphs (T,)."""
-        first = self.ptr[graph]
-        if self.marks == 1:
-            found = first + number
-            exists = found < self.ptr[graph + 1]
-            return torch.where(exists, found, -1)[:, None]
-        if self.marks == 2:
-            arc = self.rowptr[first] + number
-            exists = arc < self.rowptr[self.ptr[graph + 1]]
-            arc = arc[exists]
-            listed = torch.stack([_owner(self.rowptr, arc), self.col[arc]], dim=1)
-        else:
-            path = self.rank[first] + number
-            exists = path < self.rank[self.ptr[graph + 1]]
-            listed = self._two_path(path[exists])
-        tuples = number.new_full((len(number), self.marks), -1)
-        tuples[exists] = listed
-        return tuples
-
-    def draw(self, samples: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Draw ``samples`` tuples of each graph uniformly without replacement, or all tuples if there are fewer.
-
-        Returns:
-            The graph of each tuple (T,), sorted, and the tuples (T, k).
-
-        Source: Floyd's algorithm (Bentley and Floyd 1987, Communications of the ACM 30, 9), for all graphs at once.
-        """
-        drawn = self.total.clamp(max=samples)
-        numbers = drawn.new_full((len(drawn), samples), -1)
-        start = self.total - drawn
-        device = self.ptr.device if generator is None else generator.device
-        # float64, so that many tuples have equal probabilities, on any device
-        uniform = torch.rand(len(drawn), samples, dtype=torch.float64, device=device, generator=generator)
-        uniform = uniform.to(self.ptr.device)
-        for step in range(samples):
-            last = start + step
-            number = torch.minimum((uniform[:, step] * (last + 1)).long(), last)
-            taken = (numbers[:, :step] == number[:, None]).any(dim=1)
-            numbers[:, step] = torch.where(step < drawn, torch.where(taken, last, number), -1)
-        graph, _ = (numbers >= 0).nonzero(as_tuple=True)
-        return graph, self.at(graph, numbers[numbers >= 0])
-
-    def _two_path(self, path: Tensor) -> Tensor:
-        """Return walks u, c, v by their numbers, with u != v both neighbours of c."""
-        centre = _owner(self.rank, path)
-        first, degree = self.rowptr[centre], self.rowptr[centre + 1] - self.rowptr[centre]
-        left, right = (path - self.rank[centre]) // (degree - 1), (path - self.rank[centre]) % (degree - 1)
-        right = right + (right >= left)
-        return torch.stack([self.col[first + left], centre, self.col[first + right]], dim=1)
+        marks = f"marks='full', max_nodes={self.marks}" if self.full else f"marks={self.marks}"
+        return f"{marks}, tuples={self.tuples!r}, level={self.level!r}, samples={self.samples}"
 
 
 class _Plan(NamedTuple):
@@ -344,9 +284,9 @@ def _plan(space: Tuples, samples: int | None, generator: Generator | None) -> _P
     if samples is not None:
         graph, tuples = space.draw(samples, generator)
         return _Plan(graph, None, tuples)
-    if (total := int(space.total.sum())) > _MAX_COPIES:
+    if (total := float(space.total.sum())) > _MAX_COPIES:
         raise ValueError(f"a mean over all {total:.3g} tuples takes too long: give samples, or fewer marks or graphs")
-    count = space.total
+    count = space.total.long()
     graph = torch.repeat_interleave(count)
     return _Plan(graph, torch.arange(len(graph), device=graph.device) - (count.cumsum(0) - count)[graph], None)
 
@@ -373,6 +313,32 @@ def _read_out(h: Tensor, copies: _Copies) -> Tensor:
     at = (copies.marked >= 0).nonzero(as_tuple=True)
     marked = h.new_zeros(num_copies, marks, h.shape[1]).index_put(at, h[copies.marked[at]])
     return torch.cat([total, marked.flatten(1)], dim=1)
+
+
+def _resolve_marks(
+    marks: int | Literal["full"] | None, tuples: TupleKind | None, max_nodes: int | None
+) -> tuple[int, TupleKind]:
+    """Return the number of marks and the kind of tuples."""
+    if marks == "full":
+        if tuples not in (None, "all") or max_nodes is None or max_nodes < 1:
+            raise ValueError(f"marks='full' needs max_nodes, and tuples='all', got {max_nodes} and {tuples!r}")
+        return max_nodes, "all"
+    if max_nodes is not None:
+        raise ValueError("max_nodes is the width of marks='full': leave it out")
+    if tuples is None:
+        marks = 1 if marks is None else marks
+        tuples = next((kind for kind, size in MARKS.items() if size == marks), None)
+        if tuples is None:
+            raise ValueError(f"connected tuples have 1, 2 or 3 marks, got {marks}: for others set tuples='all'")
+    if tuples not in (*MARKS, "all"):
+        raise ValueError(f"tuples must be one of {[*MARKS, 'all']}, got {tuples!r}")
+    if tuples == "all":
+        if marks is None or marks < 1:
+            raise ValueError(f"tuples='all' needs marks, at least 1, or 'full', got {marks}")
+        return marks, tuples
+    if marks not in (None, MARKS[tuples]):
+        raise ValueError(f"tuples={tuples!r} have {MARKS[tuples]} marks, got {marks}")
+    return MARKS[tuples], tuples
 
 
 def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
@@ -500,31 +466,3 @@ class _RunningMoments:
         left = (1 - self.count / tuples[:, None]).clamp(min=0)
         variance = self.squares / (self.count - 1).clamp(min=1) / self.count.clamp(min=1)
         return Estimate(mean.to(self.dtype), (variance * left).sqrt().to(self.dtype))
-
-
-def find_tuples(marks: int, ptr: Tensor, source: Tensor, target: Tensor) -> Tuples:
-    """Prepare the tuples of graphs whose nodes begin at ``ptr`` (B + 1,), with arcs ``source`` -> ``target`` (M,).
-
-    Directions, self-loops and duplicates are ignored: two nodes are neighbours if an arc joins them in either
-    direction.
-    """
-    num_nodes = int(ptr[-1])
-    none = ptr.new_zeros(num_nodes + 1)
-    if marks == 1:
-        return Tuples(marks, ptr, none, none[:0], none, ptr.diff().clamp(min=1))
-    proper = source != target
-    source, target = source[proper], target[proper]
-    key = torch.cat([source * num_nodes + target, target * num_nodes + source]).unique()
-    degree = torch.bincount(key // max(num_nodes, 1), minlength=num_nodes)
-    rowptr = _starts(degree)
-    rank = _starts(degree * (degree - 1))
-    count = (rowptr if marks == 2 else rank)[ptr].diff()
-    return Tuples(marks, ptr, rowptr, key % max(num_nodes, 1), rank, count.clamp(min=1))
-
-
-def _starts(count: Tensor) -> Tensor:
-    return torch.cat([count.new_zeros(1), count.cumsum(0)])
-
-
-def _owner(starts: Tensor, number: Tensor) -> Tensor:
-    return torch.searchsorted(starts, number, right=True) - 1

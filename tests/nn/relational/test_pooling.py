@@ -11,7 +11,7 @@ from torch_geometric.nn import GIN, GINEConv, Sequential
 
 from lightning_accel.nn.relational.pooling import RelationalPooling, find_tuples
 
-KINDS = {"nodes": 1, "edges": 2, "two_paths": 3}
+KINDS = {"nodes": 1, "edges": 2, "two_paths": 3, "all": 2}
 
 
 class Sums(nn.Module):
@@ -37,7 +37,7 @@ def pooling_of(kind: str, inputs: int = 2, width: int = 4, **options) -> Relatio
     """With a head that is not linear, in evaluation."""
     marks = KINDS[kind]
     head = nn.Sequential(nn.Linear(width * (1 if options.get("level") == "node" else 1 + marks), 5), nn.Tanh())
-    pooling = RelationalPooling(Sums(inputs + marks, width), marks, head=head, **options)
+    pooling = RelationalPooling(Sums(inputs + marks, width), marks, kind, head=head, **options)
     return pooling.double().eval()
 
 
@@ -53,12 +53,14 @@ def as_tensors(*graphs: nx.Graph, features: int = 2):
     return x, edge_index, torch.randn(edge_index.shape[1], 1, dtype=torch.float64), batch
 
 
-def tuples_by_loop(marks: int, nodes: list[int], edge_index: torch.Tensor) -> list[tuple[int, ...]]:
+def tuples_by_loop(kind: str, nodes: list[int], edge_index: torch.Tensor, marks: int) -> list[tuple[int, ...]]:
     joined = {(u, v) for u, v in edge_index.T.tolist() if u != v}
     joined |= {(v, u) for u, v in joined}
+    if kind == "all":
+        return list(itertools.permutations(nodes, min(marks, len(nodes))))
     found = [
         t
-        for t in itertools.permutations(nodes, marks)
+        for t in itertools.permutations(nodes, KINDS[kind])
         if all(pair in joined for pair in itertools.pairwise(t))
     ]  # fmt: skip
     return found or [()]
@@ -74,7 +76,7 @@ def mean_by_loop(pooling: RelationalPooling, x, edge_index, edge_attr=None, batc
         here = (batch[edge_index[0]] == graph).nonzero()[:, 0]
         local = torch.tensor([[nodes.index(i) for i in end] for end in edge_index[:, here].tolist()]).reshape(2, -1)
         values = []
-        for chosen in tuples_by_loop(pooling.marks, list(range(len(nodes))), local):
+        for chosen in tuples_by_loop(pooling.tuples, list(range(len(nodes))), local, pooling.marks):
             marked = torch.zeros(len(nodes), pooling.marks, dtype=x.dtype)
             for place, node in enumerate(chosen):
                 marked[node, place] = 1
@@ -129,9 +131,9 @@ def test_graphs_without_tuples(kind):
 @pytest.mark.parametrize("kind", ["edges", "two_paths"])
 def test_loops_duplicates_and_directions_make_no_tuples(kind):
     arcs = torch.tensor([[0, 0, 0, 1, 2, 2, 1, 3], [0, 1, 1, 0, 1, 2, 3, 1]])
-    space = find_tuples(KINDS[kind], torch.tensor([0, 4]), *arcs)
+    space = find_tuples(kind, KINDS[kind], torch.tensor([0, 4]), *arcs)
     listed = space.at(torch.zeros(int(space.total), dtype=torch.long), torch.arange(int(space.total)))
-    assert sorted(map(tuple, listed.tolist())) == sorted(tuples_by_loop(KINDS[kind], [0, 1, 2, 3], arcs))
+    assert sorted(map(tuple, listed.tolist())) == sorted(tuples_by_loop(kind, [0, 1, 2, 3], arcs, KINDS[kind]))
     pooling = pooling_of(kind)
     x = torch.randn(4, 2, dtype=torch.float64)
     torch.testing.assert_close(pooling(x, arcs), mean_by_loop(pooling, x, arcs), rtol=0, atol=1e-10)
@@ -151,8 +153,8 @@ def test_order_of_nodes_edges_and_graphs_does_not_matter(kind, level):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("marks", [1, 2, 3])
-def test_each_tuple_is_drawn_as_often(marks):
+@pytest.mark.parametrize(("kind", "marks"), [("nodes", 1), ("edges", 2), ("two_paths", 3), ("all", 2), ("all", 4)])
+def test_each_tuple_is_drawn_as_often(kind, marks):
     """Chi-square at 4 standard deviations, on a graph with unequal degrees, duplicates and a loop; numbers permuted."""
     graph = nx.lollipop_graph(4, 1)
     edge_index = as_tensors(graph)[1]
@@ -161,10 +163,10 @@ def test_each_tuple_is_drawn_as_often(marks):
     for order in (torch.arange(5), torch.randperm(5)):
         shifted = (order[edge_index][:, None] + 5 * torch.arange(copies)[:, None]).flatten(1)
         ptr = 5 * torch.arange(copies + 1)
-        owner, tuples = find_tuples(marks, ptr, *shifted).draw(1, None)
+        owner, tuples = find_tuples(kind, marks, ptr, *shifted).draw(1, None)
         assert torch.equal(owner, torch.arange(copies))
         counts = Counter(map(tuple, order.argsort()[tuples - ptr[:-1, None]].tolist()))
-        expected = tuples_by_loop(marks, list(range(5)), edge_index)
+        expected = tuples_by_loop(kind, list(range(5)), edge_index, marks)
         assert set(counts) <= set(expected)
         mean = copies / len(expected)
         statistic = sum((counts[t] - mean) ** 2 / mean for t in expected)
@@ -177,7 +179,7 @@ def test_graphs_of_a_batch_draw_independently():
     edge_index = as_tensors(nx.path_graph(3))[1]
     pairs = Counter()
     ptr = torch.tensor([0, 3, 6])
-    space = find_tuples(2, ptr, *torch.cat([edge_index, edge_index + 3], dim=1))
+    space = find_tuples("edges", 2, ptr, *torch.cat([edge_index, edge_index + 3], dim=1))
     for _ in range(3200):
         pairs[tuple((space.draw(1, None)[1] - ptr[:2, None]).flatten().tolist())] += 1
     assert len(pairs) == 16
@@ -187,7 +189,7 @@ def test_graphs_of_a_batch_draw_independently():
 
 def test_samples_are_different_and_every_set_is_as_likely():
     ptr = torch.tensor([0, 4, 6])
-    space = find_tuples(1, ptr, ptr[:0], ptr[:0])
+    space = find_tuples("nodes", 1, ptr, ptr[:0], ptr[:0])
     sets = Counter()
     for _ in range(3000):
         graph, tuples = space.draw(2, None)
@@ -277,6 +279,36 @@ def test_random_numbers_come_from_the_generator():
     assert torch.equal(first, pooling(x, edge_index, batch=batch))
 
 
+def test_full_order_is_the_mean_over_all_permutations():
+    head = nn.Sequential(nn.Linear(4 * 6, 5), nn.Tanh())
+    pooling = RelationalPooling(Sums(2 + 5), "full", max_nodes=5, head=head).double().eval()
+    x, edge_index, _, batch = as_tensors(nx.gnp_random_graph(5, 0.6, seed=2), nx.path_graph(3), nx.empty_graph(0))
+    expected = mean_by_loop(pooling, x, edge_index, batch=batch, size=3)
+    torch.testing.assert_close(pooling(x, edge_index, batch=batch, size=3), expected, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="max_nodes is 5, and a graph has 6 nodes"):
+        pooling(*as_tensors(nx.path_graph(6))[:2])
+
+
+def test_more_permutations_than_can_be_numbered():
+    """25! of them: every place is as likely to have every node; the exact mean is refused."""
+    ptr = torch.tensor([0, 25, 27])
+    space = find_tuples("all", 25, ptr, ptr[:0], ptr[:0])
+    graph, tuples = space.draw(3000, None)
+    large = tuples[graph == 0]
+    assert len(large) == 3000
+    assert (tuples[graph == 1][:, :2].sort().values == torch.tensor([25, 26])).all()
+    assert (large.sort(dim=1).values == torch.arange(25)).all()
+    for place in (0, 11, 24):
+        counts = torch.bincount(large[:, place], minlength=25)
+        assert abs(float(((counts - 120) ** 2 / 120).sum()) - 24) < 4 * math.sqrt(48)
+    pooling = RelationalPooling(Sums(1 + 25), "full", max_nodes=25).eval()
+    with pytest.raises(ValueError, match="give samples"):
+        pooling(torch.ones(25, 1), ptr.new_zeros(2, 0))
+    mean, error = pooling.estimate(torch.ones(25, 1), ptr.new_zeros(2, 0), samples=3)
+    assert mean.shape == (1, 4 * 26)
+    assert error.any()
+
+
 @pytest.mark.parametrize("chunk_size", [20, 10**6])
 def test_gradients(chunk_size):
     """Of chunks that are computed again, too."""
@@ -316,7 +348,9 @@ def rook_and_shrikhande() -> tuple[nx.Graph, nx.Graph]:
     return nx.convert_node_labels_to_integers(rook), shrikhande
 
 
-@pytest.mark.parametrize(("kind", "tells_apart"), [("nodes", False), ("edges", True), ("two_paths", True)])
+@pytest.mark.parametrize(
+    ("kind", "tells_apart"), [("nodes", False), ("edges", True), ("two_paths", True), ("all", True)]
+)
 def test_marked_edges_tell_rook_from_shrikhande(kind, tells_apart):
     gap = distance(pooling_of(kind, inputs=1, width=8), *rook_and_shrikhande())
     assert gap > 1e-9 if tells_apart else gap < 1e-12
@@ -352,7 +386,7 @@ def test_bases_of_pyg():
 
     sequential = Sequential("x, edge_index", [(nn.Linear(4, 3), "x -> x"), nn.ReLU()])
     for base, attributes in ((GIN(4, 3, 2), None), (Convolution(), edge_attr), (sequential, None)):
-        pooling = RelationalPooling(base, marks=2, head=nn.Linear(9, 9))
+        pooling = RelationalPooling(base, tuples="edges", head=nn.Linear(9, 9))
         assert pooling(x, edge_index, attributes, batch).shape == (6, 9)
         before = [weight.clone() for weight in pooling.parameters()]
         pooling.reset_parameters()
@@ -362,8 +396,8 @@ def test_bases_of_pyg():
 
 def test_compiled_base():
     base = Sums(4)
-    pooling = RelationalPooling(base, marks=2).eval()
-    compiled = RelationalPooling(torch.compile(base, backend="eager", dynamic=True), marks=2).eval()
+    pooling = RelationalPooling(base, tuples="edges").eval()
+    compiled = RelationalPooling(torch.compile(base, backend="eager", dynamic=True), tuples="edges").eval()
     x, edge_index, edge_attr, batch = as_tensors(*UNEQUAL)
     inputs = (x.float(), edge_index, edge_attr.float(), batch)
     torch.testing.assert_close(compiled(*inputs), pooling(*inputs))
@@ -379,7 +413,7 @@ def test_bfloat16_keeps_sums_and_means_in_float32():
     ones, arcs, _, _ = as_tensors(nx.path_graph(301))  # no number of bfloat16
     sums = RelationalPooling(Constant(), 1).eval()(ones, arcs)
     assert torch.equal(sums, torch.tensor([[301.0, 301, 1, 1]]))
-    pooling = RelationalPooling(Sums(4), marks=2, head=nn.Linear(12, 3)).eval()
+    pooling = RelationalPooling(Sums(4), tuples="edges", head=nn.Linear(12, 3)).eval()
     exact = pooling(x.float(), edge_index, batch=batch)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = pooling(x.float(), edge_index, batch=batch)
@@ -391,7 +425,12 @@ def test_bfloat16_keeps_sums_and_means_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"marks": 4}, "1, 2 or 3, got 4"),
+        ({"marks": 4}, "1, 2 or 3 marks, got 4"),
+        ({"marks": 1, "tuples": "edges"}, "'edges' have 2 marks, got 1"),
+        ({"tuples": "all"}, "needs marks"),
+        ({"tuples": "triangles"}, "must be one of"),
+        ({"marks": "full"}, "needs max_nodes"),
+        ({"marks": 2, "max_nodes": 3}, "leave it out"),
         ({"samples": 1}, "at least 2"),
         ({"train_samples": 0}, "at least 1"),
         ({"chunk_size": 0}, "positive"),
@@ -456,7 +495,7 @@ def test_config_builds_it():
         "init_args": {"in_channels": 3, "hidden_channels": 4, "num_layers": 2},
     }
     head = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 12, "out_features": 2}}
-    options = {"base_gnn": gin, "head": head, "marks": 2, "samples": 8}
+    options = {"base_gnn": gin, "head": head, "tuples": "edges", "samples": 8}
     path = "lightning_accel.nn.relational.pooling.RelationalPooling"
     config = parser.parse_object({"pooling": {"class_path": path, "init_args": options}})
     pooling = parser.instantiate(config).pooling
