@@ -58,4 +58,4 @@ def test_one_fit_does_all(tmp_path, order):
     scores = load_compressed(path)(x)
     scores = scores if isinstance(scores, torch.Tensor) else next(iter(scores.values()))
     accuracy = scores.argmax(1).eq(target).float().mean().item()
-    assert accuracy == pytest.approx(stopping.best["val/accuracy"], abs=0.02)
+    assert accuracy == pytest.approx(stopping.best_value, abs=0.02)
