@@ -20,7 +20,7 @@ _MOVED = {
             "AddRelationalTriples BarsAndStripesDataModule IdxDataModule LengthBatchSampler SequenceBatch "
             "length_batch_loader read_idx"
         ),
-        "models": "Stage",
+        "models": "DBNClassifier RBMTransformer Stage",
         "nn": (
             "ContrastiveDivergence ExpertChoiceGate ExpertLoad FeedForward RBMStack RelationalOrder3Pooling "
             "RelationalPooling TreeRNN UpDown assert_permutation_invariant"

@@ -61,13 +61,13 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (10, 17)
+    assert (len(SCRIPTS), len(COMMANDS)) == (11, 17)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "my_ops/add.cpp"]
 
 
 def takes_long(script):
     """It starts processes, or trains for long."""
-    return any(part in script for part in ("__main__", "class Yours", "class Density"))
+    return any(part in script for part in ("__main__", "DBNClassifier", "class Yours", "class Density"))
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,28 @@ from lightning_accel.models.moe import MoEClassifier
 from lightning_accel.models.rnn import SequenceModel
 
 if TYPE_CHECKING:
+    from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
+    from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
     from lightning_accel.models.relational import RelationalGNN as RelationalGNN
 
 __all__ = [
     "Classifier",
+    "DBNClassifier",
     "DeepBeliefNetwork",
     "MoEClassifier",
     "MoELanguageModel",
+    "RBMTransformer",
     "RelationalGNN",
     "SequenceModel",
     "Stage",
 ]
 
-# Importing torch_geometric takes seconds
+# Importing torch_geometric takes seconds, and scikit-learn is an extra
 __getattr__ = lazy_getattr(
     __name__,
     {
+        "DBNClassifier": "lightning_accel.models.estimators",
+        "RBMTransformer": "lightning_accel.models.estimators",
         "RelationalGNN": "lightning_accel.models.relational",
     },
 )
