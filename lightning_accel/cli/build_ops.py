@@ -37,7 +37,7 @@ def build_ops(targets: Sequence[str]) -> int:
         start = time.perf_counter()
         try:
             path = KERNELS.build(target)
-        except (BuildError, OSError) as error:
+        except BuildError as error:
             print(f"{target}: failed: {error}")
             status = 1
         else:

@@ -22,8 +22,8 @@ from lightning_accel.ops.renames import renamed_arguments
 class NativeLibrary:
     """Build the C++ and CUDA kernels in a folder once per machine, cache the library, and load it at first use.
 
-    Libraries are cached in ``~/.cache/lightning_accel`` (or ``LIGHTNING_ACCEL_CACHE``), which other users must not
-    write to, and built again after a change of the sources, of torch or of the processor type.
+    Libraries are cached in ``~/.cache/lightning_accel`` (or ``LIGHTNING_ACCEL_CACHE``; in the folder for temporary
+    files if that is not writable), and built again after a change of the sources, of torch or of the processor type.
     Building needs a C++ compiler, for GPUs also CUDA's. ``LIGHTNING_ACCEL_NATIVE=0`` disables the kernels; with ``=1``
     it is an error if they are not available, instead of a warning and the formula in torch.
 

@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -57,7 +57,8 @@ def cuda_target(device: torch.device) -> str:
 def library_path(name: str, folder: Path, target: str, timeout: float) -> Path:
     """Return the path of the library for the sources in ``folder``, building it unless it is cached.
 
-    The sources are ``*.cpp``, or ``*.cu`` for a GPU. Concurrent processes wait for the one that builds.
+    The sources are ``*.cpp``, or ``*.cu`` for a GPU. Concurrent processes wait for the one that builds; if it fails,
+    they raise the same error.
 
     Args:
         name: name of the library, a Python identifier.
@@ -70,11 +71,24 @@ def library_path(name: str, folder: Path, target: str, timeout: float) -> Path:
     """
     if sys.platform == "win32":
         raise BuildError("native ops are built on Linux and macOS")
-    library = _cache_folder() / f"{name}-{target}-{_source_digest(folder, target)}.so"
-    if not library.exists():
-        with _lock(Path(f"{library}.lock"), timeout):
-            if not library.exists():
-                _build(name, folder, target, library, timeout)
+    file = f"{name}-{target}-{_source_digest(folder, target)}.so"
+    for cache in _cache_folders():
+        if (cache / file).exists() and not _untrusted_reason(cache / file):
+            return cache / file
+    asked = time.time()
+    cache = _writable_cache()
+    library, failure = cache / file, cache / f"{file}.failed"
+    with _lock(cache / f"{file}.lock", timeout):
+        if library.exists() and not _untrusted_reason(library):
+            return library
+        if failure.exists() and failure.stat().st_mtime >= asked:
+            raise BuildError(failure.read_text())
+        try:
+            _build(name, folder, target, library, timeout)
+        except BuildError as error:
+            failure.write_text(str(error))
+            raise
+        failure.unlink(missing_ok=True)
     return library
 
 
@@ -91,19 +105,59 @@ def _flags(target: str) -> list[str]:
     return ["-O3", *_CPU_FLAGS.get(target, [])]
 
 
-def _cache_folder() -> Path:
-    """Return the folder of libraries, which other users must not write to, since they could put code into it."""
+def _cache_folders() -> list[Path]:
+    """List the folders that may hold libraries: the user's cache, then a folder for temporary files."""
+    chosen = os.environ.get("LIGHTNING_ACCEL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    cache = Path(os.environ.get("LIGHTNING_ACCEL_CACHE") or os.path.join(base, "lightning_accel"))
+    cache = os.path.expanduser(chosen or os.path.join(base, "lightning_accel"))
+    home = [] if cache.startswith("~") else [Path(cache)]  # "~" stays for a user that the system does not know
     try:
-        cache = cache.expanduser().absolute()
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = cache.stat()
-    except (OSError, RuntimeError) as error:
-        raise BuildError(f"{error}; set LIGHTNING_ACCEL_CACHE to a folder to build in") from error
-    if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
-        raise BuildError(f"others can write to {cache}; set LIGHTNING_ACCEL_CACHE to a folder of your own")
-    return cache
+        return [*home, _temporary_cache()]
+    except FileNotFoundError:  # there is no writable folder for temporary files
+        return home
+
+
+def _temporary_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"lightning_accel-{os.getuid()}"
+
+
+def _untrusted_reason(path: Path) -> str:
+    """Return why users other than this one and root could have written ``path`` (a library or folder), or ""."""
+    path = path.absolute()
+    for link in (each for each in (path, *path.parents) if each.is_symlink()):  # it and its target must be trusted
+        if reason := _untrusted_reason(link.parent) or _untrusted_reason(link.parent / os.readlink(link)):
+            return reason
+    path = path.resolve()
+    for each in (path, *path.parents[:-1]):
+        try:
+            status = each.stat()
+        except OSError as error:
+            return f"{each}: {error.strerror}"
+        if status.st_uid not in (0, os.getuid()):
+            return f"{each} belongs to the user {status.st_uid}"
+        is_others = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid  # private groups have their user's number
+        )
+        if is_others and not (status.st_mode & stat.S_ISVTX and each != path):  # sticky, as /tmp: entries are safe
+            return f"others can write to {each}"
+    return ""
+
+
+def _writable_cache() -> Path:
+    reasons: list[str] = []
+    for cache in _cache_folders():
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=cache):
+                reason = _untrusted_reason(cache)
+        except OSError as error:
+            reason = f"{cache}: {error.strerror}"
+        if not reason:
+            return cache
+        if not reasons and os.path.exists(cache):
+            _LOG.warning("native ops are not kept in %s: %s", cache, reason)
+        reasons.append(reason)
+    raise BuildError(f"no folder to build in ({'; '.join(reasons)}); set LIGHTNING_ACCEL_CACHE to one")
 
 
 @contextmanager
@@ -130,6 +184,7 @@ def _build(name: str, folder: Path, target: str, library: Path, timeout: float) 
     compiler = _compiler()
     # a warning, since programs without a logging setup show only warnings, and this may take minutes
     _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
+    _delete_stale_builds(library.parent)
     # a temporary folder, since torch's lock file in it would outlive a killed process
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
         settings = {
@@ -157,6 +212,14 @@ def _compiler() -> list[str]:
     if shutil.which(compiler[0]) is None:
         raise BuildError(f"no C++ compiler: {compiler[0]} is not on the PATH. Install one (g++), or name it in CXX")
     return compiler
+
+
+def _delete_stale_builds(cache: Path) -> None:
+    """Delete temporary folders of killed builds that are older than a day."""
+    for folder in cache.glob("build-*"):
+        with suppress(OSError):
+            if folder.stat().st_mtime < time.time() - 86_400:
+                shutil.rmtree(folder)
 
 
 def _is_cuda(target: str) -> bool:
@@ -194,9 +257,17 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> Non
             raise BuildError(f"the compiler took more than {timeout:g} s") from None
         finally:  # no compiler keeps running, also after Ctrl-C
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # ninja passes it on to its compilers, which are in other groups
+                _terminate(process)
     if process.returncode:
         raise BuildError(_first_error(output, process.returncode))
+
+
+def _terminate(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGTERM)  # ninja passes it on to its compilers, which are in other groups
+    time.sleep(0.5)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _first_error(output: str, status: int) -> str:

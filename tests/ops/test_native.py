@@ -74,6 +74,7 @@ exec c++ "$@"
 def cache(tmp_path, monkeypatch) -> Path:
     """The only folder that libraries are kept in."""
     monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("LIGHTNING_ACCEL_NATIVE", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return tmp_path / "cache"
@@ -230,25 +231,76 @@ def test_a_compiler_that_hangs_is_ended(cache, tmp_path, monkeypatch, compiler):
     assert not list(cache.glob("build-*"))
 
 
-def test_a_cache_that_cannot_be_made_or_is_open_to_others_is_refused(cache, tmp_path, monkeypatch):
-    """Whoever may write to the folder can put code into the process."""
-    assert native_build._cache_folder() == cache
-    assert cache.stat().st_mode & 0o777 == 0o700
-    cache.chmod(0o777)
-    with pytest.raises(BuildError, match=f"others can write to {cache}; set LIGHTNING_ACCEL_CACHE to a folder of your"):
-        native_build._cache_folder()
-    cache.chmod(0o700)
-    if os.getuid() == 0:  # who alone may give folders away
-        os.chown(cache, 65533, -1)
-        with pytest.raises(BuildError, match="others can write"):
-            native_build._cache_folder()
+def test_a_cache_that_cannot_be_written_is_left_for_the_temporary_folder(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")  # read-only for root, too
-    with pytest.raises(BuildError, match=r"/proc/lightning_accel.*; set LIGHTNING_ACCEL_CACHE to a folder to build in"):
-        native_build._cache_folder()
-    monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "~no_such_user/cache")
-    with pytest.raises(BuildError, match=r"home directory.*; set LIGHTNING_ACCEL_CACHE"):
-        native_build._cache_folder()
+    assert native_build._writable_cache() == tmp_path / f"lightning_accel-{os.getuid()}"
+    monkeypatch.setattr(native_build.tempfile, "tempdir", "/proc")
+    with pytest.raises(BuildError, match=r"no folder to build in \(/proc/lightning_accel: .*; /proc/.*\); set LIGHT"):
+        native_build._writable_cache()
+
+
+@pytest.mark.parametrize("chosen_by", ["LIGHTNING_ACCEL_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"])
+def test_a_library_that_others_can_have_planted_is_not_loaded(cache, tmp_path, monkeypatch, caplog, chosen_by):
+    """Whoever may write the library, its folder or a folder above can put code into the process."""
+    shared, folder = tmp_path / "shared", sources(tmp_path / "src", "native_planted")
+    inner = {"XDG_CACHE_HOME": "lightning_accel", "HOME": ".cache/lightning_accel"}.get(chosen_by, "")
+    if chosen_by == "TMPDIR":
+        monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")
+        inner = f"lightning_accel-{os.getuid()}"
+        monkeypatch.setattr(native_build.tempfile, "tempdir", str(shared))
+    else:
+        monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
+        monkeypatch.setenv(chosen_by, str(shared))
+    if chosen_by == "HOME":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    target = cpu_target()
+    library = shared / inner / f"native_planted-{target}-{native_build._source_digest(folder, target)}.so"
+    library.parent.mkdir(parents=True, mode=0o700)
+    library.write_text("planted")
+    monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].write_text("own"))
+
+    def read() -> str:
+        found = native_build.library_path("native_planted", folder, target, 5)
+        content = found.read_text()
+        if found != library:
+            found.unlink()  # of the folder for temporary files
+        library.write_text("planted")
+        return content
+
+    library.chmod(0o644)
+    assert read() == "planted"  # nobody but this user can have put it there
+    library.chmod(0o666)
+    assert read() == "own"
+    library.chmod(0o644)
+    for writable in {library.parent, shared}:
+        mode = writable.stat().st_mode
+        writable.chmod(0o777)
+        if chosen_by == "TMPDIR":
+            with pytest.raises(BuildError, match=f"others can write to {writable}"):
+                read()
+        else:
+            assert read() == "own"
+            assert f"others can write to {writable}" in caplog.text
+        writable.chmod(mode)
+        caplog.clear()
+    if os.getuid() == 0:  # who alone may give files away
+        os.chown(library, 65533, -1)
+        assert read() == "own"
+
+
+def test_a_folder_that_a_link_of_others_leads_to_is_not_trusted(cache, tmp_path, monkeypatch):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir(mode=0o700)
+    shared.mkdir()
+    (shared / "link").symlink_to(own)
+    assert native_build._untrusted_reason(shared / "link") == ""
+    (own / "within").mkdir(mode=0o700)
+    (own / "link").symlink_to(shared / "link")
+    for link in ("shared/link", "shared/link/within", "own/link", "own/link/within"):
+        assert native_build._untrusted_reason(tmp_path / link) == ""
+        shared.chmod(0o1777)  # as /tmp
+        assert native_build._untrusted_reason(tmp_path / link) == f"others can write to {shared}"
+        shared.chmod(0o755)
 
 
 def test_a_library_that_does_not_load_is_done_without(cache, tmp_path, monkeypatch):
@@ -267,6 +319,29 @@ def test_waiting_for_another_process_has_an_end(cache, tmp_path):
     with open(file, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert "another process builds it for more than 0.2 s" in reason_of(NativeLibrary("native_waits", folder, 0.2))
+
+
+def test_those_who_waited_take_the_reason_from_the_one_that_failed(cache, tmp_path, monkeypatch):
+    folder = sources(tmp_path / "src", "native_failed")
+
+    def fail(name, folder, target, library, limit):
+        Path(f"{library}.failed").write_text("the reason of another")
+        os.utime(f"{library}.failed", (time.time() + 1, time.time() + 1))  # while we waited
+        raise BuildError("mine")
+
+    monkeypatch.setattr(native_build, "_build", fail)
+    with pytest.raises(BuildError, match="mine"):
+        NativeLibrary("native_failed", folder).build(cpu_target())
+    (failure,) = cache.glob("*.failed")
+    assert failure.read_text() == "mine"
+    os.utime(failure, (time.time() + 9, time.time() + 9))
+    monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("tried again"))
+    with pytest.raises(BuildError, match="mine"):
+        NativeLibrary("native_failed", folder).build(cpu_target())
+    os.utime(failure, (time.time() - 9, time.time() - 9))  # of an earlier run: the compiler may have been mended
+    monkeypatch.setattr(native_build, "_build", lambda *arguments: arguments[3].touch())
+    NativeLibrary("native_failed", folder).build(cpu_target())
+    assert not failure.exists()
 
 
 def test_wrong_names_and_folders(cache, tmp_path):
@@ -334,6 +409,29 @@ def test_nothing_is_built_in_traced_code(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(native_build, "_build", lambda *_: pytest.fail("built"))
     scale = torch.compile(lambda x: 2 * x if library.serves(x.device) else 3 * x, fullgraph=True, backend="eager")
     assert scale(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_caches_of_users_whom_the_system_does_not_know(cache, tmp_path, monkeypatch):
+    temporary = tmp_path / f"lightning_accel-{os.getuid()}"
+    monkeypatch.delenv("LIGHTNING_ACCEL_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native_build.os.path, "expanduser", lambda path: path)
+    assert native_build._cache_folders() == [temporary]
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", str(cache))
+    assert native_build._cache_folders() == [cache, temporary]
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
+    assert native_build._cache_folders() == [cache]
+
+
+def test_leftovers_of_builds_that_were_killed_go(tmp_path):
+    old, new = tmp_path / "build-old", tmp_path / "build-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "a.o").touch()
+    os.utime(old, (time.time() - 100_000, time.time() - 100_000))
+    native_build._delete_stale_builds(tmp_path)
+    assert not old.exists()
+    assert new.exists()
 
 
 @pytest.mark.slow
