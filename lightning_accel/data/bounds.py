@@ -1,11 +1,13 @@
 """Bounds of options, and of the memory that reading a file needs beyond its own size, before it is allocated."""
 
 import gzip
+import os
 import zlib
 from pathlib import Path
 
-MAX_BYTES = 1 << 27  # any file may need as much
+MAX_BYTES = "LIGHTNING_ACCEL_MAX_BYTES"  # environment variable: bytes that any file may need
 
+_MAX_BYTES = 1 << 27
 _MAX_RATIO = 32  # largest ratio of unpacked to packed size; compressed text and numbers stay well below
 _CHUNK = 1 << 20
 
@@ -27,16 +29,19 @@ def require_shares(val_share: float, test_share: float) -> None:
 
 
 def allowed_bytes(path: Path) -> int:
-    """Return how many bytes reading a file may allocate: the larger of 128 MiB and 32 times its size."""
-    return max(MAX_BYTES, _MAX_RATIO * path.stat().st_size)
+    """Return how many bytes reading a file may allocate.
+
+    It is the larger of 32 times its size and the environment variable ``LIGHTNING_ACCEL_MAX_BYTES``, by default 128 MiB.
+    """
+    return max(int(os.environ.get(MAX_BYTES, _MAX_BYTES)), _MAX_RATIO * path.stat().st_size)
 
 
 def require_allowed(needed: int, path: Path, what: str, remedy: str = "unpack it first") -> None:
     """Raise a ValueError if ``what``, the file or a part of it, needs more bytes than :func:`allowed_bytes`."""
     if needed > (allowed := allowed_bytes(path)):
         raise ValueError(
-            f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed, the "
-            f"larger of {MAX_BYTES} and {_MAX_RATIO} times its size. If it is right so, {remedy}"
+            f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed. If it is "
+            f"right so, {remedy}, or set the environment variable {MAX_BYTES}"
         )
 
 

@@ -82,7 +82,7 @@ def test_bad_files_are_refused_by_name_in_few_words():
     assert {name: outcomes()[name] for name in UNCLEAR if outcomes()[name]} == {}
 
 
-def test_the_bound_grows_with_the_file(tmp_path):
+def test_the_bound_grows_with_the_file_and_can_be_raised(tmp_path, monkeypatch):
     def tokens(largest, note=""):
         lines = [
             f'{{"tokens": [1, {largest if i == 5 else 2}], "target": {i % 2}, "note": "{note}"}}' for i in range(40)
@@ -98,6 +98,9 @@ def test_the_bound_grows_with_the_file(tmp_path):
         match=r"token 3000000 in line 6 of .*t.jsonl.*7.68e\+08 bytes.*134217728 are allowed.*number the tokens from 0",
     ):
         tokens(3_000_000)
+    monkeypatch.setenv("LIGHTNING_ACCEL_MAX_BYTES", str(10**9))
+    assert tokens(3_000_000).vocab_size == 3_000_001
+    monkeypatch.delenv("LIGHTNING_ACCEL_MAX_BYTES")
     assert tokens(3_000_000, note="z" * 700_000).vocab_size == 3_000_001
     assert allowed_bytes(tmp_path / "t.jsonl") == 32 * (tmp_path / "t.jsonl").stat().st_size
 
