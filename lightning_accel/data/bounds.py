@@ -31,7 +31,8 @@ def require_shares(val_share: float, test_share: float) -> None:
 def allowed_bytes(path: Path) -> int:
     """Return how many bytes reading a file may allocate.
 
-    It is the larger of 32 times its size and the environment variable ``LIGHTNING_ACCEL_MAX_BYTES``, by default 128 MiB.
+    It is the larger of 32 times its size and the environment variable ``LIGHTNING_ACCEL_MAX_BYTES``, by default 128
+    MiB.
     """
     return max(int(os.environ.get(MAX_BYTES, _MAX_BYTES)), _MAX_RATIO * path.stat().st_size)
 
@@ -40,8 +41,8 @@ def require_allowed(needed: int, path: Path, what: str, remedy: str = "unpack it
     """Raise a ValueError if ``what``, the file or a part of it, needs more bytes than :func:`allowed_bytes`."""
     if needed > (allowed := allowed_bytes(path)):
         raise ValueError(
-            f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed. If it is "
-            f"right so, {remedy}, or set the environment variable {MAX_BYTES}"
+            f"{what} would take {min(needed, 10**18):.3g} bytes of memory; for this file {allowed} are allowed. If it "
+            f"is right so, {remedy}, or set the environment variable {MAX_BYTES}"
         )
 
 
