@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -400,10 +400,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _validate_input(estimator: Any, X: ArrayLike, y: object = "no_validation", *, reset: bool) -> Any:
-    """Validate input as scikit-learn's own estimators do, by a method before version 1.6, by a function since."""
-    options: dict[str, Any] = {"reset": reset, "dtype": [np.float64, np.float32]}
-    try:
-        from sklearn.utils.validation import validate_data
-    except ImportError:
-        return estimator._validate_data(X, y, **options)
-    return validate_data(estimator, X, y, **options)
+    """Validate input as scikit-learn's own estimators do."""
+    return validate_data(estimator, X, y, reset=reset, dtype=[np.float64, np.float32])

@@ -5,7 +5,7 @@ import re
 import lightning as L
 import pytest
 
-import lightning_accel
+import lightning_accel.data
 from lightning_accel.models import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, SequenceModel
 from lightning_accel.models.relational import RelationalGNN
 
@@ -40,4 +40,4 @@ def test_missing_sizes_name_the_datamodules_that_have_them(model, lacking, datam
         trainer.fit(model(), datamodule=Bare())
     named = set(re.findall(r"\w+DataModule", str(refused.value)))
     assert named == datamodules
-    assert named <= set(lightning_accel.__all__)
+    assert named <= set(lightning_accel.data.__all__)
