@@ -1,4 +1,4 @@
-"""LightningDataModules for images, tables, text and sequences; they depend on no model."""
+"""LightningDataModules for images, tables, text, sequences and graphs; they depend on no model."""
 
 from typing import TYPE_CHECKING
 

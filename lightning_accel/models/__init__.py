@@ -1,4 +1,4 @@
-"""LightningModules: layers with a loss, metrics, an optimizer and logging."""
+"""LightningModules: layers with a loss, metrics, an optimizer and logging; estimators for scikit-learn."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Layers: plain ``nn.Module``s that run without Lightning."""
+"""Layers, and what trains and measures them, without Lightning."""
 
 from typing import TYPE_CHECKING
 

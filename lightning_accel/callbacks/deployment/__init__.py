@@ -1,5 +1,6 @@
 """What happens with a trained model: quantized, exported, reported.
 
 ``quantization``, ``export`` and ``report`` each work on one of the ``copies`` of the model, gathered from all
-processes, so that training is not changed; all run their checks before training starts.
+processes; other callbacks copy by them, too. Quantization for which a model is trained changes its layers during the
+fit; all else leaves the training as it is. All run their checks before training starts.
 """

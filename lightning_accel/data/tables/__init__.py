@@ -1,5 +1,5 @@
 """Tables of numbers and categories.
 
-``files`` reads CSV and Parquet files for all datamodules and raises an error where a value would be misread;
-``datamodule`` makes samples of the rows of a table.
+``files`` reads CSV and Parquet files for the datamodules of tables, graphs and sequences, and raises an error where a
+value would be misread; ``datamodule`` makes samples of the rows of a table.
 """

@@ -1,7 +1,7 @@
 """Text for language models.
 
-``lines`` are read from files, ``tokens`` made of them, and ``datamodule`` cuts the tokens into windows of equal
-length.
+``tokens`` reads texts and encodes them, ``datamodule`` splits the tokens into windows of equal length. ``lines``
+reads files with one entry per line, for graphs and sequences, too.
 """
 
 from lightning_accel.data.text.datamodule import TextDataModule

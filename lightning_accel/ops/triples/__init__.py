@@ -1,6 +1,6 @@
-"""Triples of nodes: open paths of two edges and triangles of a graph.
+"""Triples of nodes: triangles of a graph, and sums over them.
 
-``find`` lists them, by the kernels of ``csrc/triples.cpp`` or by the formula, and sums over them; ``csr`` and
-``products`` sum without listing them, by products of sparse matrices; ``cache`` keeps the triples of graphs that
-return.
+``find`` lists edges and triangles, by the C++ kernel or by the formula, and sums over triangles. ``products`` sums
+products over triangles a block of edges at a time, with the sparse sums of ``csr``; ``cache`` keeps the triples of
+graphs that return. Open paths of two edges are summed without a list, in ``nn/relational/sums.py``.
 """
