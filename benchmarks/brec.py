@@ -1,6 +1,6 @@
 """How many of BREC's 400 pairs of graphs does a trained RelationalPooling tell apart?
 
-python benchmarks/brec.py --data FOLDER [--quick] [--subjects "marks 1" ...] [--categories cfi ...] [--seeds 0 1 ...]
+python benchmarks/brec.py --data FOLDER [--quick] [--subjects "marks 1" ...] [--files basic ...] [--seeds 0 1 ...]
     [--json FILE]
 
 FOLDER holds the arrays of graph6 strings of GraphPKU/BREC (customize/Data/raw), in which pairs follow each other.

@@ -99,8 +99,8 @@ def reverse_log_z(
 class _AnnealingPath:
     """Anneal chains through distributions between independent units, at beta = 0, and the model, at beta = 1.
 
-    The distribution at ``beta`` has weights and hidden biases times beta, as in tempering, and a visible bias
-    interpolated between that of the independent units and the model's.
+    The distribution at ``beta`` has weights and hidden biases times beta, and a visible bias interpolated between
+    that of the independent units and the model's.
     """
 
     def __init__(
