@@ -84,7 +84,7 @@ class Scaled(nn.Module):
         return (x - self.mean) / 4
 
 
-@pytest.mark.parametrize(("format", "name"), FORMATS)
+@pytest.mark.parametrize(("format", "name"), [FORMATS[0], pytest.param(*FORMATS[1], marks=pytest.mark.slow)])
 def test_what_comes_before_and_after_is_inside(format, name, tmp_path):
     module, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), torch.randn(5, 3)
     export(
@@ -386,18 +386,16 @@ def transformers_call(name):
 @pytest.mark.parametrize(
     ("name", "format"),
     [
-        ("LlamaForCausalLM", "pt2"),
-        *(
-            pytest.param(name, format, marks=pytest.mark.slow)
-            for name in (
-                "BertForSequenceClassification", "ViTForImageClassification", "GPT2LMHeadModel", "MixtralForCausalLM",
-                "T5ForConditionalGeneration", "LlamaForCausalLM",
-            )
-            for format in ("pt2", "onnx")
-            if (name, format) not in (("LlamaForCausalLM", "pt2"), ("MixtralForCausalLM", "onnx"))
-        ),
+        (name, format)
+        for name in (
+            "BertForSequenceClassification", "ViTForImageClassification", "GPT2LMHeadModel", "MixtralForCausalLM",
+            "T5ForConditionalGeneration", "LlamaForCausalLM",
+        )
+        for format in ("pt2", "onnx")
+        if (name, format) != ("MixtralForCausalLM", "onnx")
     ],
 )  # fmt: skip
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers and of torch on the way
 def test_models_of_transformers(name, format, tmp_path):
     module, inputs = transformers_call(name)
