@@ -146,6 +146,14 @@ def test_digits():
     assert pipeline.fit(x[:1400] / 16, y[:1400]).score(x[1400:] / 16, y[1400:]) > 0.86  # BernoulliRBM: 0.90
 
 
+def test_predictions_are_the_classes_given(bits):
+    names = np.array(["up", "down", "charm"])[np.arange(len(bits)) % 3]
+    classifier = DBNClassifier((3,), n_iter=1, finetune_n_iter=1, random_state=0).fit(bits, names)
+    assert classifier.classes_.tolist() == ["charm", "down", "up"]
+    expected = classifier.classes_[classifier.predict_proba(bits).argmax(axis=1)]
+    assert classifier.predict(bits).tolist() == expected.tolist()
+
+
 @pytest.mark.slow
 def test_classes_and_layers():
     x = np.random.RandomState(0).rand(60, 5)
