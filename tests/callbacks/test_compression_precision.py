@@ -46,7 +46,7 @@ class Plain(L.LightningModule):
         pytest.param(
             lambda: [Pruning(0.5, end=0.5), Quantization("qat", "onnxruntime", seconds=0.01)], marks=pytest.mark.slow
         ),
-        lambda: [CompressionReport(compiled=False, seconds=0.01)],
+        pytest.param(lambda: [CompressionReport(compiled=False, seconds=0.01)], marks=pytest.mark.slow),
     ],
     ids=["channels", "int8", "report"],
 )

@@ -237,6 +237,7 @@ def test_best_checkpoint_is_the_monitored_one(command, keepers):
         assert "last.ckpt" in command("test", *QUIET, *DIGITS, "--ckpt_path=last").log
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_best_is_of_the_model_that_is_asked_for(command):
     """Both runs stand in one log folder, and neither monitors anything."""
@@ -280,6 +281,7 @@ def test_layers_built_in_setup_load_from_their_own_checkpoint(command):
     assert result.status == 0, result.err
 
 
+@pytest.mark.slow
 def test_other_rows_than_the_trained_ones_are_refused(command, run_folder):
     """Columns in another order would be read as each other."""
     table = pd.DataFrame({"a": range(60), "b": [x % 7 for x in range(60)], "y": ["u", "v"] * 30})
@@ -293,6 +295,7 @@ def test_other_rows_than_the_trained_ones_are_refused(command, run_folder):
     assert re.search(r"trained on other data than t.csv .*columns \['a', 'b'\] there, \['b', 'a'\] here", result.err)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_config_of_a_run_in_the_same_folder_is_kept(command, run_folder):
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=.", "--trainer.logger.version=here"]

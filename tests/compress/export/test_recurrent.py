@@ -50,7 +50,7 @@ def operators(path):
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
-@pytest.mark.parametrize("cell", [pytest.param("rnn", marks=pytest.mark.slow), "gru", "lstm"])
+@pytest.mark.parametrize("cell", [*(pytest.param(cell, marks=pytest.mark.slow) for cell in ("rnn", "lstm")), "gru"])
 class TestFiles:
     def check(self, module, calls, path, format):
         export(module, calls, path, format)

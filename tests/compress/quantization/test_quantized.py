@@ -186,6 +186,7 @@ def test_transformers_bert_runs_at_batch_1(uncompiled):
         torch.testing.assert_close(form.run(**some).logits, wanted, rtol=0, atol=0.3 * wanted.abs().max().item())
 
 
+@pytest.mark.slow
 def test_onnx_static_form_has_the_ranges_of_training(monkeypatch):
     import onnx
     from onnx import numpy_helper
