@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
+from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs
@@ -175,24 +176,22 @@ def dry_run(
         Exception: as :func:`run_in_first_process`.
     """
 
+    def make() -> L.LightningModule | None:
+        if not trainer.is_global_zero:
+            return None
+        is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
+        return copied.with_original_shapes() if is_split else copied.make(trainer, pl_module)
+
     def run(module: L.LightningModule) -> None:
-        loader = first_batches(trainer, of_training)
+        loader = _first_batches(trainer, of_training)
         if loader is not None:
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
             use(find_deployed(module, loader, name, 1, datamodule))
 
-    run_in_first_process(trainer, partial(copy_for_dry_run, trainer, pl_module, copied), run, purpose)
+    run_in_first_process(trainer, make, run, purpose)
 
 
-def copy_for_dry_run(trainer: L.Trainer, pl_module: L.LightningModule, copied: WholeCopy) -> L.LightningModule | None:
-    """Return a copy of ``pl_module`` in the first process, with placeholder weights where it is sharded, else None."""
-    if not trainer.is_global_zero:
-        return None
-    is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
-    return copied.with_original_shapes() if is_split else copied.make(trainer, pl_module)
-
-
-def first_batches(trainer: L.Trainer, of_training: bool) -> Any:
+def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     """Return loaders of the first batches that share no state with the user's; None if that is impossible."""
     # loaders given to fit are stored only here
     loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
@@ -300,22 +299,20 @@ def find_deployed(
     _require_submodule(module, name)
     calls: dict[str, list[Inputs]] = {}
     handles = [
-        one.register_forward_pre_hook(_Recorder(path, calls), with_kwargs=True)
-        for path, one in module.named_modules()
-        if name in (None, path) and any(True for _ in one.parameters())
+        module.get_submodule(path).register_forward_pre_hook(partial(_record, calls, path), with_kwargs=True)
+        for path in (callable_parts(module) if name is None else [name])
     ]
     try:
         figures = evaluate(module, loader, limit_batches=num_batches, datamodule=datamodule)
     finally:
         for handle in handles:
             handle.remove()
-    if not calls:
+    found = outermost(calls, module)
+    if found is None:
         raise ValueError(
             f"validation_step of {type(module).__name__} calls {'no module' if name is None else repr(name)}, so what "
             "is to be deployed is not known. Name the submodule that it calls: module='network'"
         )
-    sizes = {path: sum(value.numel() for value in module.get_submodule(path).parameters()) for path in calls}
-    found = max(sizes, key=lambda path: sizes[path])  # the outermost comes first among equals
     return Deployed(found, module.get_submodule(found), calls[found], figures)
 
 
@@ -398,14 +395,9 @@ def _is_never_distributed() -> bool:
     return False
 
 
-class _Recorder:
-    def __init__(self, name: str, calls: dict[str, list[Inputs]]) -> None:
-        self.name = name
-        self.calls = calls
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kept: Inputs = tree_map_only(torch.Tensor, lambda value: value.detach().clone(), (args, kwargs))
-        self.calls.setdefault(self.name, []).append(kept)
+def _record(calls: dict[str, list[Inputs]], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    kept: Inputs = tree_map_only(torch.Tensor, lambda value: value.detach().clone(), (args, kwargs))
+    calls.setdefault(name, []).append(kept)
 
 
 class _Loaders(L.LightningDataModule):

@@ -1,7 +1,6 @@
 """Training towards the outputs of a larger model.
 
-``callback`` adds a term of ``loss`` to the training step's loss. A ``teacher`` is loaded and run beside the student;
-``recorded_calls`` collects the outputs of submodules of both.
+``callback`` adds a term of ``loss`` to the training step's loss. A ``teacher`` is loaded and run beside the student.
 """
 
 from lightning_accel.callbacks.distillation.callback import Distillation

@@ -1,12 +1,11 @@
 """Distillation of a teacher into the module that is trained."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -15,13 +14,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
 from lightning_accel.callbacks.compression_phase import current_phase
-from lightning_accel.callbacks.deployment.copies import (
-    WholeCopy,
-    copy_for_dry_run,
-    evaluate,
-    first_batches,
-    run_in_first_process,
-)
+from lightning_accel.callbacks.deployment.copies import WholeCopy
 from lightning_accel.callbacks.distillation.loss import (
     denominator_ratio,
     divergence,
@@ -30,12 +23,11 @@ from lightning_accel.callbacks.distillation.loss import (
     position_mask,
     squared_error,
 )
-from lightning_accel.callbacks.distillation.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
+from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.strategies import PipelineStrategy
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
-_Use = Callable[[L.LightningModule, Callable[[], STEP_OUTPUT], tuple[Any, ...]], None]
 
 
 class Distillation(L.Callback):
@@ -76,8 +68,7 @@ class Distillation(L.Callback):
     Raises:
         ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
             submodule does not exist, a strategy cannot copy the student, or nothing in the Trainer would change a
-            ``"dense"`` one; before training, or in the first step where that cannot be tried before, if the teacher
-            cannot take the student's inputs, or shapes differ.
+            ``"dense"`` one; in the first step, if the teacher cannot take the student's inputs, or shapes differ.
         TypeError: before training, with manual optimization or under ``accel_pipeline``; in the first step, if outputs
             hold no tensor, or ``training_step`` returns no loss.
         FileNotFoundError: before training, if there is no such checkpoint.
@@ -108,7 +99,6 @@ class Distillation(L.Callback):
         self.module = module
         self.class_dim, self.ignore_index = class_dim, ignore_index
         self._copy: WholeCopy | None = None
-        self._untried: WholeCopy | None = None
         self._teacher: Teacher | None = None
         self._saved: dict[str, Any] = {}  # the teacher's weights from a checkpoint
         self._reset()
@@ -125,7 +115,6 @@ class Distillation(L.Callback):
         if stage != "fit":
             return
         self._saved = {}
-        self._untried = None
         self._require_supported(trainer, pl_module)
         if self.teacher == "dense" and not current_phase(trainer):
             raise ValueError(
@@ -134,7 +123,7 @@ class Distillation(L.Callback):
             )
         if self.teacher in _COPIES_OF_STUDENT:
             self._teacher = None
-            self._copy = self._untried = _make_copy(trainer, pl_module, self.teacher)
+            self._copy = _make_copy(trainer, pl_module, self.teacher)
             return
         if isinstance(self.teacher, nn.Module):
             if {id(one) for one in self.teacher.parameters()} & {id(one) for one in pl_module.parameters()}:
@@ -148,7 +137,6 @@ class Distillation(L.Callback):
         else:
             module = load_teacher(self.teacher)
         self._teacher = Teacher(module)
-        self._untried = _copy_for_dry_run(trainer, pl_module)
 
     def _require_supported(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         name = type(pl_module).__name__
@@ -167,23 +155,6 @@ class Distillation(L.Callback):
         """Copy the student before other callbacks change it, unless a strategy loads its weights later."""
         if not (trainer.ckpt_path and trainer.strategy.restore_checkpoint_after_setup):
             self._make_initial_teacher(trainer, pl_module)
-        untried, self._untried = self._untried, None
-        if untried is not None and self._teacher is not None:
-            self._require_module(pl_module)
-            self._place(trainer, pl_module)
-            _dry_run_step(trainer, pl_module, untried, self._try, "distill")
-
-    def _try(self, module: L.LightningModule, step: Callable[[], STEP_OUTPUT], batch: Any) -> None:
-        """Compare one step of a copy, so that a teacher of other inputs or outputs fails before training."""
-        self._reset()
-        self._watch(module)
-        try:
-            with self._recorder.recording() as calls:
-                output = step()
-            if output is not None and calls:
-                self._distance(module, calls, batch, output.get("weight") if isinstance(output, Mapping) else None)
-        finally:
-            self._recorder.close()
 
     def before_model_changes(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See :func:`~lightning_accel.callbacks.compression_phase.announce_change`."""
@@ -204,9 +175,7 @@ class Distillation(L.Callback):
                     own.copy_(buffer)
             made.load_state_dict(self._saved["weights"], assign=True)  # in the dtypes of the checkpoint
         else:
-            whole = self._copy.make(trainer, pl_module, everywhere=True)
-            assert whole is not None
-            made = whole
+            made = cast(L.LightningModule, self._copy.make(trainer, pl_module, everywhere=True))
         self._copy, self._saved = None, {}
         self._teacher = Teacher(made)
 
@@ -229,13 +198,8 @@ class Distillation(L.Callback):
         assert self._teacher is not None
         self._teacher.place(trainer.strategy.root_device, _common_dtype(pl_module))
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._watch(pl_module)
-
-    def _watch(self, module: L.LightningModule) -> None:
-        self._recorder.watch(module, callable_parts(module) if self._student is None else [self._student])
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        self._recorder.watch(pl_module, callable_parts(pl_module) if self._student is None else [self._student])
 
     # ---- the step
 
@@ -295,12 +259,11 @@ class Distillation(L.Callback):
                 f"the teacher gives {tuple(aim.shape)} where the student gives {tuple(own.shape)}; it must be of the "
                 "same task, with as many outputs"
             )
-        shape = own.shape
-        if self.loss == "kl":
-            shape = own.select(self.class_dim, 0).shape
-        keep = position_mask(shape, lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+        lengths = lengths_in(module, call.args, call.kwargs)
+        shape = own.select(self.class_dim, 0).shape if self.loss == "kl" else own.shape
+        keep = position_mask(shape, lengths, batch, self.ignore_index)
         if keep is None and self.loss == "mse" and own.ndim > 1:  # several values per position
-            keep = position_mask(own.shape[:-1], lengths_in(module, call.args, call.kwargs), batch, self.ignore_index)
+            keep = position_mask(own.shape[:-1], lengths, batch, self.ignore_index)
         keep = None if keep is None else keep.to(own.device)
         with torch.autocast(own.device.type, enabled=False):
             share = denominator_ratio(keep, weight)
@@ -354,18 +317,6 @@ def _make_copy(trainer: L.Trainer, pl_module: L.LightningModule, teacher: object
     return WholeCopy(pl_module)
 
 
-def _copy_for_dry_run(trainer: L.Trainer, pl_module: L.LightningModule) -> WholeCopy | None:
-    """Return a copy of the student to try a step on, or None where one would cost what training does without."""
-    if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
-        return None
-    if type(pl_module).configure_model is not L.LightningModule.configure_model:
-        return None
-    try:
-        return WholeCopy(pl_module)
-    except TypeError:
-        return None
-
-
 def _to_function(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_OUTPUT]:
     if isinstance(step, MethodType) and step.__self__ is pl_module:
         return step.__func__
@@ -375,72 +326,6 @@ def _to_function(step: Any, pl_module: L.LightningModule) -> Callable[..., STEP_
         return step(*args, **kwargs)
 
     return training_step
-
-
-class _UntriedError(Exception):
-    """Mark a failure of the step itself outside of the training loop, where it may lack its Trainer."""
-
-
-def _dry_run_step(trainer: L.Trainer, pl_module: L.LightningModule, copied: WholeCopy, use: _Use, purpose: str) -> None:
-    """Run ``training_step`` on the first batch before training; all processes must call it.
-
-    The step runs on a copy, with separate loaders, the run's precision and restored random numbers, so that training
-    is unchanged. Nothing is checked if the module cannot be copied, its instance overrides ``training_step``, the
-    loader cannot be read twice, or the step itself fails, since it may need the Trainer that trains.
-
-    Args:
-        trainer: a Trainer in ``on_fit_start``.
-        pl_module: the module to be trained.
-        copied: a copy of ``pl_module``, see :func:`~lightning_accel.callbacks.deployment.copies.dry_run`.
-        use: called in the first process with the copy, a function that runs the step, and the step's arguments.
-        purpose: a verb for the error message in the other processes.
-
-    Raises:
-        Exception: what ``use`` raises; in the other processes a RuntimeError that quotes it.
-    """
-    if "training_step" in vars(pl_module):  # it may be bound to the module to be trained
-        return
-
-    def make() -> L.LightningModule | None:
-        try:
-            return copy_for_dry_run(trainer, pl_module, copied)
-        except TypeError:  # it cannot be copied, which training does not require
-            return None
-
-    def run(module: L.LightningModule) -> None:
-        loader = first_batches(trainer, of_training=True)
-        if loader is None:
-            return
-        module.to(trainer.strategy.root_device, _common_dtype(pl_module))
-        original, failures = module.training_step, []
-
-        def step_once(batch: Any, *args: Any) -> None:
-            arguments = trainer.precision_plugin.convert_input(batch), *args
-
-            def step() -> STEP_OUTPUT:
-                try:
-                    return original(*arguments)
-                except Exception as error:
-                    raise _UntriedError from error
-
-            module.train()
-            with torch.enable_grad(), trainer.precision_plugin.train_step_context():
-                try:
-                    use(module, step, arguments)
-                except Exception as error:
-                    failures.append(error)
-
-        vars(module)["validation_step"] = step_once
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # training repeats the relevant ones
-            try:
-                evaluate(module, loader, limit_batches=1, datamodule=trainer.datamodule)  # type: ignore[attr-defined]
-            except Exception:  # from hooks around the step
-                return
-        if failures and not isinstance(failures[0], _UntriedError):
-            raise failures[0]
-
-    run_in_first_process(trainer, make, run, purpose)
 
 
 def _common_dtype(module: nn.Module) -> torch.dtype | None:

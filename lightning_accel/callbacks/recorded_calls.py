@@ -1,8 +1,9 @@
 """Recording of the inputs and outputs of submodules while a step runs."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -39,7 +40,7 @@ class CallRecorder:
         for name, one in wanted.items():
             if name not in self._hooks:
                 compiled = one._compiled_call_impl is not None
-                hook = _Hook(name, self)
+                hook = partial(self._record, name)
                 handle = _CompiledCallHook(one, hook) if compiled else one.register_forward_hook(hook, with_kwargs=True)
                 self._hooks[name] = one, handle
 
@@ -57,25 +58,16 @@ class CallRecorder:
         finally:
             self._here.calls = None
 
-    def keep(self, name: str, call: Call) -> None:
+    def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         calls = getattr(self._here, "calls", None)
         if calls is not None:
-            calls.setdefault(name, []).append(call)
-
-
-class _Hook:
-    def __init__(self, name: str, recorder: CallRecorder) -> None:
-        self.name = name
-        self.recorder = recorder
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.recorder.keep(self.name, Call(args, kwargs, output))
+            calls.setdefault(name, []).append(Call(args, kwargs, output))
 
 
 class _CompiledCallHook:
     """Hook the call from outside of ``module.compile()``, since a hook inside would break the graph; not copied."""
 
-    def __init__(self, module: Any, hook: _Hook) -> None:
+    def __init__(self, module: Any, hook: Callable[..., None]) -> None:
         self.module, self.hook = module, hook
         self.compiled = module._compiled_call_impl
         module._compiled_call_impl = self.call
@@ -103,7 +95,7 @@ def callable_parts(module: nn.Module) -> list[str]:
     return names
 
 
-def outermost(calls: Calls, module: nn.Module) -> str | None:
+def outermost(calls: Collection[str], module: nn.Module) -> str | None:
     """Return the called module with the most parameters; among equals, the outermost."""
     sizes = {name: sum(one.numel() for one in module.get_submodule(name).parameters()) for name in calls}
     return max(sizes, key=lambda name: (sizes[name], -len(name)), default=None)
