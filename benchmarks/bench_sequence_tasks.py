@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from sequence_tasks import TASKS, TaskDataModule
 
 from lightning_accel import SequenceDataModule, SequenceModel
 from lightning_accel.data.sequences.batch import IGNORED
@@ -76,13 +77,13 @@ RECIPES = {
         {"gru": 53, "lstm": 113, "mingru, 2 layers": 40},
     ),
     "selective_copying": Recipe(
-        {"task": "selective_copying", "length": 64, "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
+        {"task": "selective_copying", "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
         {"cell": "mingru", "hidden_dim": 192, "residual": True},
         {"mingru": {}, "mingru, 2 layers": {"num_layers": 2}, "mingru, 3 layers": {"num_layers": 3}},
         {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=2e-2,
     ),
     "selective_copying, gated by the state": Recipe(
-        {"task": "selective_copying", "length": 64, "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
+        {"task": "selective_copying", "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
         {"cell": "gru", "hidden_dim": 128, "residual": True},
         {"gru, 3 layers": {"num_layers": 3}}, {}, lr=5e-3,
     ),
@@ -105,12 +106,16 @@ class Scheduled(SequenceModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def make_data(task: str, **options: Any) -> SequenceDataModule:
+    return TaskDataModule(task, **options) if task in TASKS else SequenceDataModule(task=task, **options)
+
+
 def train(recipe: Recipe, subject: str, seed: int, steps: int, device: str) -> dict[str, float]:
     L.seed_everything(seed, verbose=False)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     model = Scheduled(**recipe.model | recipe.subjects[subject])
     model.recipe, model.steps = recipe, steps
-    data = SequenceDataModule(**recipe.data, seed=seed)
+    data = make_data(**recipe.data, seed=seed)
     trainer = L.Trainer(
         accelerator=device, devices=1, max_steps=steps, limit_val_batches=0.0, gradient_clip_val=1.0,
         enable_checkpointing=False, **quiet,
@@ -140,7 +145,7 @@ def accepted_up_to(model: SequenceModel, data: SequenceDataModule) -> int:
 def check() -> None:
     """The tasks say what they should, by another way."""
     for task in ("adding", "parity", "parity_steps"):
-        data = SequenceDataModule(task=task, num_sequences=200, seed=5)
+        data = make_data(task, num_sequences=200, seed=5)
         data.setup()
         for x, lengths, target, _ in data.test_dataloader():
             for row, steps, expected in zip(x, lengths.tolist(), target, strict=True):

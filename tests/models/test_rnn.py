@@ -396,9 +396,7 @@ class TestTruncation:
     def test_a_datamodule_that_cuts_sequences_is_trained_on_and_resumed_within_one(self, tmp_path, callbacks):
         def run(max_steps, ckpt_path=None):
             torch.manual_seed(1)
-            data = SequenceDataModule(
-                task="selective_copying", length=16, num_sequences=80, global_batch_size=20, chunk_steps=6
-            )
+            data = SequenceDataModule(task="adding", length=32, num_sequences=80, global_batch_size=20, chunk_steps=6)
             model = SequenceModel(hidden_dim=8, cell="lstm", optimizer=SGD)
             fitted = trainer(max_epochs=-1, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
             fitted.fit(model, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)

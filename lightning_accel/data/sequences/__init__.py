@@ -1,7 +1,7 @@
 """Sequences of unequal lengths.
 
-``datamodule`` reads ``files`` or generates ``tasks``, divides them by ``splits`` into ``dataset``s, and draws batches
-of similar length by ``length_sampler``. A ``batch`` holds padded values, lengths and targets.
+``datamodule`` divides ``files`` or generated sequences by ``splits`` into ``dataset``s, and draws batches of similar
+length by ``length_sampler``. A ``batch`` holds padded values, lengths and targets.
 """
 
 from lightning_accel.data.sequences.datamodule import SequenceDataModule

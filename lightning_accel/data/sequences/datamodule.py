@@ -24,7 +24,6 @@ from lightning_accel.data.sequences.splits import (
     file_splits,
     file_to_predict,
     generated_splits,
-    task_lengths,
 )
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
@@ -55,13 +54,9 @@ class SequenceDataModule(L.LightningDataModule):
         path: file of sequences; by default, ``task`` is used.
         task: a generated task, if there is no ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows,
             ``digits_pixels``, as 64 pixels, ``digits_permuted``, as 64 pixels in a fixed random order; ``adding``, the
-            sum of two marked numbers; ``selective_copying``, recall of symbols among blanks; ``parity`` of bits, or
-            ``parity_steps`` with a label for each step; ``counting``, a^n b^n. See ``tasks``.
-        length: steps of a generated sequence, or a pair of their minimum and maximum; for ``selective_copying`` the
-            number of blanks and symbols among them, for ``counting`` n. By default 100, for ``parity`` 3 to 40, for
-            ``selective_copying`` 256, for ``counting`` 1 to 50.
-        test_length: like ``length``, for test sequences; by default equal to ``length``, but 40 to 256 for ``parity``,
-            and each n from 1 to 256 for ``counting``.
+            sum of two marked numbers.
+        length: steps of a generated sequence, or a pair of their minimum and maximum; by default 100.
+        test_length: like ``length``, for test sequences; by default equal to ``length``.
         num_sequences: number of generated sequences, for training, validation and test together; by default 10,000.
         target_kind: target in a file: a class (``classification``) or one or K numbers (``regression``) for each
             sequence, a class for each step (``labelling``; steps without one do not count), or none (``forecasting``).
@@ -132,7 +127,12 @@ class SequenceDataModule(L.LightningDataModule):
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
         self.layout = Layout(target_kind, target, tuple(list_of_names(values)), id_column, step_column)
-        self.lengths = None if self.task is None else task_lengths(self.task, length, test_length)
+        if self.task not in (None, *get_args(TaskName)):
+            raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
+        length_or_usual = 100 if length is None else length
+        self.lengths: tuple[Length, Length] | None = None
+        if self.task == "adding":
+            self.lengths = length_or_usual, length_or_usual if test_length is None else test_length
         generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
         self._require_effect([name for name, value in generated.items() if value is not None])
         self.num_sequences = 10_000 if num_sequences is None else num_sequences
@@ -143,15 +143,11 @@ class SequenceDataModule(L.LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
 
-    @property
-    def _is_generated(self) -> bool:
-        return self.lengths is not None
-
     def _require_effect(self, given: list[str]) -> None:
         """Raise a ValueError if an option would have no effect."""
         if self.path is not None and self.task is not None:
             raise ValueError(f"give path or task, not both; got path={self.path}, task={self.task!r}")
-        if given and not self._is_generated:
+        if given and self.lengths is None:
             what = f"the file {self.path}" if self.task is None else f"task={self.task!r}"
             raise ValueError(f"{', '.join(given)} would have no effect on {what}, which is not generated")
         if self.path is None and (self.layout != Layout() or self.predict_path is not None):
@@ -178,7 +174,7 @@ class SequenceDataModule(L.LightningDataModule):
             return file_splits(self.path, self.layout, self.shares, self.seed)
         if self.lengths is None:
             return digit_splits(self.task, self.shares, self.seed)
-        return generated_splits(self.task, self.lengths, self.num_sequences, self.shares, self.seed)
+        return generated_splits(self.lengths, self.num_sequences, self.shares, self.seed)
 
     def _describe(self, splits: SequenceSplits) -> None:
         self.target_kind = splits.kind
@@ -213,7 +209,7 @@ class SequenceDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         resuming = trainer is None or trainer.state.fn == TrainerFn.FITTING
         now = self.state_dict()
-        if self._is_generated and not resuming:
+        if self.lengths is not None and not resuming:
             del now["task"], now["split"]  # generated sequences of another length or seed are new to the model
         remedy = "Give the file and the split of its run; new sequences go in predict_path"
         require_same_data(state_dict, now, f"sequences than those of {self.path or self.task}", remedy)

@@ -1,10 +1,10 @@
-"""Splits of the sequences of files, generated tasks and digits for training, validation and test."""
+"""Splits of the sequences of files, of the adding problem and of digits for training, validation and test."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,35 +13,14 @@ from torch import Tensor
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, Layout, TargetKind, read_sequences
-from lightning_accel.data.sequences.tasks import (
-    adding_problem,
-    counting,
-    digit_pixels,
-    parity,
-    random_counts,
-    selective_copying,
-)
 from lightning_accel.data.tables.files import read_classes, read_known_classes, split_in_three
+from lightning_accel.ops.extras import import_on_use
 
-TaskName = Literal[
-    "digits_rows",
-    "digits_pixels",
-    "digits_permuted",
-    "adding",
-    "parity",
-    "parity_steps",
-    "selective_copying",
-    "counting",
-]
+datasets = import_on_use("sklearn.datasets")
+
+TaskName = Literal["digits_rows", "digits_pixels", "digits_permuted", "adding"]
 Length = int | tuple[int, int]
 
-_LENGTHS: dict[str, tuple[Length, Length]] = {  # default lengths for training and test
-    "adding": (100, 100),
-    "parity": ((3, 40), (40, 256)),
-    "parity_steps": ((3, 40), (40, 256)),
-    "selective_copying": (256, 256),
-    "counting": ((1, 50), (1, 256)),
-}
 _BYTES = 256
 
 
@@ -62,74 +41,55 @@ class SequenceSplits:
     digest: str | None = None  # digest of the training and validation sequences of a file
 
 
-def task_lengths(
-    task: TaskName, length: Length | None = None, test_length: Length | None = None
-) -> tuple[Length, Length] | None:
-    """Return the lengths of training and of test sequences, by default those of the task; None for digits.
-
-    Raises:
-        ValueError: if there is no such task, or a range of lengths is given where it needs one length.
-    """
-    if task not in get_args(TaskName):
-        raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
-    if task not in _LENGTHS:
-        return None
-    usual, usual_test = _LENGTHS[task]
-    train = usual if length is None else length
-    test = (train if usual == usual_test else usual_test) if test_length is None else test_length
-    for given in (train, test):
-        if task == "selective_copying" and not isinstance(given, int):
-            raise ValueError(f"{task} has sequences of one length; got {given}")
-    return train, test
-
-
 def generated_splits(
-    task: TaskName, lengths: tuple[Length, Length], num_sequences: int, shares: tuple[float, float], seed: int
+    lengths: tuple[Length, Length], num_sequences: int, shares: tuple[float, float], seed: int
 ) -> SequenceSplits:
     """Generate the three splits of ``num_sequences``, each from a seed of its own; test lengths are ``lengths[1]``."""
     held_out = [max(1, round(share * num_sequences)) for share in shares]
     counts = [num_sequences - sum(held_out), *held_out]
     if counts[0] < 1:
         raise ValueError(f"num_sequences must leave some to train on; got {num_sequences}, of which {held_out} do not")
-    parts = [
-        _generate(task, count, length, 3 * seed + part)
+    train, val, test = (
+        adding_problem(count, (length, length) if isinstance(length, int) else length, 3 * seed + part)
         for part, (count, length) in enumerate(zip(counts, (lengths[0], *lengths), strict=True))
-    ]
-    if task == "counting":
-        parts[2] = counting(torch.arange(*_length_range(lengths[1], 1)))  # each number once
-    train, val, test = parts[0], _sort_by_length(parts[1]), _sort_by_length(parts[2])
-    test_ids = [str(row) for row in parts[2].lengths.argsort(stable=True).tolist()]
-    match task:
-        case "adding":
-            return SequenceSplits(train, val, test, "regression", None, None, ["number", "mark"], test_ids)
-        case "parity":
-            return SequenceSplits(train, val, test, "classification", ["even", "odd"], 2, None, test_ids)
-        case "parity_steps":
-            return SequenceSplits(train, val, test, "labelling", ["even", "odd"], 2, None, test_ids)
-        case "counting":
-            return SequenceSplits(train, val, test, "labelling", ["a or b", "b", "end"], 2, None, test_ids)
-    vocab_size = int(train.steps.max()) + 1
-    names = [str(symbol) for symbol in range(1, vocab_size - 1)]
-    return SequenceSplits(train, val, test, "labelling", names, vocab_size, None, test_ids)
+    )
+    order = test.lengths.argsort(stable=True)
+    ids = [str(row) for row in order.tolist()]
+    val = val.select(val.lengths.argsort(stable=True))
+    return SequenceSplits(train, val, test.select(order), "regression", feature_names=["number", "mark"], test_ids=ids)
 
 
-def _length_range(length: Length, beyond: int = 0) -> tuple[int, int]:
-    least, most = (length, length) if isinstance(length, int) else length
-    return least, most + beyond
+def adding_problem(num_sequences: int, lengths: tuple[int, int], seed: int) -> SequenceDataset:
+    """Generate the adding problem: features are a number in [0, 1) and a mark, 1 at two steps; the target is their sum.
+
+    Lengths are uniformly distributed between the two numbers ``lengths``, both inclusive. Predicting 1 always has a
+    mean squared error of 1/6.
+
+    Source: Hochreiter & Schmidhuber 1997, https://doi.org/10.1162/neco.1997.9.8.1735, task 5.4; the marks are anywhere,
+    as in Bai et al. 2018, https://arxiv.org/abs/1803.01271, while the former have one in either half.
+
+    Raises:
+        ValueError: if a sequence would have fewer than two steps.
+    """
+    if not 2 <= lengths[0] <= lengths[1]:
+        raise ValueError(f"lengths must be a pair (least, most) from 2 up; got {lengths}")
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(lengths[0], lengths[1] + 1, (num_sequences,), generator=generator)
+    starts = steps.cumsum(0) - steps
+    first = _random_below(steps, generator)
+    second = _random_below(steps - 1, generator)
+    second += second >= first  # any step but that of the first mark
+    values = torch.zeros(int(steps.sum()), 2)
+    values[:, 0] = torch.rand(len(values), generator=generator)
+    values[starts + first, 1] = values[starts + second, 1] = 1
+    total = values[starts + first, 0] + values[starts + second, 0]
+    return SequenceDataset(values, steps, target=total)
 
 
-def _generate(task: TaskName, count: int, length: Length, seed: int) -> SequenceDataset:
-    between = _length_range(length)
-    match task:
-        case "adding":
-            return adding_problem(count, between, seed)
-        case "parity" | "parity_steps":
-            return parity(count, between, seed, each_step=task == "parity_steps")
-        case "selective_copying":
-            return selective_copying(count, between[1], seed)
-        case "counting":
-            return counting(random_counts(count, between, seed))
-    raise AssertionError(task)
+def _random_below(limits: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw an integer in [0, limit) for each of ``limits``."""
+    # float64, as a float32 just below 1 times the limit may be rounded up to the limit
+    return (torch.rand(len(limits), generator=generator, dtype=torch.float64) * limits).long()
 
 
 def digit_splits(task: TaskName, shares: tuple[float, float], seed: int) -> SequenceSplits:
@@ -143,6 +103,20 @@ def digit_splits(task: TaskName, shares: tuple[float, float], seed: int) -> Sequ
     return SequenceSplits(
         rows.select(train), rows.select(val), rows.select(test), "classification", digits, None, names, ids
     )
+
+
+def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceDataset:
+    """Return the 1,797 digits of scikit-learn in [0, 1] as 8 rows of 8 pixels, or as 64 pixels, equally ``permuted``.
+
+    Source: Le et al. 2015, https://arxiv.org/abs/1504.00941, sec. 4.2, where the digits are 28 x 28.
+    """
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).float().div(16)
+    if permuted:
+        images = images[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    steps, features = (8, 8) if rows_at_once else (64, 1)
+    lengths = torch.full((len(images),), steps)
+    return SequenceDataset(images.reshape(-1, features), lengths, target=torch.from_numpy(labels).long())
 
 
 def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: int) -> SequenceSplits:
@@ -166,22 +140,23 @@ def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: i
 
 def _digest(read: FileSequences, rows: np.ndarray, target: Tensor | None, labels: Tensor | None) -> str:
     """Digest the sequences ``rows``, before standardization, and their targets."""
-    inside = np.zeros(len(read.lengths), dtype=bool)
-    inside[rows] = True
-    of_steps = np.repeat(inside, read.lengths)
+    of_steps = _steps_of(read, rows)
     parts = [rows, read.lengths[rows], read.steps[of_steps]]
     parts += [] if target is None else [target.numpy()[rows]]
     parts += [] if labels is None else [labels.numpy()[of_steps]]
     return digest_of(*parts)
 
 
+def _steps_of(read: FileSequences, rows: np.ndarray) -> np.ndarray:
+    """Return which of all steps are in the sequences ``rows``, (N,) bool."""
+    return np.repeat(np.isin(np.arange(len(read.lengths)), rows), read.lengths)
+
+
 def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return means and standard deviations, (F,), over the steps of the sequences ``train``; None for tokens."""
     if read.steps.ndim == 1:
         return None, None
-    inside = np.zeros(len(read.lengths), dtype=bool)
-    inside[train] = True
-    fitted = read.steps[np.repeat(inside, read.lengths)]
+    fitted = read.steps[_steps_of(read, train)]
     if not len(fitted):
         raise ValueError(f"all sequences of {path} that train are empty; others are needed")
     std = fitted.std(axis=0)
@@ -231,8 +206,3 @@ def _encode_target(
             advice = "for quantities of each step there is no target_kind"
             labels, classes = read_known_classes(read.target, path, advice)
             return None, torch.from_numpy(labels.astype(np.int32)), classes
-
-
-def _sort_by_length(rows: SequenceDataset) -> SequenceDataset:
-    """Sort by length, so that consecutive batches have little padding."""
-    return rows.select(rows.lengths.argsort(stable=True))

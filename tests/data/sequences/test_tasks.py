@@ -3,15 +3,7 @@
 import pytest
 import torch
 
-from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.data.sequences.tasks import (
-    adding_problem,
-    counting,
-    digit_pixels,
-    parity,
-    random_counts,
-    selective_copying,
-)
+from lightning_accel.data.sequences.splits import adding_problem, digit_pixels
 
 
 def each(rows):
@@ -40,53 +32,6 @@ def test_adding_problem_sums_the_marked_numbers():
     assert rows.target.sub(1).square().mean() == pytest.approx(1 / 6, abs=0.03)
 
 
-def test_parity_of_ones():
-    at_end = list(each(parity(200, (1, 6), seed=3)))
-    after_each = list(each(parity(200, (1, 6), seed=3, each_step=True)))
-    assert {len(x) for x, _ in at_end} == {1, 2, 3, 4, 5, 6}
-    assert {tuple(x.tolist()) for x, _ in at_end} > {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
-    for (x, label), (same, labels) in zip(at_end, after_each, strict=True):
-        assert same.equal(x)
-        odd = [sum(x.tolist()[: i + 1]) % 2 for i in range(len(x))]
-        assert label == odd[-1]
-        assert labels.tolist() == odd
-
-
-def test_selective_copying_asks_for_the_symbols_in_order():
-    rows = selective_copying(600, context=48, seed=0)
-    places = torch.zeros(48)
-    for x, target in each(rows):
-        symbols = [symbol for symbol in x.tolist()[:48] if symbol]
-        assert len(symbols) == 16
-        assert set(symbols) <= {*range(1, 15)}
-        assert x.tolist()[48:] == [15] * 16
-        assert target.tolist() == [IGNORED] * 48 + [symbol - 1 for symbol in symbols]
-        places += x[:48] > 0
-    torch.testing.assert_close(places / 600, torch.full((48,), 1 / 3), atol=0.08, rtol=0)
-
-
-def test_selective_copying_as_published():
-    rows = selective_copying(700, context=40, seed=0)  # more than are drawn together
-    tokens = rows.steps.view(700, 56)
-    assert tokens.unique().tolist() == list(range(16))
-    assert (tokens[:, :40] > 0).sum(dim=1).unique().tolist() == [16]
-    assert rows.labels.unique().tolist() == [IGNORED, *range(14)]
-
-
-def test_counting_labels_what_may_follow():
-    for (x, labels), n in zip(each(counting(torch.tensor([3, 1, 5]))), (3, 1, 5), strict=True):
-        word = ["ab"[letter] for letter in x.tolist()]
-        assert "".join(word) == "a" * n + "b" * n
-        for i, label in enumerate(labels.tolist()):
-            prefix = word[: i + 1]
-            may_end = prefix.count("a") == prefix.count("b")
-            assert label == (2 if may_end else 1 if "b" in prefix else 0)
-
-
-def test_random_counts_take_every_number():
-    assert random_counts(200, (2, 5), seed=0).unique().tolist() == [2, 3, 4, 5]
-
-
 def test_digits_as_sequences():
     rows, pixels, permuted = digit_pixels(True), digit_pixels(False), digit_pixels(False, permuted=True)
     assert rows[[0, 1]].x.shape == (2, 8, 8)
@@ -102,35 +47,16 @@ def test_digits_as_sequences():
     assert rows.steps.max() == 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda seed: adding_problem(5, (3, 9), seed),
-        lambda seed: parity(5, (3, 9), seed),
-        lambda seed: selective_copying(5, 20, seed),
-    ],
-    ids=["adding", "parity", "selective"],
-)
-def test_seed_alone_decides(make):
+def test_seed_alone_decides():
     torch.manual_seed(1)
-    first = make(4)
+    first = adding_problem(5, (3, 9), 4)
     torch.manual_seed(2)
-    assert make(4).steps.equal(first.steps)
-    assert make(4).lengths.equal(first.lengths)
-    assert not (make(5).lengths.equal(first.lengths) and make(5).steps.equal(first.steps))
+    assert adding_problem(5, (3, 9), 4).steps.equal(first.steps)
+    assert adding_problem(5, (3, 9), 4).lengths.equal(first.lengths)
+    other = adding_problem(5, (3, 9), 5)
+    assert not (other.lengths.equal(first.lengths) and other.steps.equal(first.steps))
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: adding_problem(5, (1, 9), 0), r"pair \(least, most\) from 2 up; got \(1, 9\)"),
-        (lambda: parity(5, (9, 3), 0), r"pair \(least, most\) from 1 up; got \(9, 3\)"),
-        (lambda: parity(0, (3, 9), 0), "num_sequences must be at least 1; got 0"),
-        (lambda: selective_copying(5, 15, 0), "must hold 16 symbols to recall; got a length of 15"),
-        (lambda: counting(torch.tensor([2, 0])), r"at least 1; got \[2, 0\]"),
-    ],
-    ids=["adding", "parity", "none", "context", "counting"],
-)
-def test_impossible_tasks_are_refused(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()
+def test_impossible_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"pair \(least, most\) from 2 up; got \(1, 9\)"):
+        adding_problem(5, (1, 9), 0)
