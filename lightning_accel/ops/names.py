@@ -21,6 +21,13 @@ def list_of_names(names: Iterable[Name]) -> list[Name]:
     return list(names)
 
 
+def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Reject, with a ValueError, a ``value`` of the argument ``name`` that is not among those ``allowed``."""
+    known = list(allowed)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
 def find_excluded(module: nn.Module, exclude: Iterable[Exclusion]) -> dict[str, str]:
     """Find the modules, parameters and buffers that ``exclude`` matches, with all that these modules contain.
 

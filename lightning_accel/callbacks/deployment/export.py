@@ -43,7 +43,7 @@ from lightning_accel.compress.export.writing import (
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_layers
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import list_of_names, require_one_of
 
 _NUM_BATCHES = 2  # of validation, that the file is compared on
 
@@ -101,8 +101,7 @@ class Export(L.Callback):
         dynamic: bool = True,
         compare: bool = True,
     ) -> None:
-        if format != "auto" and format not in get_args(Format):
-            raise ValueError(f"format must be one of auto, {', '.join(get_args(Format))}; got {format!r}")
+        require_one_of("format", format, ["auto", *get_args(Format)])
         if isinstance(postprocess, str) and postprocess != "probabilities":
             raise ValueError(f"postprocess must be 'probabilities', a module or None; got {postprocess!r}")
         if isinstance(preprocess, str) and preprocess != "datamodule":

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
 import torch
@@ -43,12 +43,11 @@ from lightning_accel.compress.quantization.quantized import (
     Quantized,
     quantize,
     require_form,
-    require_one_of,
 )
 from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import DROPPED_IN, renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
 
@@ -113,9 +112,9 @@ class Quantization(L.Callback):
         device: Literal["cpu", "cuda"] = "cpu",
         start: int | float | None = None,
     ) -> None:
-        require_one_of("mode", mode, Mode)
-        require_one_of("backend", backend, Backend)
-        require_one_of("device", device, Literal["cpu", "cuda"])
+        require_one_of("mode", mode, get_args(Mode))
+        require_one_of("backend", backend, get_args(Backend))
+        require_one_of("device", device, ["cpu", "cuda"])
         if mode == "qat" and backend not in ("auto", "pt2e", "onnxruntime"):
             raise ValueError(f"mode='qat' is converted by backend 'pt2e' or 'onnxruntime'; got {backend!r}")
         if monitor_mode not in ("max", "min"):

@@ -1,8 +1,9 @@
 """Pruning while a model trains.
 
-``callback`` is the public class; it follows a schedule and leaves the weights to a ``structure``, which scores them:
-``masks`` (single weights and N:M) or ``channels``. ``weight_part`` gives access to the shard of a weight on this
-process.
+``callback`` is the public class; it follows a schedule and leaves the weights to ``masks`` (single weights and N:M) or
+``channels``. It calls these to attach to the module once the strategy has sharded it, before each optimizer step and
+after it, and to prune to a share, which never decreases; all processes make the same calls, so that each may use
+collectives. ``weight_part`` gives access to the shard of a weight on this process.
 """
 
 from lightning_accel.callbacks.pruning.callback import Pruning

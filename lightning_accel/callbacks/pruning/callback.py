@@ -1,7 +1,8 @@
 """Pruning of a module while it trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
@@ -13,19 +14,16 @@ from lightning_accel.callbacks.compression_phase import announce_change, defer_b
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.pruning.channels import ChannelStructure
 from lightning_accel.callbacks.pruning.masks import MaskStructure
-from lightning_accel.callbacks.pruning.structure import Structure, StructureOptions
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules, callbacks_of
 from lightning_accel.compress.pruning.masks import (
-    SCHEDULES,
     ScheduleName,
     Scope,
     drop_fraction_at,
     parse_structure,
-    require_scope,
     require_sparsity,
     sparsity_at,
 )
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import renamed_arguments
 
 _DROP_FRACTION = 0.3  # share of the weights that regrowth exchanges at first, as in Evci et al. 2020
@@ -108,16 +106,16 @@ class Pruning(L.Callback):
             raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
         pattern = None if structure == "channel" else parse_structure(structure)
         self.target = require_sparsity(sparsity, pattern)
-        require_scope(scope)
-        _require_one_of("schedule", schedule, SCHEDULES)
+        require_one_of("scope", scope, get_args(Scope))
+        require_one_of("schedule", schedule, get_args(ScheduleName))
         if not callable(criterion):
-            _require_one_of("criterion", criterion, ["magnitude"])
+            require_one_of("criterion", criterion, ["magnitude"])
         _require_step_or_share("begin", begin)
         _require_step_or_share("end", end)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
         if regrowth is not None:
-            _require_one_of("regrowth", regrowth, ["rigl"])
+            require_one_of("regrowth", regrowth, ["rigl"])
             if structure != "unstructured":
                 raise ValueError(f"regrowth={regrowth!r} needs structure='unstructured'; got {structure!r}")
         self.structure = structure
@@ -127,12 +125,12 @@ class Pruning(L.Callback):
         self.every_n_steps = every_n_steps
         self.regrowth = regrowth
         self.criterion = criterion
+        self.scope: Scope = scope
+        self.exclude = list_of_names(exclude)
         self.module = module
         self.round_to = round_to
         self.left_out: dict[str, str] = {}
-        names = tuple(list_of_names(exclude))
-        self._options = StructureOptions(structure, criterion, scope, names, self.target)
-        self._masks: Structure = self._make_structure()
+        self._masks = self._make_structure()
         self._reset()
 
     def _reset(self) -> None:
@@ -185,7 +183,7 @@ class Pruning(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.structure == "channel":
             # a public method, since there is no hook between reading the checkpoint and loading its weights
-            trainer.strategy.load_model_state_dict = _RebuildBeforeLoading(self, trainer)  # type: ignore[method-assign]
+            trainer.strategy.load_model_state_dict = partial(self._load_rebuilt, trainer)  # type: ignore[method-assign]
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
@@ -199,10 +197,20 @@ class Pruning(L.Callback):
             self._masks = self._make_structure()
         defer_best_checkpoints(trainer)
 
-    def _make_structure(self) -> Structure:
+    def _make_structure(self) -> MaskStructure | ChannelStructure:
         if self.structure == "channel":
-            return ChannelStructure(self._options, self.module, round_to=self.round_to)
-        return MaskStructure(self._options)
+            scope: Literal["layer", "global"] = "global" if self.scope == "global" else "layer"
+            return ChannelStructure(
+                self.criterion, scope, self.exclude, self.target, module=self.module, round_to=self.round_to
+            )
+        return MaskStructure(self.structure, self.criterion, self.scope, self.exclude, self.target)
+
+    def _load_rebuilt(self, trainer: L.Trainer, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a checkpoint as the strategy does, after the module has got the shapes of the checkpoint."""
+        strategy, state = trainer.strategy, checkpoint.get("callbacks", {}).get(self.state_key)
+        for module in (trainer.lightning_module, *averaged_modules(trainer)):  # WeightAveraging loads its average next
+            self.rebuild(module, state)
+        type(strategy).load_model_state_dict(strategy, checkpoint, strict=strict)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._module = pl_module
@@ -287,8 +295,8 @@ class Pruning(L.Callback):
                 announce_change(trainer, pl_module)
             self._reached = sparsity
             self._masks.prune_to(trainer, pl_module, sparsity)
-            if self.is_final_phase:
-                self._masks.finish(trainer, pl_module)
+            if self.is_final_phase and isinstance(self._masks, ChannelStructure):
+                self._masks.remove_channels(trainer, pl_module)
         if self.regrowth is not None and isinstance(self._masks, MaskStructure) and self._step > self._first:
             fraction = drop_fraction_at(self._step, self._first, self._last, _DROP_FRACTION)
             self._masks.regrow(trainer, fraction)
@@ -331,9 +339,9 @@ class Pruning(L.Callback):
             "masks": self._masks.state_dict(),
         }
 
-    def rebuild(self, pl_module: L.LightningModule, state: dict[str, Any]) -> None:
+    def rebuild(self, pl_module: nn.Module, state: dict[str, Any] | None) -> None:
         """Change a new module to the shapes of a checkpoint in which this callback has the given ``state``."""
-        if state:
+        if state and isinstance(self._masks, ChannelStructure):
             self._masks.rebuild(pl_module, state["masks"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -345,33 +353,12 @@ class Pruning(L.Callback):
             self._set_steps(self._module.trainer)
 
 
-def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-
 def _require_strategy(strategy: Strategy) -> None:
     if isinstance(strategy, FSDPStrategy | DeepSpeedStrategy):
         raise TypeError(
             f"{type(strategy).__name__} flattens parameters, so that weights of a layer cannot be told apart; take the "
             "strategy 'accel_fsdp2'"
         )
-
-
-class _RebuildBeforeLoading:
-    """Replace a strategy's ``load_model_state_dict`` to give the module the shapes of the checkpoint first."""
-
-    def __init__(self, pruning: Pruning, trainer: L.Trainer) -> None:
-        self.pruning = pruning
-        self.trainer = trainer
-
-    def __call__(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        strategy, state = self.trainer.strategy, checkpoint.get("callbacks", {}).get(self.pruning.state_key)
-        if state:
-            # WeightAveraging loads its average next
-            for module in (self.trainer.lightning_module, *averaged_modules(self.trainer)):
-                self.pruning._masks.rebuild(module, state["masks"])
-        type(strategy).load_model_state_dict(strategy, checkpoint, strict=strict)
 
 
 def _format_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed, in_float32
-from lightning_accel.callbacks.pruning.structure import StructureOptions
 from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, find_channel_groups
 from lightning_accel.compress.channels.plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
+from lightning_accel.compress.pruning.masks import Criterion
 from lightning_accel.compress.uncompiled import uncompiled
-from lightning_accel.ops.names import find_excluded
+from lightning_accel.ops.names import Exclusion, find_excluded
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
 
@@ -33,13 +33,25 @@ class ChannelStructure:
     ``scope="erk"``, which is a rule for single weights.
 
     Args:
-        options: the options given to :class:`~lightning_accel.callbacks.Pruning`.
+        criterion: as that of :class:`~lightning_accel.callbacks.Pruning`, like all that follow.
+        scope: ``"layer"`` or ``"global"``.
+        exclude: names, patterns or classes.
+        target: final share of the channels to remove.
         module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
         round_to: round the number of channels that each layer keeps up to a multiple of this.
     """
 
-    def __init__(self, options: StructureOptions, module: str | None = None, round_to: int = 1) -> None:
-        self.options = options
+    def __init__(
+        self,
+        criterion: Criterion,
+        scope: Literal["layer", "global"],
+        exclude: Sequence[Exclusion],
+        target: float,
+        *,
+        module: str | None = None,
+        round_to: int = 1,
+    ) -> None:
+        self.criterion, self.scope, self.exclude, self.target = criterion, scope, exclude, target
         self.module = module
         self.round_to = round_to
         self.groups: ChannelGroups | None = None  # None once the channels are removed
@@ -83,19 +95,18 @@ class ChannelStructure:
 
     def _require_effect(self) -> None:
         any_scores = {name: torch.arange(size, dtype=torch.float64) for name, size in self._sizes.items()}
-        gone = choose_channels(any_scores, self.options.target, "layer", self.round_to)
-        if self.options.target and not any(gone.values()):
+        gone = choose_channels(any_scores, self.target, "layer", self.round_to)
+        if self.target and not any(gone.values()):
             raise ValueError(
-                f"round_to={self.round_to} lets no channel go at a target of {self.options.target}; the layers have "
+                f"round_to={self.round_to} lets no channel go at a target of {self.target}; the layers have "
                 f"{', '.join(map(str, self._sizes.values()))}. Lower it, or raise the target"
             )
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         if self.groups is None:
             return
-        scores = score_channels(pl_module, self.groups, self.options.criterion)
-        scope = "global" if self.options.scope == "global" else "layer"
-        chosen = choose_channels(scores, sparsity, scope, self.round_to)
+        scores = score_channels(pl_module, self.groups, self.criterion)
+        chosen = choose_channels(scores, sparsity, self.scope, self.round_to)
         self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
         self._update_indices(pl_module)
         self._zero(trainer, with_moments=True)
@@ -110,7 +121,7 @@ class ChannelStructure:
         if self.groups is not None:
             self._zero(trainer, with_moments=False)  # moments stay zero, since these entries get no gradient
 
-    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def remove_channels(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.groups is None:
             return
         plan = self.groups.plan(pl_module, {name: gone for name, gone in self.removed.items() if gone})
@@ -192,7 +203,7 @@ class ChannelStructure:
         made = in_float32(trainer, made)
         found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
         try:
-            exclude = _excluded_within(made, self.options.exclude, found.name)
+            exclude = _excluded_within(made, self.exclude, found.name)
             groups = find_channel_groups(found.module, *found.inputs[0], exclude=exclude)
         except TypeError as error:
             raise TypeError(f"{error}. Pruning(module=...) names another") from error

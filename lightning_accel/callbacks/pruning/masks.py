@@ -1,7 +1,8 @@
 """Pruning by masks that keep weights at zero; each process masks its own shards."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.pruning.structure import StructureOptions
 from lightning_accel.callbacks.pruning.weight_part import (
     WeightPart,
     find_holders,
@@ -21,10 +21,17 @@ from lightning_accel.callbacks.pruning.weight_part import (
     unpack_bits,
 )
 from lightning_accel.callbacks.trainer_callbacks import averaged_weights
-from lightning_accel.compress.pruning.masks import choose_groups, choose_weights, parse_structure, score
+from lightning_accel.compress.pruning.masks import (
+    Criterion,
+    Scope,
+    choose_groups,
+    choose_weights,
+    parse_structure,
+    score,
+)
 from lightning_accel.compress.pruning.prunable import find_prunable, is_stacked
 from lightning_accel.compress.pruning.selection import Part, choose_lowest
-from lightning_accel.ops.names import clean_name
+from lightning_accel.ops.names import Exclusion, clean_name
 
 _MAX_SCORE = 1e38  # its double is still finite
 _MIN_COVERAGE = 0.75  # share of the values in matrices; below it, the target would mislead users
@@ -36,9 +43,12 @@ _EXPECTED_REASONS = (
 class MaskStructure:
     """Set the weights with the lowest scores, single or in N:M groups, to zero until they are regrown."""
 
-    def __init__(self, options: StructureOptions) -> None:
-        self.options = options
-        self.pattern = parse_structure(options.structure)
+    def __init__(
+        self, structure: str, criterion: Criterion, scope: Scope, exclude: Sequence[Exclusion], target: float
+    ) -> None:
+        self.structure = structure
+        self.criterion, self.scope, self.exclude, self.target = criterion, scope, exclude, target
+        self.pattern = parse_structure(structure)
         self.parts: list[WeightPart] = []
         self.pruned: dict[str, Tensor] = {}  # bool, for the shard on this process
         self.left_out: dict[str, str] = {}
@@ -54,7 +64,7 @@ class MaskStructure:
     # ---- setting up
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
-        found, self.left_out = find_prunable(pl_module, self.options.exclude)
+        found, self.left_out = find_prunable(pl_module, self.exclude)
         before = self.pruned
         self.parts = [WeightPart(*one) for one in found]
         self._device = trainer.strategy.root_device
@@ -65,15 +75,10 @@ class MaskStructure:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             raise ValueError(f"{type(pl_module).__name__} has no weight to prune: {reasons}")
         self._warn_of_low_coverage(pl_module)
-        self.pruned = {}
-        for part in self._local_parts():
-            mask = before.get(part.name)
-            fits = mask is not None and mask.shape == part.value.shape
-            self.pruned[part.name] = (
-                mask.to(part.value.device)
-                if fits and mask is not None
-                else torch.zeros_like(part.value, dtype=torch.bool)
-            )
+        self.pruned = {part.name: torch.zeros_like(part.value, dtype=torch.bool) for part in self._local_parts()}
+        for name, mask in before.items():
+            if name in self.pruned and self.pruned[name].shape == mask.shape:
+                self.pruned[name].copy_(mask)
         self._count()
         if self._loaded is not None:
             self._apply_state()
@@ -91,17 +96,12 @@ class MaskStructure:
             self._is_sharded = True
 
     def _exclude_unsupported(self) -> None:
-        kept = []
-        for part in self.parts:
-            reason = self._unsupported_reason(part)
-            if reason is None:
-                kept.append(part)
-            else:
-                self.left_out[part.name] = reason
+        reasons = [self._unsupported_reason(part) for part in self.parts]
+        self.left_out |= {part.name: reason for part, reason in zip(self.parts, reasons, strict=True) if reason}
+        kept = [number for number, reason in enumerate(reasons) if reason is None]
+        self.parts = [self.parts[number] for number in kept]
         if self._holders is not None:
-            of = {part.name: holder for part, holder in zip(self.parts, self._holders, strict=True)}
-            self._holders = [of[part.name] for part in kept]
-        self.parts = kept
+            self._holders = [self._holders[number] for number in kept]
 
     def _warn_of_low_coverage(self, pl_module: L.LightningModule) -> None:
         """Warn if the target leaves out many values in matrices without the user's having excluded them."""
@@ -117,7 +117,7 @@ class MaskStructure:
             described = "; ".join(f"{clean_name(name)}: {self.left_out[clean_name(name)]}" for name in largest)
             rank_zero_warn(
                 f"Pruning covers {share:.0%} of the values in the matrices of {type(pl_module).__name__}, so that "
-                f"{self.options.target * share:.0%} of them will be zero, not {self.options.target:.0%}. Left out are "
+                f"{self.target * share:.0%} of them will be zero, not {self.target:.0%}. Left out are "
                 f"{len(missed)} parameters, the largest of them {described}. Name what is to stay dense in exclude"
             )
 
@@ -125,9 +125,9 @@ class MaskStructure:
         if self.pattern is not None:
             length, size = part.shape[part.input_dim], self.pattern[1]
             if length % size:
-                return f"has {length} inputs, no multiple of {size}, for {self.options.structure}"
+                return f"has {length} inputs, no multiple of {size}, for {self.structure}"
             if part.is_sharded_along_input:
-                return f"its inputs are split over processes, so that groups of {self.options.structure} would be"
+                return f"its inputs are split over processes, so that groups of {self.structure} would be"
         return None
 
     def _local_parts(self) -> list[WeightPart]:
@@ -138,14 +138,13 @@ class MaskStructure:
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         scores = {part.name: self._to_part(part, self._compute_scores(part)) for part in self.parts}
         if self.pattern is not None:
-            share = sparsity / self.options.target
+            share = sparsity / self.target
             dims = {part.name: part.input_dim for part in self.parts}
             chosen = choose_groups(scores, dims, self.pattern, share, self._reduce(), self._device)
         else:
             shapes = {part.name: part.shape for part in self.parts}
             stacked = [part.name for part in self.parts if is_stacked(part.module, part.weight)]
-            scope: Any = self.options.scope
-            chosen = choose_weights(scores, shapes, sparsity, scope, self._reduce(), self._device, stacked)
+            chosen = choose_weights(scores, shapes, sparsity, self.scope, self._reduce(), self._device, stacked)
         for part in self._local_parts():
             mask = chosen[part.name]
             assert mask is not None
@@ -156,7 +155,7 @@ class MaskStructure:
     def _compute_scores(self, part: WeightPart) -> Tensor | None:
         if not part.is_held:
             return None
-        scores = score(self.options.criterion, part.name, part.value)
+        scores = score(self.criterion, part.name, part.value)
         # pruned weights sort first, so that masks are nested, whatever the criterion gives for zeros
         kept = self._keep_factor(part).float()
         return (scores.clamp(-_MAX_SCORE, _MAX_SCORE) * kept).add_(kept - 1, alpha=2 * _MAX_SCORE)
@@ -183,16 +182,12 @@ class MaskStructure:
         if not self._all_finite(gradients):
             return  # AMP skipped the step
         counts = [self._num_exchanged(part, fraction) for part in self.parts]
-        drop = [self._to_part(part, self._drop_scores(part)) for part in self.parts]
-        dropped = choose_lowest([[one] for one in drop], counts, self._reduce(), self._device)
-        for part, (mask,) in zip(self.parts, dropped, strict=True):
-            if mask is not None:
-                self.pruned[part.name] = self.pruned[part.name] | mask
-        grow = [self._to_part(part, self._growth_scores(part, gradients)) for part in self.parts]
-        grown = choose_lowest([[one] for one in grow], counts, self._reduce(), self._device)
-        for part, (mask,) in zip(self.parts, grown, strict=True):
-            if mask is not None:
-                self.pruned[part.name] = self.pruned[part.name] & ~mask
+        for scores_of in (self._drop_scores, partial(self._growth_scores, gradients)):
+            scores = [[self._to_part(part, scores_of(part) if part.is_held else None)] for part in self.parts]
+            chosen = choose_lowest(scores, counts, self._reduce(), self._device)
+            for part, (mask,) in zip(self.parts, chosen, strict=True):
+                if mask is not None:  # dropped weights were not pruned, and grown ones were
+                    self.pruned[part.name] = self.pruned[part.name] ^ mask
         self._masks_changed(trainer)
 
     def _all_finite(self, gradients: dict[str, Tensor]) -> bool:
@@ -206,15 +201,11 @@ class MaskStructure:
         pruned = self._counts[part.name]
         return min(round(fraction * (part.numel - pruned)), pruned)
 
-    def _drop_scores(self, part: WeightPart) -> Tensor | None:
-        if not part.is_held:
-            return None
+    def _drop_scores(self, part: WeightPart) -> Tensor:
         return part.value.abs().float().masked_fill(self.pruned[part.name], torch.inf)
 
-    def _growth_scores(self, part: WeightPart, gradients: dict[str, Tensor]) -> Tensor | None:
+    def _growth_scores(self, gradients: dict[str, Tensor], part: WeightPart) -> Tensor:
         """Return growth scores; the lowest are regrown first, active weights get infinity."""
-        if not part.is_held:
-            return None
         scores = -gradients.get(part.name, torch.zeros_like(part.value, dtype=torch.float32))
         return scores.masked_fill(~self.pruned[part.name], torch.inf)
 
@@ -237,14 +228,13 @@ class MaskStructure:
 
     def _count(self) -> None:
         self._factors = {}
-        counts = torch.tensor(
-            [int(self.pruned[part.name].sum()) if part.counts else 0 for part in self.parts], device=self._device
-        )
+        counted = [part.counts if self._is_sharded else part.is_held for part in self.parts]
+        own = [
+            int(self.pruned[part.name].sum()) if is_own else 0 for part, is_own in zip(self.parts, counted, strict=True)
+        ]
+        counts = torch.tensor(own, device=self._device)
         if self._is_sharded:
-            counts = _sum_over_processes(counts)
-        elif num_held := len(self._local_parts()):  # every process holds all weights
-            assert num_held == len(self.parts)
-            counts = torch.tensor([int(self.pruned[part.name].sum()) for part in self.parts])
+            dist.all_reduce(counts)
         self._counts = {part.name: count for part, count in zip(self.parts, counts.tolist(), strict=True)}
 
     def _warn_of_empty_layers(self) -> None:
@@ -276,7 +266,7 @@ class MaskStructure:
 
     def apply(self, trainer: L.Trainer) -> None:
         """Set pruned entries of weights, optimizer moments and averaged weights to zero."""
-        for one in _model_of(trainer).modules():
+        for one in cast(nn.Module, trainer.strategy.model).modules():
             if isinstance(one, FSDPModule):
                 one.reshard()  # else a copy unsharded for an evaluation would be used
         with torch.no_grad():
@@ -296,9 +286,6 @@ class MaskStructure:
                 for name, mask in self.pruned.items():
                     if name in weights and weights[name].shape == mask.shape:
                         weights[name].masked_fill_(mask.to(weights[name].device), 0)
-
-    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Do nothing, since the masks already hold the zeros."""
 
     # ---- reporting
 
@@ -338,7 +325,7 @@ class MaskStructure:
         if not self.parts:
             return self._loaded or {}
         return {
-            "structure": self.options.structure,
+            "structure": self.structure,
             "shapes": {part.name: list(part.shape) for part in self.parts},
             "pruned": {name: pack_bits(~kept) for name, kept in self.masks().items()},
             "gradients": {
@@ -358,17 +345,14 @@ class MaskStructure:
         if not state:
             return
         shapes = {part.name: list(part.shape) for part in self.parts}
-        if state["shapes"] != shapes or state["structure"] != self.options.structure:
-            raise ValueError(_describe_difference(state, shapes, self.options.structure))
+        if state["shapes"] != shapes or state["structure"] != self.structure:
+            raise ValueError(_describe_difference(state, shapes, self.structure))
         for part in self._local_parts():
             whole = unpack_bits(state["pruned"][part.name], part.shape)
             self.pruned[part.name] = part.shard(whole)
         self._gradients = {part.name: part.shard(state["gradients"][part.name]) for part in self._local_parts()
                            if part.name in state["gradients"]}  # fmt: skip
         self._count()
-
-    def rebuild(self, pl_module: nn.Module, state: dict[str, Any]) -> None:
-        """Do nothing, since masks do not change shapes."""
 
 
 def _describe_difference(state: dict[str, Any], shapes: dict[str, list[int]], structure: str) -> str:
@@ -385,9 +369,3 @@ def _describe_difference(state: dict[str, Any], shapes: dict[str, list[int]], st
 def _sum_over_processes(value: Tensor) -> Tensor:
     dist.all_reduce(value)
     return value
-
-
-def _model_of(trainer: L.Trainer) -> torch.nn.Module:
-    model = trainer.strategy.model
-    assert model is not None
-    return model

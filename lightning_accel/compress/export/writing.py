@@ -33,7 +33,7 @@ from lightning_accel.compress.export.structure import (
 )
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quiet import suppress_output
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.strategies.checkpoints.atomic import replace_atomically
 
 Format: TypeAlias = Literal["pt2", "onnx"]
@@ -296,8 +296,7 @@ def _require_calls(inputs: Any) -> None:
 
 def require_exportable(format: str, path: Path | None = None) -> None:
     """Raise if the format is unknown, a package for it is missing, or ``path`` has another suffix."""
-    if format not in get_args(Format):
-        raise ValueError(f"format must be one of {', '.join(get_args(Format))}; got {format!r}")
+    require_one_of("format", format, get_args(Format))
     missing = [name for name in _PACKAGES.get(format, ()) if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from lightning_accel.compress.pruning.prunable import find_prunable, is_stacked
 from lightning_accel.compress.pruning.selection import Part, Reduce, choose_lowest
-from lightning_accel.ops.names import Exclusion
+from lightning_accel.ops.names import Exclusion, require_one_of
 
 Scope: TypeAlias = Literal["layer", "global", "erk"]
-SCOPES: tuple[str, ...] = get_args(Scope)
 ScheduleName: TypeAlias = Literal["cubic", "one_shot"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-ScoreFunction: TypeAlias = Callable[[str, Tensor], Tensor]
+Criterion: TypeAlias = Literal["magnitude"] | Callable[[str, Tensor], Tensor]
 
 
 def prune_(
@@ -28,7 +26,7 @@ def prune_(
     sparsity: float | None = None,
     *,
     structure: str = "unstructured",
-    criterion: Literal["magnitude"] | ScoreFunction = "magnitude",
+    criterion: Criterion = "magnitude",
     scope: Scope = "erk",
     exclude: Sequence[Exclusion] = (),
 ) -> dict[str, Tensor]:
@@ -65,7 +63,7 @@ def prune_(
             "it, such as sparsity=0.5, or a structure that says it, such as '2:4'"
         )
     target = require_sparsity(sparsity, pattern)
-    require_scope(scope)
+    require_one_of("scope", scope, get_args(Scope))
     found, left_out = find_prunable(module, exclude)
     if pattern is not None:
         found = [one for one in found if one.weight.shape[one.input_dim] % pattern[1] == 0]
@@ -89,7 +87,7 @@ def prune_(
     return kept
 
 
-def score(criterion: str | ScoreFunction, name: str, value: Tensor) -> Tensor:
+def score(criterion: Criterion, name: str, value: Tensor) -> Tensor:
     """Return the importance of each element of ``value``, float32, by a criterion that depends on the weights alone."""
     if callable(criterion):
         scores = criterion(name, value)
@@ -135,11 +133,6 @@ def require_sparsity(sparsity: float | None, pattern: tuple[int, int] | None) ->
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be a share in [0, 1): 0.9 prunes nine of ten weights; got {sparsity}")
     return sparsity
-
-
-def require_scope(scope: str) -> None:
-    if scope not in SCOPES:
-        raise ValueError(f"scope must be one of {', '.join(SCOPES)}; got {scope!r}")
 
 
 def counts_by_erk(shapes: Mapping[str, Sequence[int]], sparsity: float, is_stacked: Sequence[str] = ()) -> list[int]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from lightning_accel.compress.report.forms import measure_forms
 from lightning_accel.compress.report.latency import Latency, speedup, ties
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Layer, Report, Row, describe_layers
-from lightning_accel.ops.names import Exclusion, list_of_names
+from lightning_accel.ops.names import Exclusion, list_of_names, require_one_of
 from lightning_accel.ops.renames import renamed_arguments
 
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only"]
@@ -276,8 +276,8 @@ def require_form(mode: str, backend: str, device_type: str, file_format: str | N
             be written in this format.
         ModuleNotFoundError: if a package of ``backend`` is missing; the message says what to install.
     """
-    require_one_of("mode", mode, Mode)
-    require_one_of("backend", backend, Backend)
+    require_one_of("mode", mode, get_args(Mode))
+    require_one_of("backend", backend, get_args(Backend))
     here = [maker for maker in _MAKERS.values() if device_type in maker.devices]
     if not any(_is_wanted(maker, mode, backend, file_format) for maker in here):
         fitting = [maker for maker in here if maker.kind != "float" and _is_wanted(maker, "auto", "auto", file_format)]
@@ -425,9 +425,3 @@ def _note(form: Form | None) -> str:
         return ""
     parts = [f"{len(form.left_float)} layers in float: {', '.join(form.left_float)}"] if form.left_float else []
     return "; ".join([*parts, *([f"no file: {form.no_file}"] if form.no_file else [])])
-
-
-def require_one_of(name: str, value: str, kind: Any) -> None:
-    """Reject a value that is not among those of the Literal ``kind``."""
-    if value not in get_args(kind):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")

@@ -95,7 +95,7 @@ class Around(L.Callback):
         self.pruned = pruned
 
     def on_train_start(self, trainer, pl_module):
-        finish = self.pruned._masks.finish
+        finish = self.pruned._masks.remove_channels
 
         def watched(trainer, pl_module):
             self.removed = {name: list(gone) for name, gone in self.pruned._masks.removed.items()}
@@ -103,7 +103,7 @@ class Around(L.Callback):
             finish(trainer, pl_module)
             self.after = self.put_out(pl_module)
 
-        self.pruned._masks.finish = watched
+        self.pruned._masks.remove_channels = watched
 
     def put_out(self, pl_module):
         return copy.deepcopy(pl_module.net).eval()(IMAGES.tensors[0])
