@@ -13,9 +13,8 @@ from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models.graph_layers import EdgeKind, GraphHead, GraphLayers, GraphReadout, NormName, make_layers
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
-from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.relational.marked_tuples import TupleKind
-from lightning_accel.nn.relational.pooling import RelationalPooling
+from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
 from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.triples.cache import triples_of
 from lightning_accel.ops.triples.find import Triples

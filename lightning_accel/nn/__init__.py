@@ -7,7 +7,6 @@ from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import LogProbBound, RBMStack
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
-from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.moe.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
 from lightning_accel.nn.moe.layer import Experts, MixtureOfExperts, MixtureOutput, read_transformers, write_transformers
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_accel.nn.relational.layers import RelationalOrder3Pooling as RelationalOrder3Pooling
     from lightning_accel.nn.relational.layers import RO3Conv as RO3Conv
     from lightning_accel.nn.relational.layers import RO3Pooling as RO3Pooling
+    from lightning_accel.nn.relational.pooling import Estimate as Estimate
     from lightning_accel.nn.relational.pooling import RelationalPooling as RelationalPooling
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
+        "Estimate": "lightning_accel.nn.relational.pooling",
         "RO3Conv": "lightning_accel.nn.relational.layers",
         "RO3Pooling": "lightning_accel.nn.relational.layers",
         "RelationalOrder3Pooling": "lightning_accel.nn.relational.layers",

@@ -45,19 +45,17 @@ class CausalSelfAttention(nn.Module):
     Args:
         dim: D.
         num_heads: M; D / M must be even.
-        rotary_base: the slowest rotation takes 2 * pi times this many tokens.
 
     Raises:
         ValueError: if D / M is not a whole even number.
     """
 
-    def __init__(self, dim: int, num_heads: int, rotary_base: float = 10_000.0) -> None:
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         if num_heads < 1 or dim % (2 * num_heads):
             raise ValueError(f"dim must be an even multiple of num_heads; got dim={dim}, num_heads={num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
-        self.rotary_base = rotary_base
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
@@ -70,7 +68,7 @@ class CausalSelfAttention(nn.Module):
         queries, keys, values = heads.permute(3, 0, 2, 1, 4).unbind()  # (B, M, T, F) each
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + x.shape[1], device=x.device)
-        queries, keys = (rotate(part, positions, self.rotary_base) for part in (queries, keys))
+        queries, keys = (rotate(part, positions) for part in (queries, keys))
         mask = None
         if cache is not None:
             keys, values = cache.append(keys, values)
@@ -79,7 +77,7 @@ class CausalSelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
     """Rotate pairs of features of ``x`` (B, M, T, F) by angles proportional to ``positions`` (T,)."""
     half = x.shape[-1] // 2
     # float32 whatever the dtype of x: bf16 cannot distinguish positions 256 and 257

@@ -12,7 +12,7 @@ def attention_by_loops(layer, x):
     size = dim // layer.num_heads
     heads = (x @ layer.query_key_value.weight.T).split(size, dim=-1)  # of each head its queries, keys and values
     queries, keys, values = (torch.cat(heads[part::3], dim=-1) for part in range(3))
-    angles = torch.arange(length).unsqueeze(1) * layer.rotary_base ** -(torch.arange(size // 2) * 2 / size)
+    angles = torch.arange(length).unsqueeze(1) * 10_000.0 ** -(torch.arange(size // 2) * 2 / size)
     turn = torch.polar(torch.ones_like(angles).double(), angles.double())
 
     def turned(part):

@@ -51,29 +51,26 @@ class _Contrast(NamedTuple):
         Data and samples are in one matrix product, as in bfloat16 the difference of two rounded products loses
         precision.
         """
-        with without_autocast(self.positive.hidden):
-            return self._gradients(scale)
-
-    def _gradients(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         positive, negative = self.positive, self.negative
-        visible = torch.cat([positive.visible, negative.visible])
-        hidden = torch.cat([positive.hidden, negative.hidden])
-        share = hidden.new_full((len(hidden),), 1 / len(negative.hidden))
-        share[: len(positive.hidden)] = -1 / len(positive.hidden)
-        if scale is not None:
-            share *= scale
-        inputs = self.rbm.visible_units.input(visible)
-        by_variance = _by_log_variance(self.rbm, visible, inputs, hidden, share)
-        by_visible = share @ inputs
-        if self.offsets is not None:
-            inputs, hidden = inputs - self.offsets[0], hidden.sub_(self.offsets[1])
-        hidden *= share[:, None]
-        by_hidden = hidden.sum(dim=0)
-        by_weight = (hidden.T.to(self.dtype) @ inputs.to(self.dtype)).to(hidden.dtype)
-        if self.offsets is not None:
-            by_visible -= self.offsets[1] @ by_weight
-            by_hidden -= by_weight @ self.offsets[0]
-        return by_weight, by_visible, by_hidden, by_variance
+        with without_autocast(positive.hidden):
+            visible = torch.cat([positive.visible, negative.visible])
+            hidden = torch.cat([positive.hidden, negative.hidden])
+            share = hidden.new_full((len(hidden),), 1 / len(negative.hidden))
+            share[: len(positive.hidden)] = -1 / len(positive.hidden)
+            if scale is not None:
+                share *= scale
+            inputs = self.rbm.visible_units.input(visible)
+            by_variance = _by_log_variance(self.rbm, visible, inputs, hidden, share)
+            by_visible = share @ inputs
+            if self.offsets is not None:
+                inputs, hidden = inputs - self.offsets[0], hidden.sub_(self.offsets[1])
+            hidden *= share[:, None]
+            by_hidden = hidden.sum(dim=0)
+            by_weight = (hidden.T.to(self.dtype) @ inputs.to(self.dtype)).to(hidden.dtype)
+            if self.offsets is not None:
+                by_visible -= self.offsets[1] @ by_weight
+                by_hidden -= by_weight @ self.offsets[0]
+            return by_weight, by_visible, by_hidden, by_variance
 
 
 class ContrastiveDivergence:

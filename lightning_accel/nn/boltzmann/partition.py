@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Method: TypeAlias = Literal["exact", "ais", "reverse_ais"]
 
 _MAX_STATES = 2**25  # largest number of states that method="exact" enumerates
-_MAX_DEFAULT_STATES = 2**20  # up to this number of states log_prob takes method="exact" by default
 _CHUNK = 2**22  # numbers in memory at a time
 
 
@@ -41,7 +40,7 @@ def exact_log_z(rbm: "RBM") -> LogZ:
     Raises:
         ValueError: if both sides have too many states.
     """
-    side, count = _smaller_side(rbm)
+    side, count = smaller_side(rbm)
     if count > _MAX_STATES:
         raise ValueError(
             f"log_z(method='exact') enumerates the states of one side, at most 2**25; the {rbm.num_visible} visible "
@@ -61,7 +60,8 @@ def exact_log_z(rbm: "RBM") -> LogZ:
     return LogZ(total, total, total, torch.full_like(total, math.inf))
 
 
-def _smaller_side(rbm: "RBM") -> tuple[str, int]:
+def smaller_side(rbm: "RBM") -> tuple[str, int]:
+    """Return which units have fewer states, ``visible`` or ``hidden``, and how many."""
     visible, hidden = rbm.visible_units.count_states(), 2**rbm.num_hidden
     return ("hidden", hidden) if visible is None or hidden <= visible else ("visible", visible)
 
@@ -71,26 +71,23 @@ def _count_text(count: int | None) -> str:
 
 
 @torch.no_grad()
-def forward_log_z(
-    rbm: "RBM", num_chains: int, num_temperatures: int, base_mean: Tensor | None, generator: Generator | None
+def annealed_log_z(
+    rbm: "RBM",
+    reverse: bool,
+    num_chains: int,
+    num_temperatures: int,
+    base_mean: Tensor | None,
+    generator: Generator | None,
 ) -> LogZ:
-    """Estimate log Z by annealed importance sampling from independent units to the model; see :meth:`RBM.log_z`."""
-    path = _AnnealingPath(rbm, num_chains, num_temperatures, base_mean, generator)
-    log_weight, _ = path.ascend()
-    return _summarise(log_weight, path.log_base)
-
-
-@torch.no_grad()
-def reverse_log_z(
-    rbm: "RBM", num_chains: int, num_temperatures: int, base_mean: Tensor | None, generator: Generator | None
-) -> LogZ:
-    """Estimate log Z by annealing from the model to independent units; see :meth:`RBM.log_z`.
+    """Estimate log Z by annealing from independent units to the model, or in ``reverse``; see :meth:`RBM.log_z`.
 
     Samples of the model are the end states of forward annealing, resampled by their weights, after the same number of
     further Gibbs steps.
     """
     path = _AnnealingPath(rbm, num_chains, num_temperatures, base_mean, generator)
     log_weight, visible = path.ascend()
+    if not reverse:
+        return _summarise(log_weight, path.log_base)
     drawn = (log_weight - log_weight.max()).exp().multinomial(num_chains, replacement=True, generator=generator)
     log_z = _summarise(path.descend(visible[drawn]), -path.log_base)
     return LogZ(-log_z.estimate, -log_z.upper, -log_z.lower, log_z.effective_sample_size)
@@ -200,12 +197,3 @@ def _summarise(log_weight: Tensor, log_base: Tensor) -> LogZ:
     deviation = torch.maximum((weight / mean).var() / len(weight), log_normal).sqrt()
     effective = weight.sum().square() / weight.square().sum()
     return LogZ(estimate, estimate - 3 * deviation, estimate + 3 * deviation, effective)
-
-
-@torch.no_grad()
-def log_probability(rbm: "RBM", visible: Tensor, log_z: LogZ | None) -> Tensor:
-    """Compute :meth:`RBM.log_prob`."""
-    rbm.require_support(visible, all_rows=False)
-    if log_z is None:
-        log_z = rbm.log_z("exact" if _smaller_side(rbm)[1] <= _MAX_DEFAULT_STATES else "ais")
-    return -rbm.free_energy(visible).double() - log_z.estimate

@@ -9,11 +9,10 @@ from torch import Generator, Tensor, nn
 from lightning_accel.nn.boltzmann.partition import (
     LogZ,
     Method,
+    annealed_log_z,
     exact_log_z,
-    forward_log_z,
-    log_probability,
     require_finite,
-    reverse_log_z,
+    smaller_side,
 )
 from lightning_accel.nn.boltzmann.units import (
     BernoulliVisible,
@@ -27,6 +26,8 @@ from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_bernoulli
 
 Visible: TypeAlias = Literal["bernoulli", "gaussian"]
+
+_MAX_DEFAULT_STATES = 2**20  # up to this number of states log_prob takes method="exact" by default
 
 
 class RBM(nn.Module):
@@ -229,9 +230,9 @@ class RBM(nn.Module):
         require_finite(self)
         if method == "exact":
             return exact_log_z(self)
-        estimate = forward_log_z if method == "ais" else reverse_log_z
-        return estimate(self, num_chains, num_temperatures, base_mean, generator)
+        return annealed_log_z(self, method == "reverse_ais", num_chains, num_temperatures, base_mean, generator)
 
+    @torch.no_grad()
     def log_prob(self, visible: Tensor, log_z: LogZ | None = None) -> Tensor:
         """Compute the log-probability (density) of ``visible`` (B, V), (B,) float64 in nats, without a gradient.
 
@@ -243,7 +244,10 @@ class RBM(nn.Module):
         Raises:
             ValueError: as :meth:`log_z`.
         """
-        return log_probability(self, visible, log_z)
+        self.require_support(visible, all_rows=False)
+        if log_z is None:
+            log_z = self.log_z("exact" if smaller_side(self)[1] <= _MAX_DEFAULT_STATES else "ais")
+        return -self.free_energy(visible).double() - log_z.estimate
 
     @torch.no_grad()
     def sample(

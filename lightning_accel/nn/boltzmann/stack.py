@@ -337,22 +337,15 @@ class RBMStack(nn.Module):
         return self.without_labels(0, bottom.held(torch.cat([clamp, free_labels], dim=-1), num_samples))
 
     @torch.no_grad()
-    def to_mlp(self, num_classes: int | None = None) -> nn.Sequential:
+    def to_mlp(self) -> nn.Sequential:
         """Convert the stack to a feed-forward network that computes :meth:`transform`, with copies of the weights.
 
         Variances of Gaussian visible units are folded into the weights, and labels of the top RBM, with probability 1 /
         C each, into the biases.
-
-        Args:
-            num_classes: number of outputs of an additional linear layer on top, initialised to 0; by default there is
-                none.
         """
         modules: list[nn.Module] = []
         for layer in range(len(self.rbms)):
             modules += [self._as_linear(layer), nn.Sigmoid()]
-        if num_classes is not None:
-            zeros = self.top.weight.new_zeros(num_classes, self.top.num_hidden)
-            modules.append(_linear(zeros, zeros[:, 0]))
         return nn.Sequential(*modules)
 
     def _as_linear(self, layer: int) -> nn.Linear:

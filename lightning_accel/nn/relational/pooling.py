@@ -13,7 +13,6 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
-from lightning_accel.nn.estimate import Estimate
 from lightning_accel.nn.features import check_edge_index, require_floating
 from lightning_accel.nn.relational.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
@@ -21,6 +20,13 @@ from lightning_accel.ops.float32 import at_least_float32, without_autocast
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
 _MAX_COPIES = 2**23
+
+
+class Estimate(NamedTuple):
+    """Hold a value that was estimated by sampling, and its standard error."""
+
+    mean: Tensor
+    standard_error: Tensor  # standard error of the mean, in its shape; zero where nothing was sampled
 
 
 class _GraphLayout(NamedTuple):

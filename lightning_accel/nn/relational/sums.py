@@ -58,25 +58,20 @@ def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
     return SubsetCounts(triangle, wedge, edge, empty)
 
 
-def needs_float64(triples: Triples) -> bool:
-    """Return whether differences of sums over all paths and over paths in triangles need float64.
+def in_float64(value: Tensor, triples: Triples) -> Tensor:
+    """Cast ``value`` to float64 if differences of sums over all paths and over paths in triangles need it.
 
     They do if at some node half of the pairs of neighbours are joined, or if rounding errors of many neighbours add up.
     This is checked only on CPU; a GPU would have to wait for the result, and a compiled program must not depend on the
     data, so both always use float64.
     """
     if triples.rowptr.device.type == "mps":
-        return False  # MPS does not support float64
+        return value  # MPS does not support float64
     if not triples.rowptr.is_cpu or torch.compiler.is_compiling():
-        return True
+        return value.double()
     degree = triples.rowptr.diff()
     dense = (4 * triples.num_triangles >= degree * (degree - 1)) & (degree >= _FEW_NEIGHBOURS)
-    return bool(dense.any()) or bool((degree > _MANY_NEIGHBOURS).any())
-
-
-def in_float64(value: Tensor, triples: Triples) -> Tensor:
-    """Cast ``value`` to float64 if :func:`needs_float64`."""
-    return value.double() if needs_float64(triples) else value
+    return value.double() if bool(dense.any()) or bool((degree > _MANY_NEIGHBOURS).any()) else value
 
 
 def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:
@@ -158,7 +153,7 @@ def average_of_copies(value: Tensor, edge_index: Tensor, triples: Triples) -> Te
     """Average ``value`` (M, R) over the entries of ``edge_index`` for each undirected edge: (E, R), without loops."""
     num_nodes, num_edges = triples.num_nodes, triples.edge.shape[1]
     low, high = edge_index.amin(dim=0), edge_index.amax(dim=0)
-    found = torch.searchsorted(edge_keys(triples), low * num_nodes + high)
+    found = torch.searchsorted(triples.edge[0] * num_nodes + triples.edge[1], low * num_nodes + high)
     edge = torch.where(low == high, num_edges, found)  # loops are written to an extra row
     total = value.new_zeros(num_edges + 1, value.shape[1]).index_add(0, edge, value)
     copies = value.new_zeros(num_edges + 1).index_add(0, edge, torch.ones_like(value[:, 0]))
@@ -200,11 +195,6 @@ def weighted_triangle_sum(x: Tensor, y: Tensor | None, weight: Tensor | None, tr
             _chunk_sum, x, y, weight, *chunk, edges, use_reentrant=False, preserve_rng_state=False
         )
     return total
-
-
-def edge_keys(triples: Triples) -> Tensor:
-    """Return a unique key for each edge, (E,) ascending: ``u * N + v`` for u < v."""
-    return triples.edge[0] * triples.num_nodes + triples.edge[1]
 
 
 def _neighbour_pairs(b: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:

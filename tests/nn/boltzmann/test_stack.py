@@ -237,12 +237,11 @@ def test_mlp_computes_transform(rbms, untied):
     visible = torch.rand(6, 5, dtype=torch.float64)
     mlp = stack.to_mlp()
     close(mlp(visible), stack.transform(visible))
-    classifier = stack.to_mlp(num_classes=7)
-    assert (classifier(visible) == torch.zeros(6, 7)).all()
-    assert all(parameter.requires_grad for parameter in classifier.parameters())
+    copied = stack.to_mlp()
+    assert all(parameter.requires_grad for parameter in copied.parameters())
     with torch.no_grad():
         mlp[0].weight.zero_()
-    close(classifier[:-1](visible), stack.transform(visible))
+    close(copied(visible), stack.transform(visible))
 
 
 @pytest.mark.parametrize("sizes", [(4, 3), (4, 3, 2)])
