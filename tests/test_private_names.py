@@ -15,7 +15,7 @@ USED = {
     "torch.Tensor": "_version _backward_hooks _post_accumulate_grad_hooks",
     "torch._C": "_are_functorch_transforms_active",
     "torch._ops.OpOverload": "_schema",
-    "torch.cpu": "_is_amx_tile_supported _is_avx512_bf16_supported",
+    "torch.cpu": "_is_amx_tile_supported _is_avx512_bf16_supported _is_vnni_supported",
     "torch.amp.GradScaler": "_lazy_init_scale_growth_tracker",
     "torch.amp.grad_scaler": "_found_inf_per_device",
     "torch.ao.quantization.observer.UniformQuantizationObserverBase": "_calculate_qparams",

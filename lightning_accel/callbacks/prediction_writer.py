@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from lightning_accel._private.torch import tree_leaves
 from lightning_accel.callbacks.deployment.copies import raise_in_all_processes
 from lightning_accel.ops.extras import import_on_use, require_module
 

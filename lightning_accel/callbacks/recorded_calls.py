@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_accel._private.torch import compiled_call, compiled_original, set_compiled_call
+
 
 class Call(NamedTuple):
     """Hold the arguments and the output of one call of a module."""
@@ -39,7 +41,7 @@ class CallRecorder:
                 del self._hooks[name]
         for name, one in wanted.items():
             if name not in self._hooks:
-                compiled = one._compiled_call_impl is not None
+                compiled = compiled_call(one) is not None
                 hook = partial(self._record, name)
                 handle = _CompiledCallHook(one, hook) if compiled else one.register_forward_hook(hook, with_kwargs=True)
                 self._hooks[name] = one, handle
@@ -69,8 +71,8 @@ class _CompiledCallHook:
 
     def __init__(self, module: Any, hook: Callable[..., None]) -> None:
         self.module, self.hook = module, hook
-        self.compiled = module._compiled_call_impl
-        module._compiled_call_impl = self.call
+        self.compiled: Any = compiled_call(module)
+        set_compiled_call(module, self.call)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         output = self.compiled(*args, **kwargs)
@@ -78,8 +80,8 @@ class _CompiledCallHook:
         return output
 
     def remove(self) -> None:
-        if self.module._compiled_call_impl == self.call:
-            self.module._compiled_call_impl = self.compiled
+        if compiled_call(self.module) == self.call:
+            set_compiled_call(self.module, self.compiled)
 
 
 def callable_parts(module: nn.Module) -> list[str]:
@@ -90,7 +92,7 @@ def callable_parts(module: nn.Module) -> list[str]:
         if any(name.startswith(f"{outer}.") for outer in closed) or not any(True for _ in one.parameters()):
             continue
         names.append(name)
-        if name and (one._compiled_call_impl is not None or hasattr(one, "_orig_mod")):
+        if name and (compiled_call(one) is not None or compiled_original(one) is not None):
             closed.append(name)
     return names
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+
+from lightning_accel._private.torch import tree_flatten, tree_map_only
 
 Run = Callable[..., Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 from torch import nn
+
+from lightning_accel._private.torch import children_of, compiled_original, set_compiled_call
 
 
 @contextmanager
@@ -21,15 +22,15 @@ def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     >>> [name for name, _ in model.named_parameters()]
     ['0._orig_mod.weight', '0._orig_mod.bias']
     """
-    places = [(one, name, child) for one in module.modules() for name, child in one._modules.items()]
-    compiled = [place for place in places if hasattr(place[2], "_orig_mod")]
-    for one, name, child in compiled:
-        one._modules[name] = cast(nn.Module, child._orig_mod)  # type: ignore[union-attr]  # asked above
+    places = [(one, name, child) for one in module.modules() for name, child in children_of(one).items()]
+    compiled = [(*place, inner) for place in places if (inner := compiled_original(place[2])) is not None]
+    for one, name, _, inner in compiled:
+        children_of(one)[name] = inner
     try:
-        yield getattr(module, "_orig_mod", module)
+        yield compiled_original(module) or module
     finally:
-        for one, name, child in compiled:
-            one._modules[name] = child
+        for one, name, child, _ in compiled:
+            children_of(one)[name] = child
 
 
 def uncompile_(module: nn.Module) -> nn.Module:
@@ -40,10 +41,10 @@ def uncompile_(module: nn.Module) -> nn.Module:
     >>> list(uncompile_(model).state_dict())
     ['0.weight', '0.bias']
     """
-    module = getattr(module, "_orig_mod", module)
+    module = compiled_original(module) or module
     for one in list(module.modules()):
-        one._compiled_call_impl = None
+        set_compiled_call(one, None)
         for name, child in one.named_children():
-            if hasattr(child, "_orig_mod"):
-                setattr(one, name, child._orig_mod)
+            if (inner := compiled_original(child)) is not None:
+                setattr(one, name, inner)
     return module

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel.ops.transforms import in_transform
+from lightning_accel._private.torch import in_transform
 
 
 def log_clip(x: Tensor, clip_value: float = 1e-6, straight_through: bool = False) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_accel._private.torch import cpu_capabilities, found_inf_by_device, scale_of, unscale_gradients_
+
 MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
 MixedPrecisionName: TypeAlias = Literal["bf16-mixed", "16-mixed", "32-true"]
 
@@ -265,24 +267,23 @@ class WorldGradScaler(torch.amp.GradScaler):
     def start(self, device: torch.device, across_ranks: bool) -> None:
         """Create the scale on ``device``, also on pipeline ranks, which may never scale a loss."""
         self.across_ranks = across_ranks
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+        self.scale(torch.ones((), device=device))  # creates it
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
-        assert self._scale is not None
-        found: dict[torch.device, Tensor] = self._found_inf_per_device(optimizer)  # type: ignore[assignment]
-        flags = [flag.to(self._scale.device, non_blocking=True) for flag in found.values()]
+        scale, found = scale_of(self), found_inf_by_device(self, optimizer)
+        assert scale is not None
+        flags = [flag.to(scale.device, non_blocking=True) for flag in found.values()]
         # a rank without gradients takes part, too
-        flag = torch.stack(flags).amax() if flags else torch.zeros((), device=self._scale.device)
+        flag = torch.stack(flags).amax() if flags else torch.zeros((), device=scale.device)
         if self.across_ranks:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         found.clear()
-        found[self._scale.device] = flag
+        found[scale.device] = flag
 
     def found_non_finite(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether :meth:`unscale_` found inf or NaN on any rank; waits for the device."""
-        return any(bool(flag) for flag in self._found_inf_per_device(optimizer).values())
+        return any(bool(flag) for flag in found_inf_by_device(self, optimizer).values())
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -301,7 +302,7 @@ class WorldGradScaler(torch.amp.GradScaler):
                 if dtype == torch.float16 and not allow_fp16:
                     raise ValueError("a GradScaler needs float32 parameters; got gradients in float16")
                 flag = flags.setdefault(device, torch.zeros_like(found_inf, device=device))
-                torch._amp_foreach_non_finite_check_and_unscale_(values, flag, inv_scale.to(device, non_blocking=True))
+                unscale_gradients_(values, flag, inv_scale.to(device, non_blocking=True))
         return flags
 
 
@@ -313,7 +314,7 @@ def _own_gradient(parameter: Tensor) -> Tensor:
         return grad.to_local()
     if grad.is_sparse:
         parameter.grad = grad = grad.coalesce()
-        return grad._values()
+        return grad.values()
     return grad
 
 
@@ -348,7 +349,7 @@ def _local_values(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    return tensor.coalesce()._values() if tensor.is_sparse else tensor
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 class PrecisionChoice(NamedTuple):
@@ -382,13 +383,5 @@ def choose_precision(dtype: MixedDtype, device: torch.device) -> PrecisionChoice
 
 def bf16_instructions() -> str | None:
     """Return the name of this CPU's instructions for bf16 products, or None if it emulates them."""
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else _capabilities()
+    capabilities = cpu_capabilities()
     return next((name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if capabilities.get(name)), None)
-
-
-def _capabilities() -> dict[str, bool]:
-    # torch 2.11 has only private functions for this
-    return {
-        "amx_bf16": torch.cpu._is_amx_tile_supported(),
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
-    }

@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
+
+from lightning_accel._private.torch import tree_leaves
 
 
 def require_distributable_batches(trainer: L.Trainer) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
+from lightning_accel._private.torch import compiled_call, compiled_original
 from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
 from lightning_accel.strategies.replicas import Replica, ReplicaMetric, run_in_threads
 
@@ -82,8 +83,8 @@ class DataParallelStrategy(Strategy):
     def _reject_compiled(self) -> None:
         assert self.lightning_module is not None
         for name, module in self.lightning_module.named_modules():
-            compiled = getattr(module, "_compiled_call_impl", None) is not None
-            if compiled or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+            compiled = compiled_call(module) is not None or compiled_original(module) is not None
+            if compiled or isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(
                     f"accel_dp cannot copy {name or 'the module'}, which is compiled, in each step; leave out its "
                     "compilation, or use strategy=ddp"

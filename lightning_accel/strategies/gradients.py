@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.strategies.pipeline.engine import Ranks
@@ -107,7 +108,7 @@ def broadcast_overflow_(parameters: list[nn.Parameter], device: torch.device, gr
     grads = [one.grad for one in parameters if one.grad is not None and one.numel()]
     total = torch.zeros((), device=device)
     if grads:
-        total = (torch.stack(torch._foreach_norm(grads, float("inf"))).float() * 0).sum()  # 0, or nan
+        total = get_total_norm(grads, float("inf")).float() * 0  # 0, or nan
     dist.all_reduce(total, group=group)
     for grad in grads[:1]:
         grad[(0,) * grad.ndim] += total.to(grad.dtype)  # not by a view: the memory may be in another order

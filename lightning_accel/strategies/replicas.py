@@ -13,6 +13,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_accel._private.torch import buffers_of, children_of, parameters_of, replicate
+
 
 class ReplicaMetric:
     """Stand for a metric in a replica, recording its updates to apply them to the metric afterwards."""
@@ -66,24 +68,23 @@ class Replica:
         return self._copies[id(module)]
 
     def _copy_layer(self, module: nn.Module) -> nn.Module:
-        replica: Any = module._replicate_for_data_parallel()  # recurrent layers override it
+        replica: Any = replicate(module)
         if isinstance(module, L.LightningModule):
             replica._device = self._device
         for name, value in list(vars(module).items()):
             if isinstance(value, MethodType) and value.__self__ is module:  # overrides the class's method
                 vars(replica)[name] = MethodType(value.__func__, replica)
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
-                replica._parameters[name] = None
+                parameters_of(replica)[name] = None
             else:  # a copy is no Parameter: its gradient flows to the original
                 setattr(replica, name, self._copies.setdefault(id(parameter), parameter.to(self._device)))
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
                 buffer = self._copies.setdefault(id(buffer), buffer.detach().to(self._device, copy=True))
-            replica._buffers[name] = buffer
-        replica._modules = {
-            name: None if child is None else self._copy_module(child) for name, child in module._modules.items()
-        }
+            buffers_of(replica)[name] = buffer
+        for name, child in children_of(module).items():
+            children_of(replica)[name] = None if child is None else self._copy_module(child)
         return replica
 
 

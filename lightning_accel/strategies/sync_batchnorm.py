@@ -9,8 +9,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm  # torch has no other name for all kinds of it
 from torch.nn.modules.lazy import LazyModuleMixin
+
+from lightning_accel._private.torch import BatchNormBase, check_input_dims
 
 
 class SyncBatchNormPlugin(LayerSync):
@@ -53,7 +54,7 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
         TypeError: if ``fully_shard`` was applied to a BatchNorm itself.
     """
     layers: list[tuple[str, Any]] = [
-        (name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchNormBase)
     ]
     for name, layer in layers:
         _require_convertible(name, layer)
@@ -122,7 +123,7 @@ class _Synced(nn.Module):
         if dist.get_world_size(group) == 1:
             return super().forward(x)
         layer: Any = self
-        layer._check_input_dim(x)
+        check_input_dims(layer, x)
         y, mean, variance, count = _SyncBatchNorm.apply(x, layer.weight, layer.bias, layer.eps, group)
         if layer.track_running_stats and layer.running_mean is not None:
             _update_running_statistics(layer, mean, variance, count)

@@ -34,6 +34,7 @@ def test_older_torch_tells_by_other_names(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     assert bf16_instructions() == "avx512_bf16"
 
 

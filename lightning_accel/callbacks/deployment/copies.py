@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
+from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of

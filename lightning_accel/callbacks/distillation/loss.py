@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_accel._private.torch import tree_leaves
 from lightning_accel.strategies.batch_splitting import leaves
 
 

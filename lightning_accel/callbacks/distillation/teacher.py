@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_accel._private.torch import tree_leaves
 from lightning_accel.callbacks.recorded_calls import Call
 from lightning_accel.compress.calls import first_line
 from lightning_accel.strategies.checkpoints.named_code import code_named_in

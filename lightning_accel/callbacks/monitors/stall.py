@@ -11,8 +11,8 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_accel._private.torch import LoaderIterator, awaited_worker, dataset_of, default_store
 from lightning_accel.ops.renames import renamed_arguments
 
 _log = logging.getLogger(__name__)
@@ -123,13 +123,13 @@ class StallMonitor(L.Callback):
         return f"stall_monitor/{rank}"
 
     def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()  # no public access, and a collective would have to wait
+        return default_store()  # a collective would have to wait
 
 
 def _describe_wait(frame: FrameType | None) -> str:
     for each in _frames(frame):
         owner = each.f_locals.get("self")
-        if isinstance(owner, _BaseDataLoaderIter):
+        if isinstance(owner, LoaderIterator):
             return _describe_loader(owner)
     calls = traceback.extract_stack(frame)[-3:]
     return "It is in " + ", called from ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in calls[::-1])
@@ -143,12 +143,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _describe_loader(batches: Any) -> str:
     """Describe the loader and the worker that is waited for, as far as torch exposes them."""
-    name = type(getattr(batches, "_dataset", None)).__name__
-    try:
-        worker = batches._task_info[batches._rcvd_idx][0]
-        process = batches._workers[worker]
-    except (AttributeError, LookupError):
+    name, awaited = type(dataset_of(batches)).__name__, awaited_worker(batches)
+    if awaited is None:
         return f"It waits for a batch of {name}, which this process loads itself"
+    worker, process = awaited
     state = "alive" if process.is_alive() else "dead"
     return (
         f"It waits for a batch of {name} from worker {worker}, process {process.pid}, which is {state}. "

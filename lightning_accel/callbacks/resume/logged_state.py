@@ -13,8 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
+
+from lightning_accel._private.torch import tree_map
 
 _OPTIONS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, make_channel_plan
 from lightning_accel.compress.channels.rules import find_rule

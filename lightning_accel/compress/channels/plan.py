@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # torch has no other name for all norms with running statistics
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
+from lightning_accel._private.torch import ConvBase, ConvTransposeBase, NormBase
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
@@ -96,12 +95,12 @@ def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapp
         return {"out_features": weight[0], "in_features": weight[1]}
     if type(owner).__name__ == "Conv1D" and "nf" in vars(owner) and weight:  # a linear layer of transformers
         return {"nx": weight[0], "nf": weight[1]} if "nx" in vars(owner) else {"nf": weight[1]}
-    if isinstance(owner, _ConvNd) and weight:
+    if isinstance(owner, ConvBase) and weight:
         groups = known.get("groups", owner.groups)
         names = ("out_channels", "in_channels")
-        first, second = reversed(names) if isinstance(owner, _ConvTransposeNd) else names
+        first, second = reversed(names) if isinstance(owner, ConvTransposeBase) else names
         return {first: weight[0], second: weight[1] * groups}
-    if isinstance(owner, _NormBase) and (size := weight or shapes.get("running_mean")):
+    if isinstance(owner, NormBase) and (size := weight or shapes.get("running_mean")):
         return {"num_features": size[0]}
     if isinstance(owner, nn.GroupNorm) and weight:
         return {"num_channels": weight[0]}
@@ -150,10 +149,10 @@ def _apply_plan(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optim
     new = {id(old[name]): _slice_parameter(old[name], dims) for name, dims in plan.kept.items()}
     states = [_slice_states(getattr(one, "optimizer", one), new, kept) for one in optimizers]
     for part in list(module.modules()):
-        for own in (part._parameters, part._buffers):
-            for name, tensor in list(own.items()):
-                if tensor is not None and id(tensor) in new:
-                    setattr(part, name, new[id(tensor)])  # recurrent layers update a list of weights in it
+        own = part.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*own, *part.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) in new:
+                setattr(part, name, new[id(tensor)])  # recurrent layers update a list of weights in it
     for name, values in plan.attributes.items():
         for attribute, value in values.items():
             setattr(module.get_submodule(name), attribute, value)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from lightning_accel.compress.channels.trace import KERNEL, ChannelTrace, Dims, Given, Labels, Rule
+from lightning_accel._private.torch import tree_leaves
+from lightning_accel.compress.channels.trace import KERNEL, ChannelTrace, Dims, Given, Labels, Rule, operation_name
 from lightning_accel.compress.channels.views import VIEWS
 
 _POINTWISE = {
@@ -257,7 +257,7 @@ RULES: dict[str, Rule] = {
 
 def find_rule(func: Any) -> Rule | None:
     """Return the rule of an operation of torch's dispatcher: one of :data:`RULES`, the pointwise one, or None."""
-    name = func._schema.name.removeprefix("aten::")
+    name = operation_name(func).removeprefix("aten::")
     if (rule := RULES.get(name)) is not None:
         return rule
     if torch.Tag.pointwise in func.tags or name.rstrip("_") in _POINTWISE:

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_accel._private.torch import TorchDispatchMode, arguments_of, tree_leaves
 from lightning_accel.ops.native import KERNELS
 
 Labels = npt.NDArray[np.int64]
@@ -82,11 +81,12 @@ class ChannelTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
-        given.update(zip([one.name for one in func._schema.arguments], args, strict=False))
+        arguments = arguments_of(func)
+        given = {one.name: one.default_value for one in arguments if one.has_default_value()}
+        given.update(zip([one.name for one in arguments], args, strict=False))
         given.update(kwargs)
         out = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
+        name = operation_name(func).removeprefix("aten::")
         made = self._follow(name, func, given, out)
         if made is not None:
             for result, dims in zip(_as_list(out), made, strict=False):
@@ -171,14 +171,20 @@ class ChannelTrace(TorchDispatchMode):
                 _require_fit(made, out)
                 return made
             except Exception:  # a case that the rule does not cover: pin its inputs
-                self.pin(given, f"{self.where()} runs {func._schema.name} in a way that is not followed")
+                self.pin(given, f"{self.where()} runs {operation_name(func)} in a way that is not followed")
         elif name not in _IGNORED_OPERATIONS:
-            self.pin(given, f"{self.where()} runs {func._schema.name}, through which channels are not followed")
-        if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
+            self.pin(given, f"{self.where()} runs {operation_name(func)}, through which channels are not followed")
+        if any(one.alias_info is not None and one.alias_info.is_write for one in arguments_of(func)):
             for one in tree_leaves(out):  # overwritten, so that its previous dimensions are void
                 if isinstance(one, Tensor):
                     self._dims[one] = [None] * one.ndim
         return None
+
+
+def operation_name(func: Any) -> str:
+    """Return the name of an operation of torch's dispatcher without its overload: ``aten::add``."""
+    name: str = func.name()
+    return name.partition(".")[0]
 
 
 def _as_list(out: Any) -> list[Any]:

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_accel import __version__
+from lightning_accel._private.torch import tree_flatten, tree_map_only
 from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples
 from lightning_accel.compress.export.archive import METADATA
 from lightning_accel.compress.export.flat import FromTensors, outputs_of

@@ -6,10 +6,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_accel._private.torch import ConvBase, NormBase
 from lightning_accel.ops.names import Exclusion, clean_name, find_excluded
 
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
-_NORMS = nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
+_NORMS = NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
@@ -105,5 +106,5 @@ def _input_dim(owner: nn.Module, weight: Tensor) -> int:
         return 1
     if type(owner).__name__ == "Conv1D":  # a linear layer of transformers
         return 0
-    is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
+    is_convolution = isinstance(owner, ConvBase)
     return 1 if is_convolution or weight.ndim == 2 else weight.ndim - 1

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_accel._private.torch import convolve
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import round_input, round_weight
@@ -62,7 +63,7 @@ class FakeQuantized:
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
         if isinstance(self.layer, nn.Linear):
             return F.linear(x, weight, self.layer.bias)
-        return self.layer._conv_forward(x, weight, self.layer.bias)  # type: ignore[operator]  # handles padding modes
+        return convolve(self.layer, x, weight)
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from lightning_accel._private.torch import compile_frozen, frozen_weights
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Flat, Structure, describe, named_tensors, tensors_of
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
@@ -94,7 +95,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
         graph = torch.export.export(flat, tuple(tensors), strict=False).module()
     except Exception:
         compiled = torch.compile(flat, dynamic=False)
-        with torch._inductor.config.patch(freezing=True):  # an option of torch.compile has no effect here
+        with frozen_weights():
             compiled(*tensors)
         return compiled
     assert isinstance(graph, torch.fx.GraphModule)
@@ -102,7 +103,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
         raise CannotConvertError(
             f"its graph has {len(graph.graph.nodes)} nodes, recurrent steps one by one perhaps: too many to compile"
         )
-    run = torch._inductor.compile(graph, list(tensors), options={"freezing": True})
+    run = compile_frozen(graph, tensors)
     run(*tensors)
     return run
 

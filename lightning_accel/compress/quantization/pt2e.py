@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_accel._private.torch import cpu_capabilities
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Structure, Unflat, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Compiled, Form, export, size_of
@@ -204,7 +205,7 @@ def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
 
 def has_vnni() -> bool:
     """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
-    found = torch.cpu.get_capabilities()
+    found = cpu_capabilities()
     return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from lightning_accel._private.torch import tree_map_only
 from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.quantization.form import Compiled
 from lightning_accel.compress.report.latency import Stopwatch, ties

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_accel._private.torch import grouped_mm
 from lightning_accel.ops.evaluation import evaluating
 
 
@@ -95,5 +96,5 @@ _PRODUCTS: dict[Any, Any] = {
     torch.ops.aten.mv: _vector_flops,
     torch.ops.aten.dot: _vector_flops,
     torch.ops.aten.addmv: _added_vector_flops,
-    torch.ops.aten._grouped_mm: _grouped_flops,
+    grouped_mm(): _grouped_flops,
 }

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
+from lightning_accel._private.torch import has_gradient_hooks, has_step_hooks, is_counted_by_schedule
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.units import BernoulliVisible
 
@@ -24,7 +24,7 @@ def supported_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
         return None
     if type(rbm.visible_units) is not BernoulliVisible:
         return None
-    if _has_step_hooks(optimizer) or _has_own_step(optimizer):
+    if has_step_hooks(optimizer) or _has_own_step(optimizer):
         return None
     parameters = _parameters_of(rbm)
     groups = [_param_group(optimizer, one) for one in parameters]
@@ -35,28 +35,17 @@ def supported_sgd(rbm: RBM, optimizer: Optimizer) -> SGD | None:
 
 def needs_autograd(rbm: RBM) -> bool:
     """Return whether gradients must pass through autograd, because of a parametrization or of a parameter's hooks."""
-    # torch has only private attributes for a tensor's hooks
     return any(
-        not isinstance(one, nn.Parameter) or one._backward_hooks or one._post_accumulate_grad_hooks
+        not isinstance(one, nn.Parameter) or has_gradient_hooks(one)
         for one in (*_parameters_of(rbm), *rbm.parameters())
     )
-
-
-def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run at each step: of this optimizer, or registered for all optimizers.
-
-    torch has only private attributes for this.
-    """
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-    return bool(own or of_all)
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
     """Return whether the ``step`` of this object has been replaced, other than by a scheduler's counter."""
     step = vars(optimizer).get("step")
     return step is not None and not (
-        hasattr(step, "_wrapped_by_lr_sched") and inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
+        is_counted_by_schedule(step) and inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
     )
 
 

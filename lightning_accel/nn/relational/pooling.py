@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
+from lightning_accel._private.torch import compiled_original
 from lightning_accel.nn.features import check_edge_index, require_floating
 from lightning_accel.nn.relational.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
@@ -353,7 +354,7 @@ def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
     Raises:
         TypeError: if ``forward`` requires other arguments.
     """
-    inner = getattr(base_gnn, "_orig_mod", base_gnn)  # torch.compile hides the signature
+    inner = compiled_original(base_gnn) or base_gnn  # torch.compile hides the signature
     if (names := getattr(getattr(inner, "signature", None), "param_dict", None)) is not None:
         parameters = [(name, True) for name in names]  # torch_geometric.nn.Sequential
     else:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel._private.torch import in_transform
 from lightning_accel.ops.native import KERNELS, check_one_device
 from lightning_accel.ops.scan.linear import NUM_GATES, check_state_and_starts, empty_as, gated_scan_reference
-from lightning_accel.ops.transforms import in_transform
 
 
 def gated_scan(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel.ops.transforms import in_transform
+from lightning_accel._private.torch import in_transform
 
 NUM_GATES = {"mingru": 2, "minlstm": 3}
 

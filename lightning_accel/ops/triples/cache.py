@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from lightning_accel._private.torch import change_count
 from lightning_accel.ops.triples.find import Triples, find_triples
 
 
@@ -60,8 +61,8 @@ def triples_of(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None
 
 def _change_marker(tensor: Tensor) -> Tensor | int:
     """Return a value that changes with in-place changes: torch's counter, or a copy for inference-mode tensors."""
-    return tensor.clone() if tensor.is_inference() else tensor._version
+    return tensor.clone() if tensor.is_inference() else change_count(tensor)
 
 
 def _unchanged(tensor: Tensor, state: Tensor | int) -> bool:
-    return torch.equal(tensor, state) if isinstance(state, Tensor) else tensor._version == state
+    return torch.equal(tensor, state) if isinstance(state, Tensor) else change_count(tensor) == state

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_accel._private.torch import apply_to_tensors_
 from lightning_accel.ops.evaluation import evaluating
 
 
@@ -143,4 +144,4 @@ def move_to_meta_(module: nn.Module, freed: set[nn.Parameter]) -> None:
 
 def move_(module: nn.Module, device: torch.device) -> None:
     """Move all tensors of ``module`` that are not on the meta device to ``device``."""
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    apply_to_tensors_(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))

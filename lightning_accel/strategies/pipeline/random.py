@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accel._private.torch import TorchDispatchMode, compiled_call, plain_call, set_compiled_call
 from lightning_accel.strategies.pipeline.chain import Chain
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric"}
@@ -80,15 +80,15 @@ class StepRandom:
         owned = [
             (number, layer) for number, layer in enumerate(self.chain.layers) if stage_of[number] == self.ranks.rank
         ]
-        before = [layer._compiled_call_impl for _, layer in owned]
+        before = [compiled_call(layer) for _, layer in owned]
         for (number, layer), own in zip(owned, before, strict=True):
-            layer._compiled_call_impl = partial(self._call_with_own_seed, number, own or layer._call_impl)
+            set_compiled_call(layer, partial(self._call_with_own_seed, number, own or plain_call(layer)))
         try:
             with self._preserved_states():
                 yield
         finally:
             for (_, layer), own in zip(owned, before, strict=True):
-                layer._compiled_call_impl = own
+                set_compiled_call(layer, own)
 
     def begin(self, number: int) -> None:
         """Seed the generators for a micro-batch."""

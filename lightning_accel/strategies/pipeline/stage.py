@@ -7,8 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_accel._private.torch import (
+    TreeSpec,
+    change_count,
+    compiled_call,
+    plain_call,
+    set_compiled_call,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from lightning_accel.strategies.pipeline.chain import Chain
 from lightning_accel.strategies.pipeline.message import TensorSpec, connect, pack, unpack
 from lightning_accel.strategies.pipeline.random import RandomOpDetector
@@ -223,16 +233,15 @@ class StageRun:
 
     @contextmanager
     def _replace_layer_calls(self) -> Iterator[None]:
-        # nn.Module.compile() redirects calls of one instance by this private name. A patched forward would also run
-        # hooks for stand-ins, and would be traced if the layer is compiled.
-        before = [layer._compiled_call_impl for layer in self.chain.layers]
+        # A patched forward would also run hooks for stand-ins, and would be traced if the layer is compiled
+        before = [compiled_call(layer) for layer in self.chain.layers]
         for number, (layer, own) in enumerate(zip(self.chain.layers, before, strict=True)):
-            layer._compiled_call_impl = partial(self._call, number, own or layer._call_impl)
+            set_compiled_call(layer, partial(self._call, number, own or plain_call(layer)))
         try:
             yield
         finally:
             for layer, own in zip(self.chain.layers, before, strict=True):
-                layer._compiled_call_impl = own
+                set_compiled_call(layer, own)
 
     def _call(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stage = self.chain.stage_of[number]
@@ -259,7 +268,7 @@ class StageRun:
         return tree_unflatten(call.leaves, call.spec)
 
     def _record(self, layer: int, leaves: list[Any], spec: TreeSpec) -> None:
-        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        versions = [change_count(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._index_of[id(leaf)] = len(self.calls), number
@@ -293,7 +302,7 @@ class StageRun:
                 slot = self._slot((number, at), leaf)
                 if isinstance(slot, SentTensor):
                     plain = leaf.plain if isinstance(leaf, StandInTensor) else leaf
-                    if leaf._version != version:
+                    if change_count(leaf) != version:
                         raise RuntimeError(
                             f"an output of layer {call.layer} of the pipeline was changed in place by the code between "
                             "the layers, which every later stage would do again. Write x = x + y in place of x += y"

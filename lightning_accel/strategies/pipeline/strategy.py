@@ -9,7 +9,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_accel._private.torch import multiply_
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.batch_splitting import count_samples, split_batch
 from lightning_accel.strategies.gradients import (
@@ -242,7 +242,7 @@ class PipelineStrategy(DDPStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         assert self.device_mesh is not None
-        return _sync_ddp_if_available(tensor, group or self.device_mesh.get_group("data_parallel"), reduce_op=reduce_op)
+        return super().reduce(tensor, group or self.device_mesh.get_group("data_parallel"), reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         count = torch.tensor(int(decision), device=self.root_device)
@@ -437,7 +437,7 @@ class PipelineStrategy(DDPStrategy):
         again = factor / scale
         made = [grad for grad in grads if grad is not None]
         if made and (again.device.type != "cpu" or again != 1):  # reading it from another device would wait
-            torch._foreach_mul_(made, again)
+            multiply_(made, again)
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad

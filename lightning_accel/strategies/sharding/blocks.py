@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+from lightning_accel._private.torch import NormBase
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.sharding.expert_parallel import distribute_experts, expert_parameters, find_experts
 
@@ -86,7 +87,7 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     for submodule in module.modules():
         # torch's batch norms combine low-precision inputs with float32 weights, but not float32 statistics with low
         # weights
-        is_exact = getattr(submodule, "keep_float32", False) or isinstance(submodule, nn.modules.batchnorm._NormBase)
+        is_exact = getattr(submodule, "keep_float32", False) or isinstance(submodule, NormBase)
         if is_exact and submodule not in blocks and any(True for _ in submodule.parameters()):
             sharding.apply(submodule)
     for block in blocks:
@@ -183,8 +184,7 @@ def broadcast_(tensor: Tensor, device: torch.device) -> None:
 
 def batch_norm_statistics(module: nn.Module) -> list[Tensor]:
     """Return the running statistics that differ between processes unless they are synchronized."""
-    kind = nn.modules.batchnorm._NormBase
-    return [buffer for one in module.modules() if isinstance(one, kind) for buffer in one.buffers(recurse=False)]
+    return [buffer for one in module.modules() if isinstance(one, NormBase) for buffer in one.buffers(recurse=False)]
 
 
 def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:

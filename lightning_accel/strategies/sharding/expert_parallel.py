@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from lightning_accel._private.torch import all_to_all, parameters_of
 
 
 def find_experts(module: nn.Module) -> dict[str, nn.Module]:
@@ -61,14 +62,14 @@ def _forward(
     sent, received = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(dim=2).tolist()
     taken = token_of_slot[: sum(sent)]
     rows = _to_autocast_dtype(tokens).index_select(0, taken)
-    arrived = all_to_all_single_autograd(rows, received, sent, group)  # (R, D), sorted by process, then by expert
+    arrived = all_to_all(rows, received, sent, group)  # (R, D), sorted by process, then by expert
     by_source = arriving.view(num_ranks, -1)
     expert_of_row = torch.arange(by_source.shape[1], device=tokens.device).repeat(num_ranks)
     expert_of_row = expert_of_row.repeat_interleave(arriving, output_size=sum(received))
     ones = torch.ones(sum(received), device=tokens.device)
     with _local_parameters(experts, num_ranks):
         made = run(arrived, expert_of_row.argsort(stable=True), ones, by_source.sum(dim=0))  # (R, D)
-    made = all_to_all_single_autograd(made.contiguous(), sent, received, group)  # (S, D)
+    made = all_to_all(made.contiguous(), sent, received, group)  # (S, D)
     wide = torch.promote_types(made.dtype, torch.float32)
     weighted = made.to(wide) * weight_of_slot[: sum(sent)].to(wide).unsqueeze(1)
     out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
@@ -91,7 +92,7 @@ def _local_parameters(experts: nn.Module, num_ranks: int) -> Iterator[None]:
             local = parameter.to_local()  # type: ignore[attr-defined]
             if local.requires_grad:
                 local.register_hook(lambda grad: grad / num_ranks)
-            experts._parameters[name] = local
+            parameters_of(experts)[name] = local
         yield
     finally:
-        experts._parameters.update(whole)
+        parameters_of(experts).update(whole)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as table
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.serialization import _get_layout
+
+from lightning_accel._private.torch import checkpoint_encodings, storage_info
 
 METADATA = ".metadata"
 REST = "meta.pt"  # all but weights and optimizer states; Lightning's own tools expect this name
@@ -27,9 +27,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
         table.BytesStorageMetadata,
         table.ChunkStorageMetadata,
         table.TensorProperties,
-        table._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        _get_layout,
+        storage_info(),
+        *checkpoint_encodings(),
     )
 }
 _CLASSES |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): dict}
@@ -87,7 +86,7 @@ def items_by_file(folder: str | Path, metadata: table.Metadata) -> dict[str, lis
     """
     parts: dict[str, list[tuple[str, int, int]]] = {}
     for index, place in metadata.storage_data.items():
-        if not isinstance(place, _StorageInfo) or not isinstance(index, table.MetadataIndex):
+        if not isinstance(place, storage_info()) or not isinstance(index, table.MetadataIndex):
             raise ValueError(f"{METADATA} is not the table of a sharded checkpoint")
         name = str(place.relative_path)
         file = Path(folder, name)

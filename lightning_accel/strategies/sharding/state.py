@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from lightning_accel._private.torch import tree_map_only
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint
 from lightning_accel.strategies.sharding.metadata import REST
 

@@ -1,0 +1,247 @@
+"""Private names of Lightning that the package stands on."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.plugins import LayerSync, Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# ---- modules
+
+
+def has_trainer(module: L.LightningModule) -> bool:
+    """Return whether ``module`` is in a Trainer; the public property raises, or wraps Fabric's."""
+    return module._trainer is not None
+
+
+def is_compiled(module: L.LightningModule) -> bool:
+    """Return whether ``from_compiled`` replaced the steps of ``module``; ``to_uncompiled`` raises if it did not."""
+    return module._compiler_ctx is not None
+
+
+def forget_metric_names(module: L.LightningModule) -> None:
+    """Empty the cache of metrics' names, keyed by identity, which a copy of ``module`` takes along unseen."""
+    module._metric_attributes = None
+
+
+def set_device(module: L.LightningModule, device: Any) -> None:
+    """Set what ``module.device`` returns; ``to`` would move the tensors as well."""
+    module._device = device
+
+
+# ---- callbacks and loggers
+
+
+def should_stop_early(callback: EarlyStopping, value: Tensor) -> tuple[bool, str | None]:
+    """Return whether ``value`` ends the run, and why; the public hooks read it from the Trainer's metrics."""
+    return callback._evaluate_stopping_criteria(value)
+
+
+def averaged_model(callback: Any) -> nn.Module | None:
+    """Return the average that a weight-averaging callback holds, None before its setup; it has no public name."""
+    average: nn.Module | None = callback._average_model
+    return average
+
+
+def last_saved_step(keeper: ModelCheckpoint) -> int:
+    """Return the step of the newest checkpoint, which the callback's state does not have."""
+    return keeper._last_global_step_saved
+
+
+def set_last_saved_step(keeper: ModelCheckpoint, step: int) -> None:
+    """Set the step of the newest checkpoint, at which the callback writes no second one; it has no public setter."""
+    keeper._last_global_step_saved = step
+
+
+def last_saved_file(keeper: ModelCheckpoint) -> str:
+    """Return the newest checkpoint of any kind; ``best_model_path`` and ``last_model_path`` are other ones."""
+    return keeper._last_checkpoint_saved
+
+
+def set_last_saved_file(keeper: ModelCheckpoint, path: str) -> None:
+    """Set the newest checkpoint, to which ``last.ckpt`` becomes a link; it has no public setter."""
+    keeper._last_checkpoint_saved = path
+
+
+def waits_for_validation(keeper: ModelCheckpoint) -> bool:
+    """Return whether a save was put off until the next validation, which the callback's state does not have."""
+    return keeper._defer_save_until_validation
+
+
+def set_waits_for_validation(keeper: ModelCheckpoint, waits: bool) -> None:
+    """Set whether a save was put off until the next validation; it has no public setter."""
+    keeper._defer_save_until_validation = waits
+
+
+def save_last(keeper: ModelCheckpoint, trainer: L.Trainer) -> None:
+    """Write ``last.ckpt`` alone; the public hooks save the best checkpoints first."""
+    keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
+
+
+def given_version(logger: Any) -> int | str | None:
+    """Return the version that a logger has so far, None if free; its public property would choose one."""
+    version: int | str | None = logger._version
+    return version
+
+
+def set_version(logger: Any, version: int) -> None:
+    """Set the version of a logger, which is public only when it is made."""
+    logger._version = version
+
+
+# ---- the Trainer and its strategy
+
+
+def distributes_samples_by_default(trainer: L.Trainer) -> bool:
+    """Return the Trainer's flag ``use_distributed_sampler``, which it keeps in a private connector."""
+    flag: bool = getattr(getattr(trainer, "_accelerator_connector", None), "use_distributed_sampler", True)
+    return flag
+
+
+def logger_connector(trainer: L.Trainer) -> Any:
+    """Return the connector that holds logged metrics and writes their rows; the Trainer shows only merged metrics."""
+    return trainer._logger_connector
+
+
+def timeout_of(strategy: Any) -> timedelta | None:
+    """Return the time after which a strategy's processes stop waiting, which is public only when it is made."""
+    timeout: timedelta | None = strategy._timeout
+    return timeout
+
+
+def starts_scripts(strategy: Any) -> bool:
+    """Return whether each process of a strategy runs the whole script, not a spawned function; no public name tells."""
+    return getattr(strategy, "_start_method", "popen") == "popen"
+
+
+def layer_sync_of(strategy: Any) -> LayerSync | None:
+    """Return the LayerSync plug-in, which the Trainer gives a strategy by this private name alone."""
+    sync: LayerSync | None = strategy._layer_sync
+    return sync
+
+
+def call_step_hooks(precision: Precision, module: L.LightningModule, optimizer: Optimizer) -> None:
+    """Call ``on_before_optimizer_step`` and clip gradients; ``optimizer_step`` does so within the step alone."""
+    precision._after_closure(module, optimizer)
+
+
+# ---- loops: what a resumed fit reads and sets is private in all of them
+
+
+def data_source_of(loop: Any) -> Any:
+    """Return the source of a loop's loaders: the only place of loaders that were passed to a method of the Trainer."""
+    return loop._data_source
+
+
+def combined_loader_of(loop: Any) -> Any:
+    """Return the CombinedLoader of a fit, None before its setup; the Trainer shows only what it combines."""
+    return loop._combined_loader
+
+
+def data_fetcher_of(loop: Any) -> Any:
+    """Return the iterator over batches of a fit, None before its setup; no public name leads to it."""
+    return loop._data_fetcher
+
+
+def restore_loaders(loop: Any) -> bool:
+    """Give loaders the states of the checkpoint that wait for them, and return whether there were any."""
+    waiting = bool(loop._combined_loader_states_to_load)
+    if waiting:
+        loop._load_combined_loader_states()
+    return waiting
+
+
+def results_of(loop: Any) -> Any:
+    """Return the running sums of what is logged, by key; the Trainer shows only their means."""
+    return loop._results
+
+
+def has_logged_outputs(loop: Any) -> bool:
+    """Return whether a validation has metrics that its end has not handed out; no public name tells."""
+    return bool(loop._logged_outputs)
+
+
+def seen_batches_of(loop: Any) -> dict[int, int]:
+    """Return the table itself of batches seen per loader, which numbers the steps of logged metrics."""
+    seen: dict[int, int] = loop._seen_batches_per_dataloader
+    return seen
+
+
+def has_read_all_batches(epoch_loop: Any) -> bool:
+    """Return whether the last batch of the epoch was reached; ``done`` is True at max_steps, too."""
+    reached: bool = epoch_loop._num_ready_batches_reached()
+    return reached
+
+
+def begin_without_restart(*loops: Any) -> None:
+    """Make loops keep their counters, which they reset when restarting; ``restarting`` resets more when set."""
+    for loop in loops:
+        loop._restarting = False
+
+
+def restart_within_epoch(loop: Any) -> None:
+    """Make the next epoch one whose first hooks were called already; ``update_restart_stage`` guesses from counters."""
+    loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+
+
+def end_restart(loop: Any, keeps_iterator: bool) -> None:
+    """Make further epochs ordinary ones; with ``keeps_iterator`` the first takes the loaders' iteration as it is."""
+    loop._loaded_from_state_dict, loop._resuming_from_checkpoint = False, keeps_iterator
+
+
+def skip_next_validation(epoch_loop: Any) -> None:
+    """Skip the validation that is due, which was run before the checkpoint; only a constructor of its own sets it."""
+    epoch_loop._skip_next_val = True
+
+
+@contextlib.contextmanager
+def in_step_before(epoch_loop: Any) -> Iterator[None]:
+    """Give rows that are logged while open the number of the step before, as Lightning does at ends of epochs."""
+    epoch_loop._batches_that_stepped -= 1
+    yield
+    epoch_loop._batches_that_stepped += 1
+
+
+def set_first_batch(connector: Any, is_first: bool | None) -> None:
+    """Set whether logging is in the first batch of the loop, None outside of batches; only a batch's start sets it."""
+    connector._first_loop_iter = is_first
+
+
+def logged_hook(connector: Any) -> str | None:
+    """Return the hook whose metrics are logged at the moment, after whose change Lightning empties them."""
+    hook: str | None = connector._current_fx
+    return hook
+
+
+def set_logged_hook(connector: Any, hook: str | None) -> None:
+    """Set the hook whose metrics are logged at the moment; only hooks that log set it."""
+    connector._current_fx = hook
+
+
+FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")  # of a connector; properties of them merge
+
+
+def forward_value_of(result: Any) -> Any:
+    """Return the value of the last step of a running sum, which its public ``compute`` does not give."""
+    return result._forward_cache
+
+
+def make_result(
+    options: Mapping[str, Any],
+    reduction: Callable[..., Any],
+    reduce: Callable[..., Any],
+    sync: Mapping[str, Any],
+    is_tensor: bool,
+) -> Any:
+    """Make an empty running sum as ``log`` makes it, whose classes have no public names."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+    meta = _Metadata(**options, reduce_fx=reduction)
+    meta.sync = _Sync(fn=reduce, **sync)
+    return _ResultMetric(meta, is_tensor)

@@ -1,0 +1,22 @@
+"""Private names of torchmetrics and PyTorch Geometric that the package stands on."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def set_update_count(metric: Any, count: int) -> None:
+    """Set how many updates the state of a metric holds, without which ``compute`` warns; it has no public setter."""
+    metric._update_count = count
+    metric._computed = None  # of the state before
+
+
+def set_forward_value(metric: Any, value: Any) -> None:
+    """Set the value of the last step of a metric, which has no public setter."""
+    metric._forward_cache = value
+
+
+def explained_edges(layer: Any) -> Tensor | None:
+    """Return the mask of edges in [0, 1] that an explainer gave a layer, None without; no public name leads to it."""
+    mask: Tensor | None = layer._edge_mask if layer.explain else None
+    return mask.sigmoid() if mask is not None and layer._apply_sigmoid else mask

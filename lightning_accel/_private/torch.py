@@ -1,0 +1,215 @@
+"""Private names of torch that the package stands on."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other way to see all operations
+from torch.utils._pytree import TreeSpec as TreeSpec  # torch has no public functions for nested structures
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+BatchNormBase = _BatchNorm  # of all batch norms, users' own included; the public names are those of its subclasses
+NormBase = _NormBase  # of all norms with running statistics
+ConvBase = _ConvNd  # of all convolutions
+ConvTransposeBase = _ConvTransposeNd
+LoaderIterator = _BaseDataLoaderIter  # the type of iter(DataLoader), whose documentation names none
+
+# ---- tensors
+
+
+def change_count(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; autograd alone reads this counter, without a public name."""
+    return tensor._version
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks wait for the gradient of ``parameter``; torch registers and removes them, but lists none."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply ``tensors`` in place in one kernel per device; torch offers this to its optimizers alone."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def unscale_gradients_(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply ``gradients`` in place and set ``found_inf`` for inf or NaN; GradScaler's public methods take all."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func is active, which Function.apply asks by this private name, too."""
+    return torch._C._are_functorch_transforms_active()
+
+
+# ---- operations and compilation
+
+
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """Return the declared arguments of a dispatched operation, which only its private schema holds."""
+    return operation._schema.arguments
+
+
+def grouped_mm() -> Any:
+    """Return the operation that torch.nn.functional.grouped_mm dispatches to, which has no public name."""
+    return torch.ops.aten._grouped_mm
+
+
+def compiled_original(module: Any) -> nn.Module | None:
+    """Return what ``torch.compile`` wrapped in ``module``, None if nothing; the wrapper has no public name."""
+    return getattr(module, "_orig_mod", None)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what calls of ``module`` run in place of ``forward`` and hooks; ``Module.compile`` sets it unseen."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Set what calls of ``module`` run, None for its ``forward`` and hooks; ``Module.compile`` cannot be undone."""
+    module._compiled_call_impl = call
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the call of ``module`` with its hooks, without :func:`compiled_call`, which ``__call__`` prefers."""
+    return module._call_impl
+
+
+def compile_frozen(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile ``graph`` with constant weights; the options of torch.compile do not include freezing."""
+    return torch._inductor.compile(graph, list(inputs), options={"freezing": True})
+
+
+def frozen_weights() -> contextlib.AbstractContextManager[Any]:
+    """Make compilations treat weights as constants while open; only an environment variable does so publicly."""
+    return torch._inductor.config.patch(freezing=True)
+
+
+# ---- modules
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of submodules itself; ``named_children`` omits empty places and second names."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return the table of parameters itself, to put in a plain tensor, which ``register_parameter`` rejects."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the table of buffers itself; ``named_buffers`` omits empty places, and lists no persistence."""
+    return module._buffers
+
+
+def replicate(module: nn.Module) -> Any:
+    """Return a shallow copy of ``module`` for another device, as recurrent layers define it for DataParallel alone."""
+    return module._replicate_for_data_parallel()
+
+
+def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each tensor of ``module`` by a function of it; ``Module.to`` does not leave out those on meta."""
+    module._apply(function)
+
+
+def convolve(layer: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """Run a convolution with another weight and the layer's padding mode, for which it has no public method."""
+    return layer._conv_forward(x, weight, layer.bias)  # type: ignore[operator]
+
+
+def check_input_dims(layer: nn.Module, x: Tensor) -> None:
+    """Raise ValueError if ``x`` has not the dimensions of this kind of batch norm, which only its own check knows."""
+    layer._check_input_dim(x)  # type: ignore[operator]
+
+
+# ---- optimizers and loss scaling
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run at each step of this optimizer or of all; torch registers them, but lists none."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    of_all = _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks
+    return bool(own or of_all)
+
+
+def is_counted_by_schedule(step: Any) -> bool:
+    """Return whether a learning rate schedule wrapped ``step`` to count its calls, which only a private mark tells."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """Return the scale as a tensor on its device; ``get_scale`` would wait for the device."""
+    return scaler._scale
+
+
+def found_inf_by_device(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """Return the table of flags, to be changed, that tells ``step`` to skip; it has no public name."""
+    found: Any = scaler._found_inf_per_device(optimizer)
+    return found
+
+
+# ---- data, processes and files
+
+
+def awaited_worker(batches: Any) -> tuple[int, Any] | None:
+    """Return number and process of the worker that a loader's iterator waits for, None without; none is public."""
+    try:
+        worker = batches._task_info[batches._rcvd_idx][0]
+        return worker, batches._workers[worker]
+    except (AttributeError, LookupError):
+        return None
+
+
+def dataset_of(batches: Any) -> Any:
+    """Return the data set of a loader's iterator, None if there is none; it has no public name."""
+    return getattr(batches, "_dataset", None)
+
+
+def default_store() -> Any:
+    """Return the store that the process group was made with, which needs no collective; it has no public name."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    """Exchange rows between processes, with a gradient, which ``torch.distributed.all_to_all_single`` does not have."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    return all_to_all_single_autograd(tensor, received, sent, group)
+
+
+def storage_info() -> Any:
+    """Return the class of places in the pickled table of a distributed checkpoint, which has no public name."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
+def checkpoint_encodings() -> tuple[Any, Any]:
+    """Return what the pickled table of a distributed checkpoint encodes memory formats and layouts by."""
+    from torch.distributed.checkpoint import metadata
+    from torch.serialization import _get_layout
+
+    return metadata._MEM_FORMAT_ENCODING, _get_layout
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """Return which instructions this CPU has; torch 2.11 has only private functions for it."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    return {
+        "amx_bf16": torch.cpu._is_amx_tile_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "avx512_vnni": torch.cpu._is_vnni_supported(),
+    }
