@@ -12,6 +12,7 @@ from lightning_accel.data import GraphDataModule as GraphDataModule
 from lightning_accel.data import SequenceDataModule as SequenceDataModule
 from lightning_accel.data import TabularDataModule as TabularDataModule
 from lightning_accel.data import TextDataModule as TextDataModule
+from lightning_accel.diagnosis import doctor as doctor
 from lightning_accel.models import Classifier as Classifier
 from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
 from lightning_accel.models import MoEClassifier as MoEClassifier

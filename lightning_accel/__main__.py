@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lightning_accel import __version__
 
 _HELP = f"""\
-usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,build-ops}} [options]
+usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,doctor,build-ops}} [options]
 
 lightning_accel {__version__}: train and run PyTorch Lightning modules from a config, ours or your own.
 
@@ -18,6 +18,7 @@ subcommands:
   export       write the model to a file that runs without its class, checked on validation data:
                lightning-accel export --config X.yaml --ckpt_path best --format onnx --output model.onnx
 
+  doctor       describe this machine and measure what it reaches: lightning-accel doctor --help
   build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help
 
 most used options, after the subcommand:
@@ -52,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lightning_accel.cli.build_ops import build_ops
 
         return build_ops(arguments[1:])
+    if arguments[0] == "doctor":
+        from lightning_accel.cli.doctor import run_doctor
+
+        return run_doctor(arguments[1:])
     from lightning_accel.cli import run
 
     return run(arguments)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_accel"
 
 # By the module, class or function that has them
 USED = {
-    "torch": "_C _foreach_mul_ _foreach_norm _amp_foreach_non_finite_check_and_unscale_ _inductor",
+    "torch": "_C _foreach_mul_ _foreach_norm _amp_foreach_non_finite_check_and_unscale_ _inductor _int_mm",
     "torch.Tensor": "_version _backward_hooks _post_accumulate_grad_hooks",
     "torch._C": "_are_functorch_transforms_active",
     "torch._ops.OpOverload": "_schema",

@@ -1,5 +1,13 @@
-"""Command line: LightningCLI with short errors, a run folder with every config, and checkpoints by name."""
+"""Command line: LightningCLI with short errors, a run folder with every config, and checkpoints by name.
 
-from lightning_accel.cli.command import AccelCLI, run
+Its names are imported on first use, since some subcommands need no Lightning.
+"""
 
-__all__ = ["AccelCLI", "run"]
+from pathlib import Path
+
+from lightning_accel._lazy import lazy_getattr, names_in
+
+_MODULE_OF = names_in(Path(__file__).with_suffix(".pyi"))
+
+__all__ = sorted(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

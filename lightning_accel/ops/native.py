@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_accel.ops.native_build import BuildError, cpu_target, cuda_target, library_path
+from lightning_accel.ops.native_build import BuildError, cached_library, cpu_target, cuda_target, library_path
 from lightning_accel.ops.renames import renamed_arguments
 
 
@@ -71,6 +71,23 @@ class NativeLibrary:
         if served is None:
             return not torch.compiler.is_compiling() and self._load_once(device)
         return served
+
+    def state(self, device: torch.device) -> str:
+        """Return whether kernels for ``device`` are ``built``, ``not built yet``, ``switched off`` or do not exist.
+
+        Unlike :meth:`serves` it builds and loads nothing.
+
+        Raises:
+            ValueError: if ``LIGHTNING_ACCEL_NATIVE`` is neither 0 nor 1.
+        """
+        if self._is_disabled or os.environ.get("LIGHTNING_ACCEL_NATIVE") == "0":
+            return "switched off"
+        if not self._has_sources(device):
+            return "there are none"
+        if self._available.get(device) is False:
+            return "cannot be built"
+        target = cuda_target(device) if device.type == "cuda" else cpu_target()
+        return "not built yet" if cached_library(self.name, self.folder, target) is None else "built"
 
     def _load_once(self, device: torch.device) -> bool:
         with self._lock:

@@ -71,10 +71,9 @@ def library_path(name: str, folder: Path, target: str, timeout: float) -> Path:
     """
     if sys.platform == "win32":
         raise BuildError("native ops are built on Linux and macOS")
-    file = f"{name}-{target}-{_source_digest(folder, target)}.so"
-    for cache in _cache_folders():
-        if (cache / file).exists() and not _untrusted_reason(cache / file):
-            return cache / file
+    if found := cached_library(name, folder, target):
+        return found
+    file = _file_name(name, folder, target)
     asked = time.time()
     cache = _writable_cache()
     library, failure = cache / file, cache / f"{file}.failed"
@@ -90,6 +89,17 @@ def library_path(name: str, folder: Path, target: str, timeout: float) -> Path:
             raise
         failure.unlink(missing_ok=True)
     return library
+
+
+def cached_library(name: str, folder: Path, target: str) -> Path | None:
+    """Return the path that :func:`library_path` returns if the library is built already, otherwise None."""
+    file = _file_name(name, folder, target)
+    paths = (cache / file for cache in _cache_folders())
+    return next((path for path in paths if path.exists() and not _untrusted_reason(path)), None)
+
+
+def _file_name(name: str, folder: Path, target: str) -> str:
+    return f"{name}-{target}-{_source_digest(folder, target)}.so"
 
 
 def _source_digest(folder: Path, target: str) -> str:
