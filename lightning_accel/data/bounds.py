@@ -12,7 +12,7 @@ _MAX_RATIO = 32  # largest ratio of unpacked to packed size; compressed text and
 _CHUNK = 1 << 20
 
 
-def require_at_least(least: int, **options: int | None) -> None:
+def require_at_least(least: int, **options: float | None) -> None:
     """Raise a ValueError if an option that is set is below ``least``."""
     for name, value in options.items():
         if value is not None and value < least:

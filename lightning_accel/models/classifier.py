@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.models.hooks import name_classes
+from lightning_accel.models.hooks import hint_at_removed_channels, name_classes
 from lightning_accel.nn.features import require_floating, require_rows, require_width
-from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.renames import renamed_arguments
 
 

@@ -44,7 +44,6 @@ from lightning_accel.nn.boltzmann.rbm import Visible
 from lightning_accel.nn.boltzmann.stack import RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
-from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
@@ -135,7 +134,6 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         class_names = None if class_names is None else list_of_str(class_names)
         stages = [Stage.from_dict(stage) if isinstance(stage, dict) else stage for stage in stages]
         self.save_hyperparameters(ignore=["optimizer"])
-        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]
         require_options(hidden_dims, stages, finetune, labels, likelihood, minibatch_size)

@@ -1,4 +1,4 @@
-"""What the hooks of models share: sizes from datamodules, hyperparameters, logging. Shapes: L mixtures, E experts."""
+"""What models share: sizes from datamodules, hyperparameters, checkpoints, logging. Shapes: L mixtures, E experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -7,12 +7,17 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.cli import OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_accel.models.tensor_parallel import reject_tensor_parallelism
 from lightning_accel.nn import GateReport
 from lightning_accel.ops.names import list_of_names
+
+_HINT = (
+    "weights in the checkpoint are smaller than those of the model. Where channels of its run were removed "
+    "(Pruning(structure='channel')), load it with lightning_accel.compress.load_pruned(model, path), the model made "
+    "as before training"
+)
 
 
 class SizedModel(L.LightningModule):
@@ -26,6 +31,10 @@ class SizedModel(L.LightningModule):
     unlike_tensor_parallelism: ClassVar[str] = ""  # a strategy to suggest in its place
     make_optimizer: OptimizerCallable
 
+    def __init__(self) -> None:
+        super().__init__()
+        hint_at_removed_channels(self)
+
     def setup(self, stage: str) -> None:
         self._read_datamodule()
 
@@ -33,8 +42,17 @@ class SizedModel(L.LightningModule):
         take_from_datamodule(self, **self.from_datamodule)
 
     def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule, once they are known."""
-        reject_tensor_parallelism(self, self.unlike_tensor_parallelism)
+        """Build the layers whose sizes may come from the datamodule, once they are known; reject tensor parallelism.
+
+        Raises:
+            ValueError: under Lightning's ``ModelParallelStrategy``, the only one that sets a mesh, on several devices.
+        """
+        if self.device_mesh is not None and self.device_mesh.size() > 1:
+            alternative = self.unlike_tensor_parallelism and f", or {self.unlike_tensor_parallelism}"
+            raise ValueError(
+                f"{type(self).__name__} has no plan for tensor parallelism; take the strategy 'accel_fsdp2', which "
+                f"splits its weights over processes{alternative}"
+            )
         self._build_once()
 
     def _build_once(self) -> None:
@@ -54,6 +72,13 @@ class SizedModel(L.LightningModule):
 
     def _build(self) -> None:
         raise NotImplementedError
+
+    def on_validation_epoch_start(self) -> None:
+        # Trainer.validate leaves metrics with tensors created in inference mode; the validation in fit, which runs
+        # outside it, could not update them
+        for name, metric in self.named_children():
+            if name.startswith("val_") and isinstance(metric, Metric):
+                metric.reset()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
@@ -154,3 +179,31 @@ class EpochLoad(Metric):
 
     def compute(self) -> Tensor:
         return self.counts / self.counts.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def hint_at_removed_channels(module: nn.Module) -> None:
+    """Make errors of ``module.load_state_dict`` explain how to load a checkpoint with removed channels."""
+    module.register_load_state_dict_pre_hook(_hint)
+
+
+def _hint(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    pairs = [
+        (state_dict[prefix + name], own)
+        for name, own in module.named_parameters(remove_duplicate=False)
+        if isinstance(state_dict.get(prefix + name), Tensor)
+    ]
+    others = [(saved.shape, own.shape) for saved, own in pairs if saved.shape != own.shape]
+    if others and all(
+        len(saved) == len(own) and all(size <= whole for size, whole in zip(saved, own, strict=True))
+        for saved, own in others
+    ):
+        error_msgs.append(_HINT)

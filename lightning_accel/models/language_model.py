@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.aggregation import MeanMetric
 
+from lightning_accel.data.bounds import require_at_least
 from lightning_accel.models.hooks import (
     EpochLoad,
     SizedModel,
@@ -20,7 +22,6 @@ from lightning_accel.models.hooks import (
     keep_plain_hyperparameters,
     num_replicas,
 )
-from lightning_accel.models.tensor_parallel import shard_weights_, tensor_parallel_mesh
 from lightning_accel.nn import (
     ExpertLoad,
     FeedForward,
@@ -32,10 +33,10 @@ from lightning_accel.nn import (
     summarise_load,
 )
 from lightning_accel.nn.moe.gating import GateFactory
-from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies.gradients import clip_grad_norm_
+from lightning_accel.strategies.sharding.blocks import broadcast_state
 
 
 class LanguageModelOutput(NamedTuple):
@@ -113,10 +114,9 @@ class MoELanguageModel(SizedModel):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        _require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=max_new_tokens)
-        _require_at_least(0, moe_every=moe_every, temperature=temperature, sample_from=sample_from)
+        require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=max_new_tokens)
+        require_at_least(0, moe_every=moe_every, temperature=temperature, sample_from=sample_from)
         self.save_hyperparameters(ignore=["optimizer"])
-        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.vocab_size = vocab_size
         self.dim = dim
@@ -174,9 +174,10 @@ class MoELanguageModel(SizedModel):
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule, and shard weights if there is a mesh for it."""
         self._build_once()
-        mesh = tensor_parallel_mesh(self.device_mesh)
+        mesh = _tensor_parallel_mesh(self.device_mesh)
         if mesh is not None and not isinstance(self.head.weight, DTensor):
-            shard_weights_(self, self.tensor_parallel_plan(mesh.size()), mesh)
+            parallelize_module(self, mesh, self.tensor_parallel_plan(mesh.size()))
+            broadcast_state(self, torch.device(mesh.device_type))  # the other weights, which stay plain tensors
 
     def tensor_parallel_plan(self, num_devices: int) -> dict[str, ParallelStyle]:
         """Return how ``ModelParallelStrategy`` shards the weights: attention by heads, the scores by tokens.
@@ -263,7 +264,7 @@ class MoELanguageModel(SizedModel):
 
     def on_fit_start(self) -> None:
         layers = [block.feed_forward for block in self.blocks]  # a subclass may have replaced them
-        mesh = self.device_mesh if tensor_parallel_mesh(self.device_mesh) else None
+        mesh = self.device_mesh if _tensor_parallel_mesh(self.device_mesh) else None
         group = None if mesh is None else mesh.get_group("data_parallel")  # the other processes see equal tokens
         gates = [layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)]
         self.expert_load = ExpertLoad(gates, group)
@@ -274,11 +275,6 @@ class MoELanguageModel(SizedModel):
         if statistics and is_logging_step(self):
             self.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
             self.expert_load.warn_if_collapsed()
-
-    def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
-        self.val_loss.reset()
-        self.val_load.reset()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         reports = self._evaluate(batch, self.val_loss)
@@ -369,7 +365,17 @@ def _draw(logits: Tensor, temperature: float, sample_from: int, generator: torch
     return torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
 
 
-def _require_at_least(least: int, **numbers: float) -> None:
-    for name, number in numbers.items():
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}; got {number}")
+def _tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the dimension ``tensor_parallel`` of the mesh that Lightning's ``ModelParallelStrategy`` sets.
+
+    Raises:
+        ValueError: if there is data parallelism, too: gradients would not be averaged over it.
+    """
+    if mesh is None or mesh.size() == 1:
+        return None
+    if mesh.size() > mesh["tensor_parallel"].size():
+        raise ValueError(
+            f"under ModelParallelStrategy with data_parallel_size={mesh['data_parallel'].size()} nothing would average "
+            "the gradients of this model. Set data_parallel_size=1, or take the strategy 'accel_fsdp2'"
+        )
+    return mesh["tensor_parallel"]

@@ -122,11 +122,6 @@ class SupervisedModel(SizedModel):
             self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=num_samples)
         return {"loss": loss, "weight": weight}
 
-    def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
-        self.val_loss.reset()
-        self.val_score.reset()
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_loss, self.val_score)
 

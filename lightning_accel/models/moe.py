@@ -24,7 +24,6 @@ from lightning_accel.models.hooks import (
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.moe.gating import GateFactory
-from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.renames import renamed_arguments
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -97,7 +96,6 @@ class MoEClassifier(SizedModel):
         dim, num_experts, k, hidden_dim = map(index, (dim, num_experts, k, hidden_dim))
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
-        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.num_features = num_features
         self.num_classes = num_classes
@@ -215,12 +213,6 @@ class MoEClassifier(SizedModel):
         self.log_dict(figures, sync_dist=True)  # equal on all processes; sync_dist avoids a warning
         self.epoch_load.reset()
         self.train_accuracy.reset()
-
-    def on_validation_epoch_start(self) -> None:
-        # Trainer.validate leaves metrics with tensors created in inference mode; the validation in fit, which runs
-        # outside it, could not update them
-        self.val_loss.reset()
-        self.val_accuracy.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_loss, self.val_accuracy)

@@ -15,7 +15,6 @@ from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.nn.relational.marked_tuples import TupleKind
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
-from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.triples.cache import triples_of
 from lightning_accel.ops.triples.find import Triples
 from lightning_accel.strategies import PipelineStrategy
@@ -125,7 +124,6 @@ class RelationalGNN(SupervisedModel):
         super().__init__()
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
-        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes, self.num_targets = num_features, num_classes, num_targets
         self.edge_dim, self.num_relations = edge_dim, num_relations

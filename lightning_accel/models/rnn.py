@@ -1,6 +1,6 @@
 """Models of sequences of unequal lengths. Shapes: B samples, T steps, F features, C classes, K values, S scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
@@ -14,9 +14,7 @@ from lightning_accel._private.torch import tree_leaves, tree_map
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
-from lightning_accel.models.sequence_predictions import forecast, name_labels, name_steps
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentBlock
-from lightning_accel.nn.removed_channels import hint_at_removed_channels
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
@@ -176,7 +174,6 @@ class SequenceModel(SupervisedModel):
         super().__init__()
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["optimizer"])
-        hint_at_removed_channels(self)
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes = num_features, num_classes
         self.vocab_size, self.num_targets = vocab_size, num_targets
@@ -384,13 +381,13 @@ class SequenceModel(SupervisedModel):
         batch = SequenceBatch(*batch)
         if self.target_kind == "forecasting":
             steps = forecast(self, batch.x, batch.lengths, self.horizon)
-            return name_steps(steps if self.vocab_size is not None else self._unscale(steps))
+            return _name_steps(steps if self.vocab_size is not None else self._unscale(steps))
         scores = self._scores(batch, "predict")
         if self.target_kind == "regression":
             return {"value": scores.squeeze(dim=-1)}
         if self.target_kind == "classification":
             return name_classes(scores, self.class_names)
-        return name_labels(scores, batch.lengths, self.class_names)
+        return _name_labels(scores, batch.lengths, self.class_names)
 
 
 def _valid_steps(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
@@ -420,3 +417,44 @@ def _target_of(batch: SequenceBatch, kind: str) -> Tensor:
     if kind != "forecasting":
         raise ValueError(f"target_kind={kind!r} needs a target in each batch; got SequenceBatch.target=None")
     return _next_steps(batch.x, batch.lengths)
+
+
+def _name_labels(scores: Tensor, lengths: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the most probable class of each valid step of ``scores`` (B, T, C), a list for each sample."""
+    labels = scores.argmax(dim=-1).tolist()
+    rows = [row[:length] for row, length in zip(labels, lengths.tolist(), strict=True)]
+    return {"labels": rows if names is None else [[names[i] for i in row] for row in rows]}
+
+
+def _name_steps(steps: Tensor) -> dict[str, Tensor]:
+    """Name the columns of forecasts: tokens (B, steps) int64, or values (B, steps, F)."""
+    if not steps.is_floating_point():
+        return {"token": steps}
+    if steps.shape[-1] == 1:
+        return {"value": steps.squeeze(dim=-1)}
+    return {f"value_{number}": feature for number, feature in enumerate(steps.unbind(dim=-1))}
+
+
+@torch.no_grad()
+def forecast(model: Callable[..., tuple[Tensor, Any]], x: Tensor, lengths: Tensor, horizon: int) -> Tensor:
+    """Forecast ``horizon`` steps after each sample of ``x``, feeding back the model's predictions.
+
+    Args:
+        model: called with sequences, lengths and a state; returns scores of each step, and states.
+        x: (B, T) int64 tokens, or (B, T, F) floating.
+        lengths: (B,).
+        horizon: number of steps.
+
+    Returns:
+        (B, horizon) int64, the most probable tokens, or (B, horizon, F).
+    """
+    scores, states = model(x, lengths)
+    last = (lengths - 1).clamp(min=0).to(x.device)
+    scores = scores[torch.arange(len(x), device=x.device), last]
+    steps: list[Tensor] = []
+    for _ in range(horizon):
+        if steps:  # not by step(): strategies that shard parameters gather them in forward
+            scores, states = model(steps[-1][:, None], None, states)
+            scores = scores[:, 0]
+        steps.append(scores.to(x.dtype) if x.is_floating_point() else scores.argmax(dim=-1))
+    return torch.stack(steps, dim=1)

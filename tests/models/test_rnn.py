@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_accel import ExactResume, SequenceDataModule, SequenceModel
 from lightning_accel.callbacks import WeightedAccumulation
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
-from lightning_accel.models.sequence_predictions import forecast
+from lightning_accel.models.rnn import forecast
 from tests.ranks import run_ranks
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
