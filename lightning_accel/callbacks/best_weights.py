@@ -1,6 +1,7 @@
 """In-memory storage of the best weights of a run so far."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -56,7 +57,7 @@ class BestWeights:
         if not _needs_strategy_gather(trainer, module):
             gathered = {name: gather_to_cpu(_to_dtensor(part, live[name])) for name, part in self._shards.items()}
         else:
-            with _TemporaryWeights(self, trainer, module):
+            with _replaced_weights(self, trainer, module):
                 gathered = dict(trainer.strategy.lightning_module_state_dict())
         return gathered if trainer.is_global_zero else {}
 
@@ -69,26 +70,23 @@ class BestWeights:
             }
             return
         self.store(trainer, module)
-        with _TemporaryWeights(self, trainer, module):
+        with _replaced_weights(self, trainer, module):
             trainer.strategy.load_model_state_dict({"state_dict": state}, strict=False)
             loaded = BestWeights()
             loaded.store(trainer, module)
         self._shards = loaded._shards
 
 
-class _TemporaryWeights:
-    """Temporarily replace the weights of ``module`` with the best ones, and restore its own on exit."""
-
-    def __init__(self, best: BestWeights, trainer: L.Trainer, module: nn.Module) -> None:
-        self.best, self.trainer, self.module = best, trainer, module
-        self.own = BestWeights()
-
-    def __enter__(self) -> None:
-        self.own.store(self.trainer, self.module)
-        self.best.copy_to(self.trainer, self.module)
-
-    def __exit__(self, *_: object) -> None:
-        self.own.copy_to(self.trainer, self.module)
+@contextmanager
+def _replaced_weights(best: BestWeights, trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
+    """Replace the weights of ``module`` with the best ones while open."""
+    own = BestWeights()
+    own.store(trainer, module)
+    best.copy_to(trainer, module)
+    try:
+        yield
+    finally:
+        own.copy_to(trainer, module)
 
 
 def _tensors(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:

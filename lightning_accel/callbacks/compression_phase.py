@@ -50,8 +50,8 @@ def defer_best_checkpoints(trainer: L.Trainer) -> None:
 
     Each callback that has phases calls this in ``setup``.
     """
-    for keeper in trainer.checkpoint_callbacks:
-        if isinstance(keeper, ModelCheckpoint) and not isinstance(keeper.check_monitor_top_k, _FinalPhaseCheck):
+    for keeper in callbacks_of(trainer, ModelCheckpoint):
+        if not isinstance(keeper.check_monitor_top_k, _FinalPhaseCheck):
             keeper.check_monitor_top_k = _FinalPhaseCheck(keeper)  # type: ignore[method-assign]
 
 

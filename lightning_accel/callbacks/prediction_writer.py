@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_accel._private.torch import tree_leaves
-from lightning_accel.callbacks.deployment.copies import raise_in_all_processes
+from lightning_accel.callbacks.deployment.copies import raise_in_all_processes, run_folder
 from lightning_accel.ops.extras import import_on_use, require_module
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
-        log_dir = trainer.log_dir
-        path = Path(trainer.default_root_dir if log_dir is None else log_dir) / self.filename
+        path = run_folder(trainer) / self.filename
         loaders = [predictions] if len(batch_indices) == 1 else predictions
         if not trainer.strategy.reduce_boolean_decision(any(map(len, loaders)), all=False):
             raise TypeError("PredictionWriter has nothing to write: no loader gave a batch. Give predict some rows")

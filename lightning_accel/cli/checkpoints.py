@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
 from lightning_accel.strategies import AtomicCheckpointIO
@@ -144,8 +145,7 @@ def find_checkpoint(
     """
     roots = {str(getattr(logger, "root_dir", None) or logger.save_dir) for logger in trainer.loggers}
     roots = roots or {str(Path(trainer.default_root_dir, "checkpoints"))}
-    keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
-    roots |= {str(keeper.dirpath) for keeper in keepers if keeper.dirpath}
+    roots |= {str(folder) for folder in _checkpoint_folders(trainer)}
     files = sorted({file for root in roots for file in Path(root).glob("**/*.ckpt")}, key=lambda f: f.stat().st_mtime)
     others: dict[str, None] = {}
     for newest in reversed(files):
@@ -305,8 +305,7 @@ def _checkpoint_places(trainer: L.Trainer) -> list[Path]:
 
 
 def _checkpoint_folders(trainer: L.Trainer) -> list[Path]:
-    keepers = [keeper for keeper in trainer.checkpoint_callbacks if isinstance(keeper, ModelCheckpoint)]
-    return [Path(keeper.dirpath) for keeper in keepers if keeper.dirpath]
+    return [Path(keeper.dirpath) for keeper in callbacks_of(trainer, ModelCheckpoint) if keeper.dirpath]
 
 
 class _RequireSameCheckpoint(L.Callback):

@@ -6,10 +6,14 @@ from typing import Any
 
 EXTRA_OF = {
     "matplotlib": "plots",
+    "onnx": "compress",
+    "onnxruntime": "compress",
+    "onnxscript": "compress",
     "pandas": "data",
     "pyarrow": "data",
     "rich": "plots",
     "sklearn": "data",
+    "torchao": "compress",
 }
 
 

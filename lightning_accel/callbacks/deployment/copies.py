@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
-from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
+from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.uncompiled import uncompile_
@@ -119,13 +119,10 @@ def run_in_first_process(
     """
 
     def run() -> None:
-        before = random_state()  # other processes draw no random numbers meanwhile
-        try:
+        with restored_random_state():  # other processes draw no random numbers meanwhile
             made = make()
             if made is not None:
                 use(in_float32(trainer, made))
-        finally:
-            set_random_state(before)
 
     raise_in_all_processes(trainer, run, purpose)
 

@@ -235,7 +235,7 @@ class Export(L.Callback):
         progress = Progress(rank_zero_info, "export")
         rows = measure_forms(deployed.module, deployed.inputs[0], {**plain, **files}, progress=progress)
         judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
-        judged |= {name: _FileAsModule(deployed.module, run, self.postprocess) for name, run in files.items()}
+        judged |= {name: partial(_run_as_module, deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
         report = Report("export")
@@ -306,22 +306,14 @@ class _FileInputs:
         return self._last[1]
 
 
-class _FileAsModule:
-    """Return a file's outputs in the module's output class, with omitted ones taken from the module."""
-
-    def __init__(self, module: nn.Module, run: Run, postprocess: nn.Module | None) -> None:
-        self.module = module
-        self.run = run
-        self.postprocess = postprocess
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = type(self.module).forward(self.module, *args, **kwargs)
-        own = named_tensors(output, others=[])
-        given = named_tensors(self.run(*args, **kwargs))
-        if self.postprocess is not None:  # the logarithms have the same softmax as the scores
-            first = next(iter(given))
-            given[first] = given[first].log()
-        return restore(output, iter({**own, **given}.values()))
+def _run_as_module(module: nn.Module, run: Run, postprocess: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
+    """Return the outputs of a file, ``run``, in the module's output class, with omitted ones taken from the module."""
+    output = type(module).forward(module, *args, **kwargs)
+    given = named_tensors(run(*args, **kwargs))
+    if postprocess is not None:  # the logarithms have the same softmax as the scores
+        first = next(iter(given))
+        given[first] = given[first].log()
+    return restore(output, iter({**named_tensors(output, others=[]), **given}.values()))
 
 
 def _is_fixed_length(shape: Sequence[int | None]) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -29,6 +28,7 @@ from lightning_accel.callbacks.deployment.copies import (
 from lightning_accel.callbacks.deployment.export import Export
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.metric_names import require_logged
+from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
@@ -344,7 +344,7 @@ class Quantization(L.Callback):
             NothingPickedError: if no form can be created, or none is within ``max_drop``; it holds the report.
         """
         detach(module)
-        with isolate_rng():
+        with restored_random_state():
             deployed = self._find(module, train_loader, datamodule)
             self.result = self._quantize(module, deployed, val_loader, datamodule)
         self.result.deployed = deployed.name

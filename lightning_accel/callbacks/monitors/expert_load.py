@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -143,13 +142,11 @@ class ExpertLoadMonitor(L.Callback):
         if not (trainer.is_global_zero and self.steps and self.names) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         with failures_as_warnings("ExpertLoadMonitor drew no picture"):
-            self._draw(trainer, folder / self.filename)
-
-    def _draw(self, trainer: L.Trainer, path: Path) -> None:
-        figure = draw_load(self.steps, self.loads, self.names)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        log_figure(trainer, "expert_load", figure)
+            figure = draw_load(self.steps, self.loads, self.names)
+            path = folder / self.filename
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+            log_figure(trainer, "expert_load", figure)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "loads": self.loads, "names": self.names}

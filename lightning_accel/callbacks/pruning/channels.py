@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed, in_float32
-from lightning_accel.callbacks.resume.random_state import random_state, set_random_state
+from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed, run_in_first_process
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, find_channel_groups
@@ -182,25 +182,13 @@ class ChannelStructure:
 
     def _find(self, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
         """Find the channel groups in the first process and broadcast them; raise a failure in every process."""
-        made = WholeCopy(pl_module).make(trainer, pl_module)
-        answer: ChannelGroups | Exception | None = None
-        if made is not None:
-            before = random_state()
-            try:
-                answer = self._find_in(made, trainer, pl_module)
-            except Exception as error:
-                answer = type(error)(*error.args) if isinstance(error, (TypeError, ValueError)) else error
-            finally:
-                set_random_state(before)
-        answer = trainer.strategy.broadcast(answer)
-        if isinstance(answer, Exception):
-            raise answer
-        assert answer is not None
-        return answer
+        found: list[ChannelGroups] = []
+        make = partial(WholeCopy(pl_module).make, trainer, pl_module)
+        run_in_first_process(trainer, make, lambda made: found.append(self._find_in(made, trainer)), "find channels")
+        return cast(ChannelGroups, trainer.strategy.broadcast(found[0] if found else None))
 
-    def _find_in(self, made: L.LightningModule, trainer: L.Trainer, pl_module: L.LightningModule) -> ChannelGroups:
+    def _find_in(self, made: L.LightningModule, trainer: L.Trainer) -> ChannelGroups:
         datamodule: Any = getattr(trainer, "datamodule", None)
-        made = in_float32(trainer, made)
         found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
         try:
             exclude = _excluded_within(made, self.exclude, found.name)

@@ -178,9 +178,9 @@ class ExactResume(L.Callback):
 
     def _position(self) -> tuple[int, float]:
         """Return the current or next epoch, and how many of its batches are done; infinite for all of them."""
-        loop = self._trainer.fit_loop
-        done = _current(loop.epoch_loop.batch_progress).processed
-        return _current(loop.epoch_progress).processed, done if done < self._trainer.num_training_batches else math.inf
+        loop: Any = self._trainer.fit_loop
+        done = loop.epoch_loop.batch_progress.current.processed
+        return loop.epoch_progress.current.processed, done if done < self._trainer.num_training_batches else math.inf
 
     def _run(self) -> None:
         loop = self._trainer.fit_loop
@@ -277,7 +277,7 @@ class ExactResume(L.Callback):
 
     def _resume_on_other_world_size(self) -> None:
         before, now, rank = len(self._saved), self._trainer.world_size, self._trainer.global_rank
-        progress = _current(self._trainer.fit_loop.epoch_loop.batch_progress)
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         continues = self._saved[0]["shared_order"] and self._shares_one_order()
         # its steps are the same for any number of processes
         keeps_steps = all(isinstance(sampler.index_sampler, LengthBatchSampler) for sampler in self._samplers)
@@ -305,11 +305,6 @@ def _is_stateful(loader: object) -> bool:
 
 def _describe(loader: object) -> str:
     return f"the {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
-
-
-def _current(progress: Any) -> Any:
-    """Return the counters of the epoch or of its batches, whose type is known only at run time."""
-    return progress.current
 
 
 class _ResumableSampler:

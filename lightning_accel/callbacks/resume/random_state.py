@@ -59,7 +59,7 @@ class RandomStream:
     """Draw from the global CPU generators with a separate state, which continues at each :meth:`drawing`."""
 
     def __init__(self, seed: int) -> None:
-        with _restored_on_exit():
+        with restored_random_state(cuda=False):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA's, too
             np.random.seed(seed % 2**32)  # noqa: NPY002
             random.seed(seed)
@@ -67,7 +67,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        with _restored_on_exit():
+        with restored_random_state(cuda=False):
             set_random_state(self.state)
             try:
                 yield
@@ -76,8 +76,9 @@ class RandomStream:
 
 
 @contextmanager
-def _restored_on_exit() -> Iterator[None]:
-    before = random_state(cuda=False)
+def restored_random_state(cuda: bool = True) -> Iterator[None]:
+    """Restore the state of the global generators on exit, also after an exception."""
+    before = random_state(cuda)
     try:
         yield
     finally:

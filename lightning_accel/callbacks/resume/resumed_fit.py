@@ -41,7 +41,7 @@ class ModelCheckpointState:
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         states = {}
         named = {os.path.realpath(trainer.ckpt_path)} if trainer.ckpt_path else set()  # the user's file is kept
-        for keeper in _model_checkpoints(trainer):
+        for keeper in callbacks_of(trainer, ModelCheckpoint):
             files = _files_of(keeper)
             states[keeper.state_key] = {
                 "dirpath": keeper.dirpath,
@@ -56,7 +56,7 @@ class ModelCheckpointState:
         return states
 
     def load_state_dict(self, states: dict[str, Any], trainer: L.Trainer) -> None:
-        for keeper in _model_checkpoints(trainer):
+        for keeper in callbacks_of(trainer, ModelCheckpoint):
             state = states.get(keeper.state_key)
             if state is None:
                 continue
@@ -77,7 +77,7 @@ class ModelCheckpointState:
         last action: writing ``last.ckpt``.
         """
         module = trainer.lightning_module
-        for keeper in _model_checkpoints(trainer):
+        for keeper in callbacks_of(trainer, ModelCheckpoint):
             if os.path.realpath(ckpt_path) not in map(os.path.realpath, _files_of(keeper)):
                 getattr(keeper, hook)(trainer, module, *arguments)
                 continue
@@ -260,10 +260,6 @@ def _subtract_one(progress: Any, *counts: str) -> None:
     for counter in (progress.current, progress.total):
         for count in counts:
             setattr(counter, count, getattr(counter, count) - 1)
-
-
-def _model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
-    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _files_of(keeper: ModelCheckpoint) -> set[str]:

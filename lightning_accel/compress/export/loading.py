@@ -5,7 +5,6 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
 from lightning_accel.compress.export.archive import METADATA, checked_archive, load_program, read_graph
 from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
+from lightning_accel.ops.extras import require_module
 
 FORMAT_VERSION = 1
 _KEYS = ("format_version", "arguments", "inputs", "plain_inputs", "outputs", "output_names", "probabilities")
@@ -143,7 +143,7 @@ def _names_in(path: Path) -> list[str]:
 def _load_program(path: Path, compiled: bool) -> Compressed:
     archive = checked_archive(path)
     if any(operators in read_graph(archive) for operators in _OF_TORCHAO):
-        _import_torchao(path)
+        require_module("torchao.quantization.pt2e")  # registers them
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="The given buffer is not writable", category=UserWarning
@@ -156,18 +156,20 @@ def _load_program(path: Path, compiled: bool) -> Compressed:
     return Compressed(path, about, lambda tensors: module(*tensors.values()))
 
 
-def _load_onnx(path: Path) -> Compressed:
-    if find_spec("onnxruntime") is None:
-        raise ModuleNotFoundError(
-            f'{path} needs onnxruntime: pip install "lightning_accel[compress]"', name="onnxruntime"
-        )
-    import onnxruntime
-
+def onnx_session(model: Path | bytes, providers: list[str]) -> Any:
+    """Return an ``onnxruntime.InferenceSession`` that has as many threads as torch, and logs errors alone."""
+    onnxruntime: Any = require_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(model, options, providers=providers)
+
+
+def _load_onnx(path: Path) -> Compressed:
+    onnxruntime: Any = require_module("onnxruntime")
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=onnxruntime.get_available_providers())
+        session = onnx_session(path, onnxruntime.get_available_providers())
     except Exception as error:
         raise ValueError(
             f"{path} is neither a whole .pt2 nor an ONNX file that onnxruntime {onnxruntime.__version__} can run: "
@@ -185,13 +187,6 @@ def _load_onnx(path: Path) -> Compressed:
         return outputs if kept is None else [outputs[place] for place in kept]
 
     return Compressed(path, about, run)
-
-
-def _import_torchao(path: Path) -> None:
-    """Import torchao, which registers the operators of quantized programs."""
-    if find_spec("torchao") is None:
-        raise ModuleNotFoundError(f'{path} needs torchao: pip install "lightning_accel[compress]"', name="torchao")
-    import torchao.quantization.pt2e  # noqa: F401
 
 
 def _read_metadata(text: str, path: Path) -> dict[str, Any]:

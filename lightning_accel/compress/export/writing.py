@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -33,6 +32,7 @@ from lightning_accel.compress.export.structure import (
 )
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.strategies.checkpoints.atomic import replace_atomically
 
@@ -297,11 +297,8 @@ def _require_calls(inputs: Any) -> None:
 def require_exportable(format: str, path: Path | None = None) -> None:
     """Raise if the format is unknown, a package for it is missing, or ``path`` has another suffix."""
     require_one_of("format", format, get_args(Format))
-    missing = [name for name in _PACKAGES.get(format, ()) if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f'format={format!r} needs {", ".join(missing)}: pip install "lightning_accel[compress]"', name=missing[0]
-        )
+    for package in _PACKAGES.get(format, ()):
+        require_module(package)
     if path is not None and path.suffix != SUFFIXES[format]:
         raise ValueError(f"a file of format {format!r} must end in {SUFFIXES[format]}; got {path}")
 

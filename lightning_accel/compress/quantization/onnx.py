@@ -6,7 +6,6 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.export.loading import onnx_session
 from lightning_accel.compress.export.onnx import translations
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
@@ -24,6 +24,7 @@ from lightning_accel.compress.quantization.pt2e import Ranges, has_vnni
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.nn.moe.layer import Experts
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
+from lightning_accel.ops.extras import require_module
 
 _SAME_GRID = ("MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")  # output has the input's grid
 _STATIC = [  # operators to quantize: products, and those between them that are as accurate in int8
@@ -56,13 +57,7 @@ class OnnxCall:
     """Run the bytes of an ONNX file, with the inputs and outputs of the module that it was made from."""
 
     def __init__(self, content: bytes, structure: Structure) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        self.session = onnx_session(content, ["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
         self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
         self.structure = structure
@@ -86,7 +81,7 @@ def sharing_export() -> Iterator[None]:
 
 def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a float form for ONNX Runtime, the baseline of its int8 forms."""
-    require_onnxruntime()
+    _require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         made = _write_float_files(module, inputs, Path(folder))
         content = made.ready.read_bytes()
@@ -95,6 +90,7 @@ def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> F
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a form with linear layers and LSTMs in int8 and input ranges computed in each call."""
+    _require_onnxruntime()
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     def convert(source: Path, target: Path, plan: _Plan) -> None:
@@ -120,6 +116,7 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
 
     Arguments are those of :func:`lightning_accel.compress.quantization.pt2e.pt2e_static`.
     """
+    _require_onnxruntime()
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     def convert(source: Path, target: Path, plan: _Plan) -> None:
@@ -154,7 +151,6 @@ def _make_form(
     convert: Callable[[Path, Path, _Plan], None],
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
-    require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         structure, written, ready = _write_float_files(module, inputs, Path(folder))
         int8 = Path(folder, "int8.onnx")
@@ -236,11 +232,9 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Stru
     return structure
 
 
-def require_onnxruntime() -> None:
-    """Raise a CannotConvertError if one of the packages is missing."""
-    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
-    if missing:
-        raise CannotConvertError(f'needs {", ".join(missing)}: pip install "lightning_accel[compress]"')
+def _require_onnxruntime() -> None:
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        require_module(package)
 
 
 class _CalibrationReader:

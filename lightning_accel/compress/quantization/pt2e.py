@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_accel.compress.quantization.form import CannotConvertError, Compi
 from lightning_accel.compress.quantization.layers import INPUT_LIMIT, WEIGHT_LIMIT, Layers
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.forms import InBfloat16
+from lightning_accel.ops.extras import require_module
 
 Ranges = Mapping[str, tuple[float, float]]
 
@@ -210,9 +210,6 @@ def has_vnni() -> bool:
 
 
 def _import_torchao() -> Any:
-    if find_spec("torchao") is None:
-        raise CannotConvertError('needs torchao: pip install "lightning_accel[compress]"')
     with suppress_output():
-        import torchao
-        import torchao.quantization
-    return torchao
+        require_module("torchao.quantization")
+        return require_module("torchao")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -29,6 +28,7 @@ from lightning_accel.compress.report.forms import measure_forms
 from lightning_accel.compress.report.latency import Latency, speedup, ties
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Layer, Report, Row, describe_layers
+from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import Exclusion, list_of_names, require_one_of
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -288,11 +288,8 @@ def require_form(mode: str, backend: str, device_type: str, file_format: str | N
             "backend='inductor' for compiled floats"
         )
     needs = {"pt2e": ["torchao"], "torchao": ["torchao"], "onnxruntime": ["onnx", "onnxruntime", "onnxscript"]}
-    missing = [name for name in needs.get(backend, []) if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f'backend={backend!r} needs {" and ".join(missing)}: pip install "lightning_accel[compress]"'
-        )
+    for package in needs.get(backend, []):
+        require_module(package)
 
 
 def require_similar_outputs(form: Form, module: nn.Module, inputs: Inputs) -> Form:
