@@ -20,14 +20,15 @@ import lightning as L
 import torch
 
 from lightning_accel import MoELanguageModel, TextDataModule, TopKGate
+from lightning_accel.models import Experts
 
 SUBJECTS: dict[str, dict[str, Any]] = {
     "dense": {"moe_every": 0, "gate": TopKGate},
     "MoE, loss-free balance": {
         "gate": partial(TopKGate, score="sigmoid", bias_update_rate=0.001),
-        "balance_weight": 0.0,
+        "experts": Experts(hidden_dim=192, balance_weight=0.0),
     },
-    "MoE, softmax gate, balance loss": {"gate": TopKGate, "balance_weight": 0.01},
+    "MoE, softmax gate, balance loss": {"gate": TopKGate},
 }
 
 
@@ -44,7 +45,7 @@ class Scheduled(MoELanguageModel):
 
 def train(subject: str, seed: int, steps: int, device: str) -> dict[str, float]:
     L.seed_everything(seed, verbose=False)
-    model = Scheduled(dim=128, num_layers=4, num_heads=4, num_experts=8, k=2, hidden_dim=192, **SUBJECTS[subject])
+    model = Scheduled(dim=128, num_layers=4, num_heads=4, **{"experts": Experts(hidden_dim=192), **SUBJECTS[subject]})
     model.steps = steps
     trainer = L.Trainer(
         accelerator=device,

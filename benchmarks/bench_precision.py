@@ -27,6 +27,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_accel import AmpPrecision, Bfloat16Precision, MoELanguageModel, TextDataModule
+from lightning_accel.models import Experts
 from lightning_accel.precision import Float8Precision
 
 BASELINE = "float32"
@@ -73,7 +74,7 @@ class Recorder(L.Callback):
 
 
 def train(
-    precision: Precision, data: TextDataModule, steps: int, sizes: dict[str, int], device: str, seed: int
+    precision: Precision, data: TextDataModule, steps: int, sizes: dict[str, Any], device: str, seed: int
 ) -> dict[str, Any]:
     L.seed_everything(seed, verbose=False)
     model = MoELanguageModel(**sizes, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -115,9 +116,9 @@ def check(figures: dict[str, dict[str, Any]]) -> None:
 
 
 def measure(device: str, rounds: int, steps: int, quick: bool, names: list[str]) -> list[dict[str, object]]:
-    sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "hidden_dim": 192}
+    sizes: dict[str, Any] = {"dim": 128, "num_layers": 2, "num_heads": 4, "experts": Experts(hidden_dim=192)}
     if device == "cuda":
-        sizes = {"dim": 1024, "num_layers": 8, "num_heads": 16, "hidden_dim": 2048}
+        sizes = {"dim": 1024, "num_layers": 8, "num_heads": 16, "experts": Experts(hidden_dim=2048)}
     data = TextDataModule(context_length=64 if quick else 128, batch_size=8 if quick else 16)
     makers = {name: make for name, make in subjects(device).items() if name == BASELINE or name in names}
     gathered: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in makers}

@@ -64,7 +64,8 @@ SUBJECTS: dict[str, Subject] = {
         without=("RBMMonitor",),
     ),
     "language model": Subject(
-        "moe_lm", {**_STEPS, "max_steps": 16, "val_check_interval": 5}, {"num_layers": 1, "dim": 32, "hidden_dim": 16},
+        "moe_lm", {**_STEPS, "max_steps": 16, "val_check_interval": 5},
+        {"num_layers": 1, "dim": 32, "experts": {"hidden_dim": 16, "balance_weight": 0.0}},
         {"batch_size": 4, "prompts": []}, without=("PredictionWriter",),
     ),
     "masks": Subject("compress_mlp", {**_DIGITS, "max_epochs": 4}, {"hidden_dims": [24, 16]}),

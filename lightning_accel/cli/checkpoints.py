@@ -3,7 +3,7 @@
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,13 +120,26 @@ class Checkpoint:
         return "" if name in (None, type(model).__name__) else f"a {name}, "
 
     def _settings(self, model: L.LightningModule) -> list[str]:
-        saved, now = self.content.get("hyper_parameters", {}), model.hparams
+        saved, now = _flat(self.content.get("hyper_parameters", {})), _flat(model.hparams)
         lines = [
             f"{name.lstrip('_')}: {saved[name]!r} in the checkpoint, {now[name]!r} in the model"
             for name in saved.keys() & now.keys()
             if saved[name] != now[name] and None not in (saved[name], now[name])  # None: set by the datamodule
         ]
         return _shortened(sorted(lines))
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options within options by names with dots.
+
+    >>> _flat({"dim": 8, "experts": {"k": 2}})
+    {'dim': 8, 'experts.k': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = _flat(value) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{option}".rstrip("."): part for option, part in inner.items()}
+    return flat
 
 
 def find_checkpoint(

@@ -43,7 +43,7 @@ from lightning_accel.cli.run_folder import (
     reserve_run_folder,
 )
 from lightning_accel.compress import ExportError
-from lightning_accel.ops.renames import new_names_of, rename
+from lightning_accel.ops.renames import new_names_of, rename, warn_of_old_name
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.strategies.rendezvous import leave_group_at_exit
 
@@ -76,7 +76,8 @@ class _Parser(LightningArgumentParser):
         name = re.match(r"--(\w+)", argument)
         if name is None or name[1] not in self._new_names:
             return argument
-        (new,) = rename({name[1]: None}, self._new_names, self._owner)
+        new = self._new_names[name[1]]
+        warn_of_old_name(name[1], new, self._owner)
         return f"--{new}{argument[name.end() :]}"
 
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_accel.ops.options import options_of
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")  # methods of every Trainer
@@ -120,6 +123,8 @@ def explain(message: str) -> str:
     """
     where = ".".join(re.findall(r'Parser key "([^"]+)"', message))
     classes = re.findall(r"Problem with given class_path '([^']+)'", message)
+    if grouped := _rejected_option(message):
+        return _unknown_parameter(where, *grouped)
     if found := re.search(r"[Uu]nrecognized arguments: (.+)", message):
         words = [word for word in found[1].split() if word.startswith("-")]
         return "; ".join(map(_unknown_word, words)) or f"unexpected {found[1]}"
@@ -178,6 +183,16 @@ def _rejected_parameter(message: str) -> tuple[str, str] | None:
     named = [(inner or outer, name) for outer, name, inner in pairs]
     bases = {base.__name__ for base in _CLASSES_OF.values()}
     return next((pair for pair in named if pair[0].rpartition(".")[2] not in bases), named[0] if named else None)
+
+
+def _rejected_option(message: str) -> tuple[str, str] | None:
+    """Return the class and the option, ``group.option``, that the group's dataclass lacks."""
+    found = re.search(
+        r"class_path '([^']+)':\s+(?:unrecognized arguments: --([\w.]+)"
+        r"|Group '([\w.]+)' does not accept option '(\w+)')",
+        message,
+    )
+    return None if found is None else (found[1], found[2] or f"{found[3]}.{found[4]}")
 
 
 def _given_value(message: str) -> str:
@@ -254,7 +269,9 @@ def _unknown_parameter(where: str, class_path: str, name: str) -> str:
     if cls in _CLASSES_OF.values():  # a base class: the user named no class
         return _no_class(where, name)
     options = _parameters(cls)
-    return f"{where}: {class_path} has no option {name!r}{nearest(name, options)}\nIt has: {', '.join(options)}"
+    in_groups = {option.rpartition(".")[2]: option for option in options}
+    hint = nearest(name, options) if name not in in_groups else f"; did you mean {in_groups[name]!r}?"
+    return f"{where}: {class_path} has no option {name!r}{hint}\nIt has: {', '.join(options)}"
 
 
 def _no_class(where: str, name: str) -> str:
@@ -263,16 +280,22 @@ def _no_class(where: str, name: str) -> str:
 
 
 def _parameters(cls: type) -> list[str]:
-    """Return the parameters of the constructor, including those passed on to base classes."""
+    """Return the parameters of the constructor and of base classes it passes them to, and options of dataclasses."""
     names: dict[str, None] = {}
     for base in cls.__mro__[:-1]:
         if "__init__" not in vars(base):
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names |= dict.fromkeys(name for p in named for name in _option_names(p))
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return list(names)
+
+
+def _option_names(parameter: inspect.Parameter) -> list[str]:
+    options = options_of(parameter.default) if is_dataclass(parameter.default) else {}
+    return [f"{parameter.name}.{option}" for option in options] or [parameter.name]
 
 
 def _base_class(where: str) -> type | None:

@@ -6,7 +6,8 @@ from lightning_accel._lazy import lazy_getattr
 from lightning_accel.models.classifier import Classifier
 from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_stages import Stage
-from lightning_accel.models.language_model import MoELanguageModel
+from lightning_accel.models.experts import Experts
+from lightning_accel.models.language_model import Generation, MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
 from lightning_accel.models.rnn import SequenceModel
 
@@ -19,6 +20,8 @@ __all__ = [
     "Classifier",
     "DBNClassifier",
     "DeepBeliefNetwork",
+    "Experts",
+    "Generation",
     "MoEClassifier",
     "MoELanguageModel",
     "RBMTransformer",

@@ -1,6 +1,7 @@
 """What models share: sizes from datamodules, hyperparameters, checkpoints, logging. Shapes: L mixtures, E experts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, ClassVar
 
 import lightning as L
@@ -12,6 +13,7 @@ from torchmetrics import Metric
 
 from lightning_accel.nn import GateReport
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.options import options_of
 
 _HINT = (
     "weights in the checkpoint are smaller than those of the model. Where channels of its run were removed "
@@ -156,13 +158,19 @@ def name_classes(scores: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
 def keep_plain_hyperparameters(module: L.LightningModule) -> None:
     """Keep only hyperparameters that are safe to load: NumPy values become Python's, gates stay if a config named them.
 
-    This includes the hyperparameters of a subclass's constructor.
+    Dataclasses become dictionaries. This includes the hyperparameters of a subclass's constructor.
     """
     for name, value in module.hparams.items():
-        if isinstance(value, np.generic | np.ndarray):
-            module.hparams[name] = value.tolist()
+        if is_dataclass(value):
+            module.hparams[name] = {option: _plain(part) for option, part in options_of(value).items()}
+        else:
+            module.hparams[name] = _plain(value)
     if not isinstance(module.hparams.get("gate", {}), dict):
         del module.hparams["gate"]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 class EpochLoad(Metric):

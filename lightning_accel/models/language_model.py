@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel.data.bounds import require_at_least
+from lightning_accel.models.experts import Experts
 from lightning_accel.models.hooks import (
     EpochLoad,
     SizedModel,
@@ -34,9 +36,25 @@ from lightning_accel.nn import (
 )
 from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.ops.evaluation import evaluating
+from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies.gradients import clip_grad_norm_
 from lightning_accel.strategies.sharding.blocks import broadcast_state
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Hold how a language model continues prompts.
+
+    Args:
+        max_new_tokens: number of tokens to add to a prompt.
+        temperature: divides the logits; below 1 favours probable tokens, 0 takes the most probable one.
+        sample_from: draw from this many of the most probable tokens; 0 for all.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 1.0
+    sample_from: int = 0
 
 
 class LanguageModelOutput(NamedTuple):
@@ -50,11 +68,12 @@ class MoELanguageModel(SizedModel):
     """Predict the next token by RMSNorm, rotary positions, causal attention, and mixtures of SwiGLU experts.
 
     Batches are token numbers (B, T + 1) int64: the model sees the first T and predicts the last T. The loss is cross
-    entropy plus ``balance_weight`` times the mean of the gates' balance losses and ``z_weight`` times that of their
-    z-losses. Logged: ``train/loss`` (cross entropy, nats per token), ``train/balance_loss``, ``train/tokens`` (seen so
-    far) and the statistics of the gates by :func:`lightning_accel.nn.summarise_load`; ``loss``, ``perplexity`` and, if
-    the datamodule has an attribute ``bytes_per_token``, ``bits_per_byte`` under ``val/`` and ``test/``, and
-    ``val/max_violation``: how far the busiest expert of any mixture exceeds an equal share over the whole validation.
+    entropy plus ``experts.balance_weight`` times the mean of the gates' balance losses and ``experts.z_weight`` times
+    that of their z-losses. Logged: ``train/loss`` (cross entropy, nats per token), ``train/balance_loss``,
+    ``train/tokens`` (seen so far) and the statistics of the gates by :func:`lightning_accel.nn.summarise_load`;
+    ``loss``, ``perplexity`` and, if the datamodule has an attribute ``bytes_per_token``, ``bits_per_byte`` under
+    ``val/`` and ``test/``, and ``val/max_violation``: how far the busiest expert of any mixture exceeds an equal share
+    over the whole validation.
 
     ``predict`` takes prompts, token numbers (B, T) of equal length, and generates their continuations.
 
@@ -63,27 +82,21 @@ class MoELanguageModel(SizedModel):
         dim: D.
         num_layers: number of blocks.
         num_heads: number of heads of each attention layer.
-        num_experts: number of experts in a mixture.
-        k: number of experts for each token.
-        hidden_dim: hidden width of each expert.
+        experts: the options of each mixture, see :class:`lightning_accel.models.Experts`.
         moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model. The others have a
-            hidden width of ``k * hidden_dim``, of the same cost.
+            hidden width of ``experts.k * experts.hidden_dim``, of the same cost.
         gate: creates a gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
         dropout: share of the output of a layer that is dropped in training.
-        balance_weight: weight of the balance loss.
-        z_weight: weight of the z-loss.
         activation_checkpointing: keep only the input of each block, and recompute the rest in the backward pass.
-        max_new_tokens: number of tokens that ``predict`` adds to a prompt.
-        temperature: temperature of ``predict``; below 1 favours probable tokens, 0 takes the most probable one.
-        sample_from: ``predict`` draws from this many of the most probable tokens; 0 for all.
+        generation: how ``predict`` continues prompts, see :class:`lightning_accel.models.Generation`.
         optimizer: creates the optimizer; called with the parameters.
 
     Raises:
         ValueError: if a number is out of range, or the gate uses later tokens; before a run starts, if ``vocab_size``
             is neither given nor provided by the datamodule, or contradicts it.
 
-    >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, hidden_dim=8)
+    >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, experts=Experts(hidden_dim=8))
     >>> model(torch.randint(11, (3, 5))).logits.shape
     torch.Size([3, 5, 11])
     """
@@ -91,7 +104,11 @@ class MoELanguageModel(SizedModel):
     tokens_seen: Tensor
     from_datamodule: ClassVar = {"vocab_size": int}
 
-    @renamed_arguments(expert_dim="hidden_dim")
+    @renamed_arguments(
+        expert_dim="experts.hidden_dim",
+        **{name: f"experts.{name}" for name in options_of(Experts())},
+        **{name: f"generation.{name}" for name in options_of(Generation())},
+    )
     def __init__(
         self,
         vocab_size: int | None = None,
@@ -99,41 +116,34 @@ class MoELanguageModel(SizedModel):
         dim: int = 128,
         num_layers: int = 4,
         num_heads: int = 4,
-        num_experts: int = 8,
-        k: int = 2,
-        hidden_dim: int = 256,
+        experts: Experts = Experts(),
         moe_every: int = 1,
         gate: GateFactory = TopKGate,
         dropout: float = 0.0,
-        balance_weight: float = 0.01,
-        z_weight: float = 0.001,
         activation_checkpointing: bool = False,
-        max_new_tokens: int = 200,
-        temperature: float = 1.0,
-        sample_from: int = 0,
+        generation: Generation = Generation(),
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=max_new_tokens)
+        experts, generation = read_options(Experts, experts), read_options(Generation, generation)
+        new_tokens, temperature, sample_from = generation.max_new_tokens, generation.temperature, generation.sample_from
+        require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=new_tokens)
         require_at_least(0, moe_every=moe_every, temperature=temperature, sample_from=sample_from)
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.vocab_size = vocab_size
         self.dim = dim
-        self.balance_weight = balance_weight
-        self.z_weight = z_weight
+        self.balance_weight = experts.balance_weight
+        self.z_weight = 0.001 if experts.z_weight is None else experts.z_weight
         self.activation_checkpointing = activation_checkpointing
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.sample_from = sample_from
+        self.generation = generation
         self.make_optimizer = optimizer
 
         def feed_forward(number: int) -> nn.Module:
             if not moe_every or (number + 1) % moe_every:
-                return FeedForward(dim, k * hidden_dim)
-            return MixtureOfExperts(
-                dim, hidden_dim, num_experts, k, activation="silu", gated=True, bias=False, gate=gate
-            )
+                return FeedForward(dim, experts.k * experts.hidden_dim)
+            sizes = dim, experts.hidden_dim, experts.num_experts, experts.k
+            return MixtureOfExperts(*sizes, activation="silu", gated=True, bias=False, gate=gate)
 
         self.blocks = nn.ModuleList(
             TransformerBlock(dim, num_heads, feed_forward(number), dropout) for number in range(num_layers)
@@ -151,7 +161,7 @@ class MoELanguageModel(SizedModel):
         self.tokenizer: Any = None
         self.register_buffer("tokens_seen", torch.zeros((), dtype=torch.int64))
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
-        self.val_load = EpochLoad(len(gates), num_experts)
+        self.val_load = EpochLoad(len(gates), experts.num_experts)
         if vocab_size is not None:
             self.configure_model()
 
@@ -309,7 +319,7 @@ class MoELanguageModel(SizedModel):
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
         """Continue prompts (B, T); return texts if the datamodule has a tokenizer, else tokens (B, T + new)."""
-        tokens = self.generate(batch, self.max_new_tokens, self.temperature, self.sample_from)
+        tokens = self.generate(batch, **options_of(self.generation))
         if self.tokenizer is None:
             return {"tokens": tokens}
         prompts, texts = ([self._decode(row) for row in rows.tolist()] for rows in (batch, tokens[:, batch.shape[1] :]))

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel.models.experts import Experts
 from lightning_accel.models.hooks import (
     EpochLoad,
     SizedModel,
@@ -24,6 +25,7 @@ from lightning_accel.models.hooks import (
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.moe.gating import GateFactory
+from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -40,23 +42,20 @@ class MoEClassifier(SizedModel):
     """Classify samples by an encoder, a residual mixture that routes each sample to ``k`` experts, and a head.
 
     Batches are pairs of samples, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
-    ``balance_weight`` times the gate's balance loss and ``z_weight`` times its z-loss. Logged: ``train/loss`` (cross
-    entropy), ``train/balance_loss`` and the statistics of the gate by :func:`lightning_accel.nn.summarise_load`; at the
-    end of each training epoch ``train/accuracy`` and ``train/expert_load_0`` ..., the share of the slots requested of
-    each expert in it; ``loss`` and ``accuracy`` under ``val/`` and ``test/``.
+    ``experts.balance_weight`` times the gate's balance loss and ``experts.z_weight`` times its z-loss. Logged:
+    ``train/loss`` (cross entropy), ``train/balance_loss`` and the statistics of the gate by
+    :func:`lightning_accel.nn.summarise_load`; at the end of each training epoch ``train/accuracy`` and
+    ``train/expert_load_0`` ..., the share of the slots requested of each expert in it; ``loss`` and ``accuracy`` under
+    ``val/`` and ``test/``.
 
     Args:
         num_features: values in a sample once flattened; by default the datamodule's attribute of that name.
         num_classes: number of classes; by default the datamodule's attribute of that name.
         dim: width of the encoder's output and of the mixture.
-        num_experts: number of experts in the mixture.
-        k: number of experts for each sample.
-        hidden_dim: hidden width of each expert.
+        experts: the options of the mixture, see :class:`lightning_accel.models.Experts`.
         dropout: share of the mixture's output that is dropped in training.
         gate: creates the gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
-        balance_weight: weight of the balance loss.
-        z_weight: weight of the z-loss.
         encoder: maps samples (B, ...) to (B, ``dim``), which makes ``num_features`` unnecessary; by default flatten,
             linear layer, GELU. Hyperparameters do not contain it: pass it to ``load_from_checkpoint`` again.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
@@ -66,7 +65,7 @@ class MoEClassifier(SizedModel):
         ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if sizes are
             neither given nor provided by the datamodule, contradict it, or do not match ``class_names``.
 
-    >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, hidden_dim=8)
+    >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, experts=Experts(hidden_dim=8))
     >>> model(torch.randn(5, 6)).logits.shape
     torch.Size([5, 3])
     """
@@ -74,34 +73,31 @@ class MoEClassifier(SizedModel):
     from_datamodule: ClassVar = {"num_features": int, "num_classes": int, "class_names": list_of_str}
     unlike_tensor_parallelism = "'accel_expert_parallel', which deals its experts to them"
 
-    @renamed_arguments(expert_dim="hidden_dim")
+    @renamed_arguments(expert_dim="experts.hidden_dim", **{name: f"experts.{name}" for name in options_of(Experts())})
     def __init__(
         self,
         num_features: int | None = None,
         num_classes: int | None = None,
         *,
         dim: int = 128,
-        num_experts: int = 8,
-        k: int = 2,
-        hidden_dim: int = 256,
+        experts: Experts = Experts(),
         dropout: float = 0.0,
         gate: GateFactory = TopKGate,
-        balance_weight: float = 0.01,
-        z_weight: float = 0.0,
         encoder: nn.Module | None = None,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        dim, num_experts, k, hidden_dim = map(index, (dim, num_experts, k, hidden_dim))
+        experts = read_options(Experts, experts)
+        dim, num_experts, k, hidden_dim = map(index, (dim, experts.num_experts, experts.k, experts.hidden_dim))
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
         keep_plain_hyperparameters(self)
         self.num_features = num_features
         self.num_classes = num_classes
         self.class_names = class_names
-        self.balance_weight = balance_weight
-        self.z_weight = z_weight
+        self.balance_weight = experts.balance_weight
+        self.z_weight = experts.z_weight or 0.0
         self.make_optimizer = optimizer
         self.dim = dim
         self.encoder = encoder

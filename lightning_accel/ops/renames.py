@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
+from lightning_accel.ops.options import options_of
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -20,12 +22,14 @@ class _NoArguments:
 def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function or a constructor accept the old names of keyword arguments, ``old="new"``, with a FutureWarning.
 
-    Its signature shows the new names alone. Checkpoints with the old names load; as for functions that are not
-    decorated, Lightning's ``load_from_checkpoint`` drops hyperparameters that are no arguments of the function.
+    An argument that has become an option of a dataclass has a new name with a dot, ``old="argument.option"``. The
+    signature shows the new names alone. Checkpoints with the old names load; as for functions that are not decorated,
+    Lightning's ``load_from_checkpoint`` drops hyperparameters that are no arguments of the function.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
         has_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         owner = function.__qualname__.removesuffix(".__init__")
 
@@ -35,9 +39,9 @@ def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P
             if _is_loading_checkpoint():
                 # Beside an old name, the new one has its default from a config parser, or the value of an override
                 for old, new in new_names.items():
-                    if old in kwargs and new in kwargs:
-                        is_unset = _as_list(kwargs[new]) == _as_list(parameters[new].default)
-                        kwargs = {name: kwargs[name] for name in kwargs if name != (new if is_unset else old)}
+                    if old in kwargs and _has(kwargs, new):
+                        is_unset = _as_list(_value(kwargs, new)) == _as_list(_value(defaults, new))
+                        kwargs = _without(kwargs, new if is_unset else old)
                 kwargs = rename(kwargs, new_names, owner, stacklevel=4)
                 return {name: value for name, value in kwargs.items() if has_kwargs or name in parameters}
             return rename(kwargs, new_names, owner, stacklevel=4)
@@ -85,20 +89,51 @@ def rename(values: Mapping[str, Any], new_names: Mapping[str, str], owner: str, 
 
     Raises:
         TypeError: if a value has both names.
+
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     rename({"k": 2, "experts": {"dim": 8}}, {"k": "experts.k"}, "Model")
+    {'experts': {'dim': 8, 'k': 2}}
     """
     renamed: dict[str, Any] = {}
     for name, value in values.items():
         new = new_names.get(name, name)
+        group, _, option = new.partition(".")
         if new != name:
-            if new in values:
+            if _has(values, new):
                 raise TypeError(f"{owner} has {new} and {name}, its old name; leave {name} out")
-            warnings.warn(
-                f"{owner}: {name} is now called {new}; the old name goes in lightning_accel {DROPPED_IN}",
-                FutureWarning,
-                stacklevel=stacklevel,
-            )
-        renamed[new] = value
+            warn_of_old_name(name, new, owner, stacklevel + 1)
+        if option:
+            renamed[group] = options_of(renamed.get(group, values.get(group))) | {option: value}
+        elif name not in renamed:  # else it is there, with an option that had an old name
+            renamed[new] = value
     return renamed
+
+
+def warn_of_old_name(old: str, new: str, owner: str, stacklevel: int = 2) -> None:
+    """Warn that an argument of ``owner``'s is called ``new`` now."""
+    warnings.warn(
+        f"{owner}: {old} is now called {new}; the old name goes in lightning_accel {DROPPED_IN}",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def _has(values: Mapping[str, Any], name: str) -> bool:
+    group, _, option = name.partition(".")
+    return group in values and (not option or option in options_of(values[group]))
+
+
+def _value(values: Mapping[str, Any], name: str) -> Any:
+    group, _, option = name.partition(".")
+    return options_of(values[group])[option] if option else values[group]
+
+
+def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    group, _, option = name.partition(".")
+    remaining = {key: value for key, value in values.items() if key != group}
+    if option:
+        remaining[group] = {key: value for key, value in options_of(values[group]).items() if key != option}
+    return remaining
 
 
 def _as_list(value: Any) -> Any:

@@ -5,6 +5,8 @@ import pytest
 
 OWN_MODULE = '''
 """A module and data that know nothing of lightning_accel."""
+import dataclasses
+
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -60,6 +62,20 @@ class Renamed(OwnModule):
     @__import__("lightning_accel.ops.renames", fromlist=["_"]).renamed_arguments(size="width", factors="scales")
     def __init__(self, scales: list[float], width: int = 3):
         super().__init__(width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    width: int = 3
+    scales: list[float] = dataclasses.field(default_factory=list)
+
+
+class Grouped(OwnModule):
+    @__import__("lightning_accel.ops.renames", fromlist=["_"]).renamed_arguments(
+        size="layer.width", factors="layer.scales"
+    )
+    def __init__(self, bias: bool = True, layer: Layer = Layer()):
+        super().__init__(layer.width, bias)
 
 
 class Broken(OwnModule):

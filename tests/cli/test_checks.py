@@ -41,7 +41,10 @@ def options(section: str, **given: object) -> Namespace:
             r"model\.gate\.bias_update_rate: expected a finite number; got inf",
         ),
         (options("lr_scheduler", max_lr=-0.5), r"max_lr: expected a number from 0 to 1e\+06; got -0\.5"),
-        (options("model", balance_weight=1e30), r"balance_weight: expected a number from 0 to 1e\+06"),
+        (
+            options("model", experts={"balance_weight": 1e30}),
+            r"experts.balance_weight: expected a number from 0 to 1e\+06",
+        ),
         (options("model", stages=[{"lr": -(10**9)}]), r"model\.stages\[0\]\.lr: expected a number from 0 to 1e\+06"),
         (options("optimizer", momentum=1e9), r"momentum: expected a number from 0 to 1e\+06"),
         (options("lr_scheduler", gamma=1e20), r"gamma: expected a number from 0 to 1e\+06"),

@@ -23,7 +23,7 @@ from lightning_accel.cli.run_folder import require_names
 OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
 OWN = ["fit", *OFF, "--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData"]
-THREE_EXPERTS = ["--model.dim=8", "--model.hidden_dim=8", "--model.num_experts=3"]
+THREE_EXPERTS = ["--model.dim=8", "--model.experts.hidden_dim=8", "--model.experts.num_experts=3"]
 TABLE = ["fit", *OFF, "--model=MoEClassifier", "--data=TabularDataModule"]
 
 
@@ -37,7 +37,7 @@ WRONG = [
     (["fot"], r"no subcommand 'fot'; did you mean 'fit'\?"),
     (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
     ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),
-    ([*OURS, "--model.num_expert=3"], r"has no option 'num_expert'; did you mean 'num_experts'\?\nIt has: num_"),
+    ([*OURS, "--model.num_expert=3"], r"no option 'num_expert'; did you mean 'experts.num_experts'\?\nIt has: num_"),
     (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
     (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
     (["fit", *OFF, "--model=own_modul.OwnModule"], r"no module 'own_modul'; did you mean 'own_module'\?"),
@@ -53,7 +53,7 @@ WRONG = [
         r"bad_syntax cannot be imported: invalid syntax \(bad_syntax.py, line 1",
     ),
     ([*OURS, "--model.dim=wide"], r"model.dim: expected int; got wide"),
-    ([*OURS, "--model.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
+    ([*OURS, "--model.experts.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
     ([*OURS, "--trainer.strategy=dpp"], r"no strategy 'dpp'; did you mean 'ddp'"),
     (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
     (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing for own_module.OwnModule"),
@@ -64,7 +64,7 @@ WRONG = [
     ([*OURS, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"], r"--lr_scheduler needs --optimizer"),
     (
         config("model: {class_path: MoEClassifier, init_args: {num_expert: 3}}"),
-        r"has no option 'num_expert'; did you mean 'num_experts'\?",
+        r"has no option 'num_expert'; did you mean 'experts.num_experts'\?",
     ),
     (
         [*OURS, "--trainer.default_root_dir=own_module.py/logs"],
@@ -240,7 +240,7 @@ def test_no_checkpoint_at_the_path(run_folder, checkpoints):
 def test_wrong_checkpoint(command, run_folder, checkpoints):
     of_another_kind = r"a MoEClassifier, another model than OwnModule .*class_path: .*checkpoint has no layer.bias"
     of_other_settings = (
-        r"another model than MoEClassifier as configured:.*num_experts: 3 in the checkpoint, 8 in the model.*"
+        r"another model than MoEClassifier as configured:.*experts.num_experts: 3 in the checkpoint, 8 in the model.*"
         r"mixture.experts.up_weight is 3x8x8 in the checkpoint, 8x256x128 in the model"
     )
     cut = cut_short(checkpoints, run_folder)

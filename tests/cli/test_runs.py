@@ -16,10 +16,11 @@ import lightning_accel
 from lightning_accel import DigitsDataModule, MoEClassifier
 from lightning_accel.cli.command import _require_long_enough
 from lightning_accel.cli.errors import UsageError
+from lightning_accel.models import Experts
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 OWN = ["--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData", "--trainer.log_every_n_steps=2"]
-SMALL = ["--model=MoEClassifier", "--model.dim=8", "--model.hidden_dim=8", "--trainer.log_every_n_steps=1"]
+SMALL = ["--model=MoEClassifier", "--model.dim=8", "--model.experts.hidden_dim=8", "--trainer.log_every_n_steps=1"]
 DIGITS = [*SMALL, "--data=DigitsDataModule", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
 
 
@@ -107,7 +108,7 @@ def test_schedule_by_epochs_is_held_against_the_epochs_that_end(run_folder, limi
     trainer = L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(off, False), **batches, **limits)
     said = "OneCycleLR ends after 2 steps, but the run takes 3 of its lr_interval, 'epoch'"
     with contextlib.nullcontext() if enough else pytest.raises(UsageError, match=said):
-        trainer.fit(Scheduled(dim=8, hidden_dim=8), DigitsDataModule())
+        trainer.fit(Scheduled(dim=8, experts=Experts(hidden_dim=8)), DigitsDataModule())
     assert trainer.global_step == (0 if not enough else 2 * 3 if total_steps == 3 else limits["max_steps"])
 
 
@@ -153,16 +154,18 @@ def test_scheduler_that_watches_a_metric(command):
 
 def test_later_config_and_command_line_win(command, run_folder):
     (run_folder / "a.yaml").write_text(
-        "model: {class_path: MoEClassifier, init_args: {dim: 8, hidden_dim: 8, num_experts: 3}}\n"
+        "model: {class_path: MoEClassifier, init_args: {dim: 8, experts: {hidden_dim: 8, num_experts: 3}}}\n"
         "data: {class_path: DigitsDataModule}\ntrainer: {max_epochs: 7, limit_val_batches: 1}\n"
     )
-    (run_folder / "b.yaml").write_text("trainer: {max_epochs: 1}\nmodel: {init_args: {num_experts: 4, k: 1}}\n")
-    arguments = ["--config=a.yaml", "--config", "b.yaml", "--model.k=3"]
+    (run_folder / "b.yaml").write_text(
+        "trainer: {max_epochs: 1}\nmodel: {init_args: {experts: {num_experts: 4, k: 1}}}\n"
+    )
+    arguments = ["--config=a.yaml", "--config", "b.yaml", "--model.experts.k=3"]
     shown = yaml.safe_load(command("fit", *QUIET, *arguments, "--print_config").out)
     assert shown["trainer"]["max_epochs"] == 1
-    assert {key: shown["model"]["init_args"][key] for key in ("dim", "num_experts", "k")} == {
-        "dim": 8, "num_experts": 4, "k": 3,
-    }  # fmt: skip
+    assert shown["model"]["init_args"]["dim"] == 8
+    experts = shown["model"]["init_args"]["experts"]
+    assert (experts["num_experts"], experts["k"], experts["hidden_dim"]) == (4, 3, 8)
 
 
 @pytest.mark.slow
@@ -261,16 +264,16 @@ def test_best_of_several_weights_is_not_guessed(command):
 
 
 def test_the_model_is_the_config_s_and_where_it_has_none_the_checkpoint_s(command, run_folder):
-    five = [*DIGITS, "--model.num_experts=5"]
+    five = [*DIGITS, "--model.experts.num_experts=5"]
     assert command("fit", *QUIET, *five, "--trainer.max_epochs=1").status == 0
-    log = command("test", *QUIET, *five, "--model.k=1", "--ckpt_path=best").log
-    assert "settings other than the checkpoint's: k: 2 in the checkpoint, 1 in the model" in log
+    log = command("test", *QUIET, *five, "--model.experts.k=1", "--ckpt_path=best").log
+    assert "settings other than the checkpoint's: experts.k: 2 in the checkpoint, 1 in the model" in log
     assert "no --ckpt_path is given" in command("test", *QUIET, *five).log
     checkpoint = only(run_folder, "lightning_logs/*/checkpoints/*.ckpt")
     result = command("test", *QUIET, "--data=DigitsDataModule", "--ckpt_path", checkpoint)
     assert result.status == 0, result.err
     config = saved(run_folder / "lightning_logs/version_3/config_test.yaml")
-    assert config["model"]["init_args"]["num_experts"] == 5
+    assert config["model"]["init_args"]["experts"]["num_experts"] == 5
 
 
 @pytest.mark.usefixtures("own")
@@ -343,7 +346,7 @@ def test_version_and_help_need_no_torch():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["fit", "--help"], "--lr_interval"), (["fit", "--model.help", "MoEClassifier"], "--model.num_experts")],
+    [(["fit", "--help"], "--lr_interval"), (["fit", "--model.help", "MoEClassifier"], "--model.experts.num_experts")],
 )
 def test_help_of_a_subcommand_and_of_a_class(command, arguments, said):
     result = command(*arguments)
@@ -396,3 +399,34 @@ def test_old_names_of_arguments_work_in_configs_and_options(command):
     assert "--model.size" not in result.out
     result = command("fit", "--model=own_module.Renamed", "--model.fators=[3]")
     assert "no option 'fators'" in result.err
+
+
+@pytest.mark.usefixtures("own")
+def test_old_names_of_options_of_a_dataclass_work_in_configs_and_options(command):
+    old = {"class_path": "own_module.Grouped", "init_args": {"factors": [1.0, 2.0], "size": 4, "bias": False}}
+    Path("old.yaml").write_text(yaml.safe_dump({"model": old}))
+    Path("new.yaml").write_text("model: {class_path: own_module.Grouped, init_args: {layer: {width: 4}, bias: false}}")
+
+    def layer(*options):
+        with pytest.warns(FutureWarning) as warned:
+            result = command("fit", *options, "--print_config")
+        assert any("Grouped: size is now called layer.width;" in str(one.message) for one in warned)
+        assert result.status == 0, result.err
+        shown = yaml.safe_load(result.out)["model"]["init_args"]
+        assert shown.keys() == {"bias", "layer"}
+        return shown["layer"]
+
+    assert layer("--config", "old.yaml") == {"width": 4, "scales": [1.0, 2.0]}
+    added = ["--model.size=5", "--model.factors+=3"]
+    assert layer("--config", "old.yaml", *added) == {"width": 5, "scales": [1.0, 2.0, 3.0]}
+    assert layer("--config", "new.yaml", "--model.size", "6") == {"width": 6, "scales": []}
+    assert layer("--config", "old.yaml", "--model.layer.width=7") == {"width": 7, "scales": [1.0, 2.0]}
+    assert layer("--model=own_module.Grouped", "--model.init_args.size=6") == {"width": 6, "scales": []}
+    result = command("fit", "--model.help=own_module.Grouped")
+    assert "--model.layer.width" in result.out
+    assert "--model.size" not in result.out
+    result = command("fit", "--model=own_module.Grouped", "--model.layer.widht=3")
+    assert "own_module.Grouped has no option 'layer.widht'; did you mean 'layer.width'?" in result.err
+    Path("new.yaml").write_text("model: {class_path: own_module.Grouped, init_args: {layer: {widht: 4}}}")
+    result = command("fit", "--config", "new.yaml")
+    assert "own_module.Grouped has no option 'layer.widht'; did you mean 'layer.width'?" in result.err

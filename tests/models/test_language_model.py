@@ -9,14 +9,15 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel import MoELanguageModel, TextDataModule, TopKGate
+from lightning_accel.models import Experts, Generation
 from lightning_accel.nn import ExpertChoiceGate, FeedForward, MixtureOfExperts
 from tests.ranks import run_ranks
 
-SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}
+SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "experts": Experts(4, hidden_dim=8)}
 
 
 def small(vocab_size=11, **kwargs):
-    return MoELanguageModel(vocab_size, **SMALL, **kwargs)
+    return MoELanguageModel(vocab_size, **SMALL | kwargs)
 
 
 def quiet_trainer(**kwargs) -> L.Trainer:
@@ -41,7 +42,7 @@ def test_no_score_depends_on_later_tokens():
 
 
 def test_loss_is_cross_entropy_and_the_means_of_the_gates_losses():
-    model = small(balance_weight=0.5, z_weight=0.25)
+    model = small(experts=Experts(4, hidden_dim=8, balance_weight=0.5, z_weight=0.25))
     batch = torch.randint(11, (3, 6))
     logits, reports = model(batch[:, :-1])
     probs = logits.softmax(dim=-1)
@@ -186,7 +187,10 @@ def test_what_blocks_add_is_drawn_smaller_the_more_there_are():
 
 
 def test_predict_goes_on_from_prompts(data):
-    model, datamodule = MoELanguageModel(**SMALL, max_new_tokens=5), data(prompts=["12 and", "3"])
+    model, datamodule = (
+        MoELanguageModel(**SMALL, generation=Generation(max_new_tokens=5)),
+        data(prompts=["12 and", "3"]),
+    )
     trainer = quiet_trainer(limit_train_batches=2, limit_val_batches=1)
     trainer.fit(model, datamodule)
     first, second = trainer.predict(model, datamodule)
@@ -256,7 +260,11 @@ def test_a_checkpoint_loads_without_the_datamodule(data, tmp_path):
 def trained(folder, world_size=1, batch_size=8, micro_batches=1):
     torch.manual_seed(3)
     gate = partial(TopKGate, score="sigmoid", bias_update_rate=0.01)
-    model = MoELanguageModel(**SMALL, gate=gate, balance_weight=0.5, optimizer=partial(torch.optim.SGD, lr=0.1))
+    model = MoELanguageModel(
+        **SMALL | {"experts": Experts(4, hidden_dim=8, balance_weight=0.5)},
+        gate=gate,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
     trainer = quiet_trainer(
         devices=world_size,
         strategy="ddp" if world_size > 1 else "auto",
@@ -285,7 +293,7 @@ def test_what_cannot_work_is_refused_before_training(data):
     with pytest.raises(ValueError, match="num_layers must be at least 1; got 0"):
         MoELanguageModel(num_layers=0)
     with pytest.raises(ValueError, match=r"temperature must be at least 0; got -1.0"):
-        MoELanguageModel(temperature=-1.0)
+        MoELanguageModel(generation=Generation(temperature=-1.0))
     with pytest.raises(ValueError, match=r"vocab_size=11, but TextDataModule has vocab_size=257. Leave vocab_size out"):
         quiet_trainer().fit(small(), data())
     with pytest.raises(ValueError, match="needs vocab_size; pass it, or train with a datamodule"):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_accel import DigitsDataModule, MixtureOfExperts, MoEClassifier, TopKGate
+from lightning_accel.models import Experts
 from tests.ranks import run_ranks
 
 
@@ -26,7 +27,7 @@ def rows(num_rows=24, num_features=6, num_classes=3) -> TensorDataset:
 
 @pytest.fixture
 def small():
-    return MoEClassifier(6, 3, dim=8, num_experts=4, hidden_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
+    return MoEClassifier(6, 3, dim=8, experts=Experts(4, hidden_dim=8), optimizer=partial(torch.optim.AdamW, lr=0.02))
 
 
 def test_overfits_one_batch(small):
@@ -82,7 +83,7 @@ def test_one_model_through_every_trainer_call_and_back(small):
 
 
 def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run_folder):
-    model = MoEClassifier(dim=8, hidden_dim=8)
+    model = MoEClassifier(dim=8, experts=Experts(hidden_dim=8))
     keeper = ModelCheckpoint(dirpath="kept")
     trainer = quiet_trainer(enable_checkpointing=True, callbacks=[keeper], limit_train_batches=2, limit_val_batches=1)
     data = DigitsDataModule()
@@ -98,7 +99,7 @@ def test_sizes_and_names_come_from_the_datamodule_and_go_into_the_checkpoint(run
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 def test_averaged_weights_are_kept_of_a_model_whose_sizes_the_datamodule_tells():
-    model = MoEClassifier(dim=8, hidden_dim=8)
+    model = MoEClassifier(dim=8, experts=Experts(hidden_dim=8))
     trainer = quiet_trainer(callbacks=[EMAWeightAveraging()], limit_train_batches=2, limit_val_batches=1)
     trainer.fit(model, DigitsDataModule())
     assert model.head[1].out_features == 10
@@ -116,7 +117,7 @@ def test_sizes_that_contradict_the_datamodule_are_refused():
 
 class Wide(MoEClassifier):
     def __init__(self, width: int = 8):
-        super().__init__(dim=width, hidden_dim=width)
+        super().__init__(dim=width, experts=Experts(hidden_dim=width))
 
 
 def test_subclass_with_fewer_arguments_loads_its_checkpoint(run_folder):
@@ -136,7 +137,7 @@ class NumpyData(DigitsDataModule):
 
 def test_sizes_that_are_numpys_stay_out_of_the_checkpoint(run_folder):
     trainer = quiet_trainer(limit_train_batches=2, limit_val_batches=1)
-    trainer.fit(MoEClassifier(dim=8, hidden_dim=8), NumpyData())
+    trainer.fit(MoEClassifier(dim=8, experts=Experts(hidden_dim=8)), NumpyData())
     trainer.save_checkpoint("plain.ckpt")
     assert torch.load("plain.ckpt", weights_only=True)["hyper_parameters"]["class_names"] == list("0123456789")
 
@@ -145,7 +146,7 @@ class Renamed(MoEClassifier):
     """Hyperparameters are then what this constructor was called with, too."""
 
     def __init__(self, num_classes, dim):
-        super().__init__(6, num_classes, dim=dim, hidden_dim=8)
+        super().__init__(6, num_classes, dim=dim, experts=Experts(hidden_dim=8))
 
 
 @pytest.mark.parametrize(
@@ -155,11 +156,8 @@ class Renamed(MoEClassifier):
             num_features=np.int64(6),
             num_classes=np.int64(3),
             dim=np.int32(8),
-            num_experts=np.int64(4),
-            k=np.int64(1),
-            hidden_dim=np.int64(8),
+            experts=Experts(np.int64(4), np.int64(1), np.int64(8), balance_weight=np.float64(0.5)),
             dropout=np.float64(0.1),
-            balance_weight=np.float64(0.5),
             class_names=np.array(["a", "b", "c"]),
         ),
         lambda: Renamed(np.int64(3), np.int32(8)),
@@ -212,7 +210,7 @@ def test_model_of_unknown_sizes_says_so():
 
 def test_own_encoder_takes_the_place_of_num_features():
     encoder = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 8))
-    model = MoEClassifier(encoder=encoder, dim=8, hidden_dim=8)
+    model = MoEClassifier(encoder=encoder, dim=8, experts=Experts(hidden_dim=8))
     quiet_trainer(limit_train_batches=2, limit_val_batches=1).fit(model, DigitsDataModule())
     assert model(torch.randn(2, 1, 8, 8)).logits.shape == (2, 10)
 
@@ -222,7 +220,7 @@ class ConvMoE(MoEClassifier):
 
     def __init__(self, norm: bool):
         layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norm else nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 8)]
-        super().__init__(encoder=nn.Sequential(*layers), dim=8, hidden_dim=8)
+        super().__init__(encoder=nn.Sequential(*layers), dim=8, experts=Experts(hidden_dim=8))
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["weight of one dimension", "no weight"])
@@ -250,7 +248,7 @@ class SmoothedMoE(MoEClassifier):
 
 
 def test_subclass_with_its_own_training_step_trains():
-    model = SmoothedMoE(6, 3, dim=8, num_experts=4, hidden_dim=8, optimizer=partial(torch.optim.AdamW, lr=0.02))
+    model = SmoothedMoE(6, 3, dim=8, experts=Experts(4, hidden_dim=8), optimizer=partial(torch.optim.AdamW, lr=0.02))
     data = DataLoader(rows(), batch_size=24)
     trainer = quiet_trainer(max_epochs=60)
     trainer.fit(model, data, data)
@@ -268,7 +266,7 @@ def test_precisions(small, precision):
 def test_mixture_that_a_subclass_puts_in_is_told_its_load():
     class Own(MoEClassifier):
         def __init__(self):
-            super().__init__(6, 3, dim=8, num_experts=4)
+            super().__init__(6, 3, dim=8, experts=Experts(num_experts=4))
             self.mixture = MixtureOfExperts(8, 8, 5, gate=partial(TopKGate, bias_update_rate=0.1))
 
     model = Own()
@@ -278,7 +276,7 @@ def test_mixture_that_a_subclass_puts_in_is_told_its_load():
 
 def test_gate_of_a_subclass_with_its_own_training_step_is_told_its_load():
     torch.manual_seed(0)
-    model = SmoothedMoE(6, 3, dim=8, num_experts=4, hidden_dim=8)
+    model = SmoothedMoE(6, 3, dim=8, experts=Experts(4, hidden_dim=8))
     quiet_trainer().fit(model, DataLoader(rows(), batch_size=12))
     assert model.mixture.gate.expert_slots.sum() == 24
 
@@ -311,11 +309,8 @@ def trained(
         6,
         3,
         dim=8,
-        num_experts=9,
-        hidden_dim=8,
+        experts=Experts(num_experts=9, hidden_dim=8, balance_weight=0.5, z_weight=0.1),
         gate=partial(TopKGate, score="sigmoid", bias_update_rate=0.01),
-        balance_weight=0.5,
-        z_weight=0.1,
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     data = rows(12)
@@ -354,7 +349,7 @@ def test_micro_batches_train_the_model_of_whole_batches():
 
 def test_gate_of_a_config_is_in_the_checkpoint(command, run_folder):
     gate = ["--model.gate=TopKGate", "--model.gate.score=sigmoid", "--model.gate.bias_update_rate=0.01"]
-    options = ["--model=MoEClassifier", "--model.dim=8", "--model.hidden_dim=8", "--data=DigitsDataModule"]
+    options = ["--model=MoEClassifier", "--model.dim=8", "--model.experts.hidden_dim=8", "--data=DigitsDataModule"]
     short = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     assert command("fit", *options, *gate, *short).status == 0
     saved = next(run_folder.glob("**/*.ckpt"))

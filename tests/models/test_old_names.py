@@ -9,11 +9,22 @@ from lightning_accel import Classifier, DeepBeliefNetwork, MoEClassifier, MoELan
 MODELS = {
     "classifier": (Classifier, {"num_features": 5, "num_classes": 3}, {"num_features": "in_features"}),
     "belief": (DeepBeliefNetwork, {"num_visible": 5, "hidden_dims": [4, 3]}, {"hidden_dims": "layers"}),
-    "moe": (MoEClassifier, {"num_features": 5, "num_classes": 3, "hidden_dim": 6}, {"hidden_dim": "expert_dim"}),
+    "moe": (
+        MoEClassifier,
+        {"num_features": 5, "num_classes": 3, "experts": {"num_experts": 3, "k": 1, "hidden_dim": 6, "z_weight": 0.1}},
+        {"experts.hidden_dim": "expert_dim"},
+    ),
     "language": (
         MoELanguageModel,
-        {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 6},
-        {"hidden_dim": "expert_dim"},
+        {
+            "vocab_size": 11,
+            "dim": 8,
+            "num_layers": 2,
+            "num_heads": 2,
+            "experts": {"hidden_dim": 6},
+            "generation": {"max_new_tokens": 3},
+        },
+        {"experts.hidden_dim": "expert_dim"},
     ),
     "sequence": (
         SequenceModel,
@@ -21,6 +32,7 @@ MODELS = {
         {"hidden_dim": "hidden_size"},
     ),
 }
+GROUPS = ("experts", "generation")
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call
@@ -29,7 +41,10 @@ MODELS = {
 def test_checkpoints_with_old_names_restore_sizes(tmp_path, name, by_command_line):
     kind, sizes, old_names = MODELS[name]
     model = kind(**sizes)
-    saved = {old_names.get(key, key): value for key, value in model.hparams.items()} | {"an_option_that_went": 1}
+    saved = {"an_option_that_went": 1}
+    for key, value in model.hparams.items():
+        options = {f"{key}.{option}": part for option, part in value.items()} if key in GROUPS else {key: value}
+        saved |= {old_names.get(name, name.rpartition(".")[2]): part for name, part in options.items()}
     if by_command_line:
         class_path = f"{kind.__module__}.{kind.__name__}"
         saved |= {"_class_path": class_path, "_instantiator": "lightning.pytorch.cli.instantiate_module"}
@@ -38,4 +53,7 @@ def test_checkpoints_with_old_names_restore_sizes(tmp_path, name, by_command_lin
     with pytest.warns(FutureWarning, match="is now called"):
         loaded = (L.LightningModule if by_command_line else kind).load_from_checkpoint(tmp_path / "old.ckpt")
     assert {key: loaded.hparams[key] for key in sizes} == {key: model.hparams[key] for key in sizes}
+    assert all(
+        model.hparams[key][option] == part for key in sizes if key in GROUPS for option, part in sizes[key].items()
+    )
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)

@@ -3,11 +3,11 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.models import MoELanguageModel
+from lightning_accel.models import Experts, MoELanguageModel
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.test_strategy import ADAMW, load, tokens, trained
 
-SIZES = {"dim": 8, "num_layers": 2, "num_experts": 4, "hidden_dim": 8, "moe_every": 2, "balance_weight": 0.5}
+SIZES = {"dim": 8, "num_layers": 2, "experts": Experts(4, hidden_dim=8, balance_weight=0.5), "moe_every": 2}
 
 
 def model(num_heads=4):

@@ -1,12 +1,16 @@
 """Old names of arguments work for one release: in calls, subclasses, checkpoints; configs are in tests/cli."""
 
 import inspect
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
+from lightning_accel.models.hooks import keep_plain_hyperparameters
+from lightning_accel.ops.options import read_options
 from lightning_accel.ops.renames import DROPPED_IN, new_names_of, rename, renamed_arguments
 
 
@@ -22,6 +26,31 @@ class Model(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.layer = nn.Linear(dim, hidden_dim)
+
+
+@dataclass(frozen=True)
+class Layers:
+    num_layers: int = 1
+    dropout: float = 0.0
+
+
+class GroupedModel(L.LightningModule):
+    """A model whose options ``depth`` and ``dropout`` have become ``layers.num_layers`` and ``layers.dropout``."""
+
+    @renamed_arguments(depth="layers.num_layers", num_layers="layers.num_layers", dropout="layers.dropout")
+    def __init__(self, dim: int = 2, *, layers: Layers = Layers()) -> None:
+        super().__init__()
+        layers = read_options(Layers, layers)
+        self.save_hyperparameters()
+        keep_plain_hyperparameters(self)
+        self.options = layers
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers.num_layers))
+
+
+class UserGroupedModel(GroupedModel):
+    def __init__(self, scale: float, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.scale = scale
 
 
 class UserModel(Model):
@@ -98,3 +127,64 @@ def test_overrides_of_old_checkpoints_take_precedence(tmp_path):
     assert Model.load_from_checkpoint(path, hidden_dim=6).layer.weight.shape == (6, 4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gone'"):
         Model(gone=1)
+
+
+def test_old_names_of_options_of_a_dataclass_warn_and_arrive_in_it():
+    with pytest.warns(FutureWarning, match=r"^GroupedModel: depth is now called layers\.num_layers") as warned:
+        assert GroupedModel(3, depth=2).options == Layers(2, 0.0)
+    assert warned[0].filename == __file__
+    for options in (
+        {"num_layers": 2, "dropout": 0.5},
+        {"depth": 2, "layers": {"dropout": 0.5}},
+        {"layers": {"dropout": 0.5}, "depth": 2},
+    ):
+        with pytest.warns(FutureWarning):
+            assert GroupedModel(**options).options == Layers(2, 0.5)
+    with pytest.raises(
+        TypeError, match=r"GroupedModel has layers\.num_layers and depth, its old name; leave depth out"
+    ):
+        GroupedModel(depth=2, layers=Layers(dropout=0.5))
+    assert list(inspect.signature(GroupedModel).parameters) == ["dim", "layers"]
+    assert GroupedModel(layers={"num_layers": 2}).options == GroupedModel(layers=Layers(2)).options == Layers(2)
+    with pytest.raises(TypeError, match="Layers has no option 'depth'; it has num_layers, dropout"):
+        GroupedModel(layers={"depth": 2})
+    with pytest.raises(TypeError, match="need Layers, or a mapping of its options; got 2"):
+        GroupedModel(layers=2)
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call
+@pytest.mark.parametrize("by_command_line", [False, True])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"depth": 3, "dropout": 0.5},
+        {"depth": 3, "layers": {"dropout": 0.5}},
+        {"layers": {"num_layers": 3, "dropout": 0.5}},
+    ],
+    ids=str,
+)
+def test_checkpoints_with_options_by_old_and_new_names_load(tmp_path, saved, by_command_line):
+    names = {"_class_path": f"{__name__}.GroupedModel", "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    saved = {"dim": 4, "gone": 1, **saved}
+    path = checkpoint(
+        tmp_path / "1.ckpt", GroupedModel(4, layers=Layers(3)), **saved, **(names if by_command_line else {})
+    )
+    with pytest.warns(FutureWarning) if "depth" in saved else nullcontext():
+        model = GroupedModel.load_from_checkpoint(path)
+    assert model.options == Layers(3, 0.5)
+    assert dict(model.hparams).items() >= {"dim": 4, "layers": {"num_layers": 3, "dropout": 0.5}}.items()
+    if "depth" in saved:  # an override of an old name by the new one
+        path = checkpoint(tmp_path / "2.ckpt", GroupedModel(4, layers=Layers(2)), **saved)
+        loaded = GroupedModel.load_from_checkpoint(path, layers=Layers(2))
+        assert len(loaded.layers) == 2
+
+
+def test_options_of_subclasses_are_saved_and_restored(tmp_path):
+    model = UserGroupedModel(0.5, dim=4, layers=Layers(2, 0.5))
+    assert dict(model.hparams) == {"scale": 0.5, "dim": 4, "layers": {"num_layers": 2, "dropout": 0.5}}
+    path = checkpoint(tmp_path / "1.ckpt", model, **model.hparams)
+    assert UserGroupedModel.load_from_checkpoint(path, weights_only=True).options == Layers(2, 0.5)
+    with pytest.warns(FutureWarning):
+        model = UserGroupedModel(0.5, dim=4, depth=2)
+    loaded = UserGroupedModel.load_from_checkpoint(checkpoint(tmp_path / "2.ckpt", model, **model.hparams))
+    assert loaded.options == Layers(2)

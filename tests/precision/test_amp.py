@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_accel.data import DigitsDataModule
-from lightning_accel.models import MoEClassifier
+from lightning_accel.models import Experts, MoEClassifier
 from lightning_accel.precision import AmpPrecision
 from lightning_accel.precision.amp import WorldGradScaler
 from tests.precision.plain_module import PlainClassifier, batches, fit, make_trainer
@@ -46,7 +46,7 @@ def test_mixture_of_experts_learns_as_in_float32_and_its_gate_stays_in_it(monkey
     monkeypatch.setattr("lightning_accel.nn.moe.gating.F", recording)
     for plugins in ([], [AmpPrecision("bf16")], [AmpPrecision("fp16")]):
         torch.manual_seed(0)
-        model = MoEClassifier(dim=16, hidden_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
+        model = MoEClassifier(dim=16, experts=Experts(4, hidden_dim=24), optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
         trainer = make_trainer(*plugins, max_epochs=1)
         trainer.fit(model, DigitsDataModule())
         losses.append(trainer.callback_metrics["val/loss"].item())

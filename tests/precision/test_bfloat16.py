@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_accel.data import DigitsDataModule
-from lightning_accel.models import MoEClassifier
+from lightning_accel.models import Experts, MoEClassifier
 from lightning_accel.precision import Bfloat16Precision
 from lightning_accel.precision.bfloat16 import Float32Step
 from tests.precision.plain_module import PlainClassifier, batches, fit, make_trainer
@@ -93,7 +93,7 @@ def test_mixture_of_experts_learns():
     accuracy = []
     for plugins in ([], [Bfloat16Precision()]):
         torch.manual_seed(0)
-        model = MoEClassifier(dim=16, hidden_dim=24, num_experts=4, optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
+        model = MoEClassifier(dim=16, experts=Experts(4, hidden_dim=24), optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
         trainer = make_trainer(*plugins, max_epochs=3)
         trainer.fit(model, DigitsDataModule())
         accuracy.append(trainer.callback_metrics["val/accuracy"].item())

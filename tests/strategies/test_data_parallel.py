@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from lightning_accel.callbacks import WeightedAccumulation
-from lightning_accel.models import MoEClassifier, MoELanguageModel
+from lightning_accel.models import Experts, MoEClassifier, MoELanguageModel
 from tests.tolerance import ADAM_EPS, CLOSE
 
 QUIET = {
@@ -231,13 +231,13 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=ADAM_EPS)
 
 def classifier():
     torch.manual_seed(5)
-    return MoEClassifier(num_features=6, num_classes=3, dim=8, num_experts=4, hidden_dim=8, optimizer=ADAMW)
+    return MoEClassifier(num_features=6, num_classes=3, dim=8, experts=Experts(4, hidden_dim=8), optimizer=ADAMW)
 
 
 def language_model():
     torch.manual_seed(5)
-    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}
-    return MoELanguageModel(vocab_size=11, **sizes, z_weight=0.1, optimizer=ADAMW)
+    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "experts": Experts(4, hidden_dim=8, z_weight=0.1)}
+    return MoELanguageModel(vocab_size=11, **sizes, optimizer=ADAMW)
 
 
 def classified():

@@ -16,7 +16,7 @@ from torch_geometric.data import Batch, Data
 
 from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models import Stage
+from lightning_accel.models import Experts, Stage
 from tests.tolerance import ADAM_EPS
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS)
@@ -63,7 +63,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
     torch.manual_seed(1)
     if name == "language_model":
         model = MoELanguageModel(
-            11, dim=16, num_layers=2, num_heads=4, num_experts=4, hidden_dim=6, optimizer=optimizer
+            11, dim=16, num_layers=2, num_heads=4, experts=Experts(4, hidden_dim=6), optimizer=optimizer
         )
         return model, TokenRows(torch.randint(11, (num_rows, 7), generator=generator))
     if name == "sequence":
@@ -88,7 +88,9 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         model = DeepBeliefNetwork(**sizes, finetune="classifier", finetune_lr=0.02, optimizer=optimizer)
         return model, TensorDataset(x.sigmoid(), target)
     if name == "classifier":
-        return MoEClassifier(5, 3, dim=8, num_experts=4, hidden_dim=6, optimizer=optimizer), TensorDataset(x, target)
+        return MoEClassifier(5, 3, dim=8, experts=Experts(4, hidden_dim=6), optimizer=optimizer), TensorDataset(
+            x, target
+        )
     return Plain(batch_norm=name == "plain_batch_norm", optimizer=optimizer), TensorDataset(x, target)
 
 

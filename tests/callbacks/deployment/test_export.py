@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, TabularDataModule
 from lightning_accel.callbacks import Export
 from lightning_accel.compress import ExportError, load_compressed
+from lightning_accel.models import Experts
 from tests.ranks import run_ranks
 
 ROWS = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
@@ -73,7 +74,7 @@ def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
 @pytest.mark.slow
 def test_report_judges_probabilities_and_left_out_outputs_by_the_users_metrics(tmp_path):
     data = DigitsDataModule(batch_size=32)
-    module = MoEClassifier(64, 10, dim=8, hidden_dim=4)
+    module = MoEClassifier(64, 10, dim=8, experts=Experts(hidden_dim=4))
     callback = Export(compare=False, postprocess="probabilities", preprocess="datamodule")
     fit(module, [callback], tmp_path, data)
     eager, file = callback.report.rows

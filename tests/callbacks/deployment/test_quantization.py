@@ -15,6 +15,7 @@ from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.compress import Latency, NothingPickedError, Report, Row
 from lightning_accel.compress.quantization.quantized import Quantized
+from lightning_accel.models import Experts
 from tests.ranks import run_ranks
 
 ROWS = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3)
@@ -504,7 +505,10 @@ def test_cnn_trained_for_int8_in_a_trainer(tmp_path):
 @pytest.mark.parametrize("kind", ["moe", "sequence"])
 def test_models_of_ours(kind):
     if kind == "moe":
-        module, rows = MoEClassifier(12, 3, num_experts=4), TensorDataset(torch.randn(32, 12), torch.arange(32) % 3)
+        module, rows = (
+            MoEClassifier(12, 3, experts=Experts(num_experts=4)),
+            TensorDataset(torch.randn(32, 12), torch.arange(32) % 3),
+        )
     else:
         module = SequenceModel(2, 3, target_kind="classification", cell="mingru", hidden_dim=16)
         lengths = torch.arange(32) % 4 + 1

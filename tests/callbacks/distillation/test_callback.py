@@ -21,6 +21,7 @@ from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed
 from lightning_accel.callbacks.distillation.loss import denominator_ratio, divergence, position_mask, squared_error
 from lightning_accel.callbacks.recorded_calls import CallRecorder
 from lightning_accel.data.sequences.batch import IGNORED
+from lightning_accel.models import Experts
 from lightning_accel.strategies.replicas import Replica
 from tests.ranks import run_ranks
 from tests.strategies.trained import Rows, make
@@ -169,7 +170,7 @@ def test_padding_counts_for_nothing():
 def test_every_token_of_a_language_model_counts():
     def model(seed, layers):
         torch.manual_seed(seed)
-        options = {"num_experts": 4, "hidden_dim": 6, "balance_weight": 0.0, "z_weight": 0.0, "optimizer": SGD}
+        options = {"experts": Experts(4, hidden_dim=6, balance_weight=0.0, z_weight=0.0), "optimizer": SGD}
         return MoELanguageModel(11, dim=8, num_layers=layers, num_heads=2, **options)
 
     module, teacher = model(1, 1), model(2, 2)
@@ -192,7 +193,7 @@ def test_every_token_of_a_language_model_counts():
 
 def test_classifiers_teach_each_other():
     torch.manual_seed(2)
-    teacher = MoEClassifier(5, 3, dim=8, num_experts=4, hidden_dim=6)
+    teacher = MoEClassifier(5, 3, dim=8, experts=Experts(4, hidden_dim=6))
     for module in (Classifier(5, 3, hidden_dims=[4], optimizer=SGD), MoEClassifier(5, 3, dim=8, optimizer=SGD)):
         before = copy.deepcopy(module.state_dict())
         trainer = fit(module, Distillation(copy.deepcopy(teacher)))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_accel import MixtureOfExperts, MoEClassifier, TopKGate
 from lightning_accel.callbacks import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.expert_load import draw_load
+from lightning_accel.models import Experts
 
 SHAPE = 6, 5  # features, experts
 
@@ -100,7 +101,10 @@ def test_picture_lies_in_the_run_folder_and_in_tensorboard(tmp_path):
 
 @pytest.mark.usefixtures("empty_pictures")
 def test_own_modules_are_watched_too(tmp_path):
-    model, callback = MoEClassifier(6, 3, dim=8, num_experts=4, hidden_dim=8), ExpertLoadMonitor("load.png")
+    model, callback = (
+        MoEClassifier(6, 3, dim=8, experts=Experts(4, hidden_dim=8)),
+        ExpertLoadMonitor("load.png"),
+    )
     trainer = L.Trainer(
         accelerator="cpu", devices=1, callbacks=callback, max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=3,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
@@ -204,7 +208,7 @@ def test_mixtures_that_the_module_does_not_watch_are_watched(tmp_path):
             return self.mixture(x).features
 
     model, callback = (
-        MoEClassifier(num_classes=3, dim=6, num_experts=4, hidden_dim=8, encoder=Encoder()),
+        MoEClassifier(num_classes=3, dim=6, experts=Experts(4, hidden_dim=8), encoder=Encoder()),
         ExpertLoadMonitor(),
     )
     batches = [(rows()[i : i + 4], torch.tensor([0, 1, 2, 0])) for i in range(0, 24, 4)]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, ExactResume, MoEClassifier, SequenceModel
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.compress import load_pruned
+from lightning_accel.models import Experts
 from tests.callbacks.resume.test_exact_resume import SaveAt
 from tests.ranks import run_ranks
 
@@ -248,7 +249,7 @@ OURS = {
         {"network.0", "network.3", "network.8"},
     ),
     "moe": (
-        lambda: MoEClassifier(72, 3, num_experts=4),
+        lambda: MoEClassifier(72, 3, experts=Experts(num_experts=4)),
         TensorDataset(IMAGES.tensors[0].flatten(1), IMAGES.tensors[1]),
         None,
     ),

@@ -16,6 +16,7 @@ from lightning_accel.compress.export import loading as compressed
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic
+from lightning_accel.models import Experts
 from lightning_accel.nn import MixtureOfExperts
 
 FORMATS = [("pt2", "m.pt2"), ("onnx", "m.onnx")]
@@ -233,7 +234,10 @@ def test_what_is_no_tensor_is_refused_by_name(tmp_path):
 
 MODELS = {
     "classifier": (lambda: Classifier(1, 3, channels=[4]), lambda rows: (torch.rand(rows, 1, 6, 6),)),
-    "experts": (lambda: MoEClassifier(6, 3, dim=8, hidden_dim=4), lambda rows: (torch.randn(rows, 6),)),
+    "experts": (
+        lambda: MoEClassifier(6, 3, dim=8, experts=Experts(hidden_dim=4)),
+        lambda rows: (torch.randn(rows, 6),),
+    ),
     "sequences": (
         lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="lstm", hidden_dim=4),
         lambda rows: (torch.randn(rows, 5 + rows, 2), torch.arange(rows) % 5 + 1),

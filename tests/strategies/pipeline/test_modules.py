@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
-from lightning_accel.models import MoELanguageModel
+from lightning_accel.models import Experts, MoELanguageModel
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.strategies import PipelineStrategy
 from lightning_accel.strategies.gradients import broadcast_overflow_
@@ -220,7 +220,12 @@ def test_a_rank_holds_its_own_layers(tmp_path):
 
 def language_model(**options):
     torch.manual_seed(3)
-    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, "hidden_dim": 8}
+    sizes = {
+        "dim": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "experts": Experts(4, hidden_dim=8, balance_weight=0.5),
+    }
     return MoELanguageModel(vocab_size=11, **sizes, optimizer=ADAMW, **options)
 
 
@@ -238,7 +243,7 @@ def check_language_model(rank, folder, options):
 
 
 def test_activation_checkpointing(tmp_path):
-    options = {"activation_checkpointing": True, "balance_weight": 0.5}
+    options = {"activation_checkpointing": True}
     trained(tmp_path, module=language_model(**options), data=tokens())
     run_ranks(check_language_model, tmp_path, options)
     whole, pipeline = load(tmp_path, "one"), load(tmp_path, "pipeline")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.aggregation import SumMetric
 
-from lightning_accel.models import MoEClassifier, MoELanguageModel
+from lightning_accel.models import Experts, MoEClassifier, MoELanguageModel
 from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy
 from lightning_accel.strategies.pipeline import engine as pipeline_engine
 from tests.ranks import run_ranks
@@ -121,8 +121,9 @@ def test_plain_module_equals_one_process(tmp_path, number, clip):
     torch.testing.assert_close(pipeline["optimizer_states"], whole["optimizer_states"], rtol=0, atol=1e-5)
 
 
-SIZES = {"dim": 8, "num_experts": 4, "hidden_dim": 8}
-SMALL = {**SIZES, "num_layers": 2, "num_heads": 2, "balance_weight": 0.5, "optimizer": ADAMW}
+EXPERTS = Experts(4, hidden_dim=8, balance_weight=0.5)
+SIZES = {"dim": 8, "experts": EXPERTS}
+SMALL = {**SIZES, "num_layers": 2, "num_heads": 2, "optimizer": ADAMW}
 
 
 def language_model(**options):
@@ -170,7 +171,7 @@ def check_classifier(rank, folder, strategy, options):
 
 def classifier():
     torch.manual_seed(3)
-    return MoEClassifier(6, 3, **SIZES, balance_weight=0.5, optimizer=ADAMW)
+    return MoEClassifier(6, 3, **SIZES, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize(
