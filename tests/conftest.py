@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 
 import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of its import, which capsys would close
 import pytest
@@ -28,14 +29,23 @@ def seed():
     os.environ.pop("PL_GLOBAL_SEED", None)  # a command line leaves it, and processes that are started then obey it
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Keep the tests of a file in one process of pytest-xdist, and all that start ranks, which reuse their pools."""
+    """Group the tests that start ranks, which reuse their pools, and of the rest those of a file, for pytest-xdist."""
     for item in items:
-        module = getattr(item, "module", None)
-        if item.path.stem in APART:
-            continue
-        group = "ranks" if hasattr(module, "run_ranks") else str(item.path.relative_to(item.config.rootpath))
-        item.add_marker(pytest.mark.xdist_group(group))
+        if _starts_ranks(getattr(item, "function", None), set()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.path.stem not in APART:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+
+
+def _starts_ranks(function: object, seen: set[object]) -> bool:
+    """Return whether ``function`` names ``run_ranks``, or a function of its module that does."""
+    if not isinstance(function, FunctionType) or function in seen:
+        return False
+    seen.add(function)
+    names = function.__code__.co_names
+    return "run_ranks" in names or any(_starts_ranks(function.__globals__.get(name), seen) for name in names)
 
 
 @pytest.hookimpl(wrapper=True)

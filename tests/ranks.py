@@ -57,7 +57,8 @@ def _run(
 
 class _Pool:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # one import for all processes, of this pool and the next
+        context.set_forkserver_preload(["lightning.pytorch", "lightning_accel.models", "lightning_accel.callbacks"])
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
