@@ -48,6 +48,15 @@ def test_ranks_talk_and_processes_are_reused():
     assert len({os.getpid(), *(pid for pid, _ in first)}) == 3
 
 
+def test_tests_that_start_ranks_are_one_group_and_the_rest_of_a_file_another(request):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("needs pytest -n")
+    items = [item for item in request.session.items if item.path == request.path]
+    groups = {item.originalname: item.nodeid.rpartition("@")[2] for item in items}
+    assert groups["test_ranks_talk_and_processes_are_reused"] == "ranks"
+    assert groups[request.node.originalname] == "tests/test_ranks.py"
+
+
 @pytest.mark.slow
 def test_world_size_is_free():
     assert [total for _, total in run_ranks(check_sum, 0, world_size=4)] == [6, 6, 6, 6]

@@ -4,17 +4,25 @@
 
 import random
 import warnings
+from functools import partial
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_accel.callbacks import ExactResume
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, progress_of
@@ -413,6 +421,34 @@ class HeldByOrder(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.held.append(len(self.exact._samplers))
+
+
+class SeededAtItsStart(CountsItsSteps):
+    """Has a sampler like the Trainer's for several processes, with a seed of this start."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.seed = seed
+
+    def train_dataloader(self):
+        sampler = DistributedSampler(Quiet(), num_replicas=1, rank=0, seed=self.seed)
+        return DataLoader(Quiet(), batch_size=4, sampler=sampler)
+
+
+class ReadsLate(SingleDeviceStrategy):
+    """Reads the checkpoint after optimizers, and here loaders, are made, as strategies that shard do."""
+
+    restore_checkpoint_after_setup = True
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, ReadsLate])
+def test_distributed_samplers_keep_the_seed_of_the_first_start(tmp_path, strategy):
+    options = {"loader": lambda: None, "max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    whole = fit(tmp_path, partial(SeededAtItsStart, 5), moments=["step 2"], strategy=strategy("cpu"), **options)
+    resumed = fit(
+        tmp_path, partial(SeededAtItsStart, 6), resume=tmp_path / "step 2.ckpt", strategy=strategy("cpu"), **options
+    )
+    assert_goes_on(resumed, whole)
 
 
 @pytest.mark.parametrize("same", [False, True])

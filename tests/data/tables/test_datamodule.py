@@ -194,6 +194,22 @@ def test_checkpoint_keeps_what_was_fitted(make, table):
             other.load_state_dict(state)
 
 
+def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
+    table = table.assign(width=np.arange(60.0))
+    data = make(table)
+    widths = torch.cat([rows.tensors[0][:, 1] for rows in (data.train_rows, data.val_rows, data.test_rows)])
+    _, val, test = np.split(widths.argsort().argsort().numpy(), [42, 51])  # numbers of the rows
+    values = {"length": 1.5, "width": 30.5, "wet": ~table["wet"], "colour": "blue"}
+
+    def changed(rows, names):
+        return make(table.assign(**{name: table[name].where(~table.index.isin(rows), values[name]) for name in names}))
+
+    data.load_state_dict(changed(test, values).state_dict())
+    for name in values:
+        with pytest.raises(ValueError, match="digest of the data"):
+            data.load_state_dict(changed(val[:1], [name]).state_dict())
+
+
 @pytest.mark.parametrize(
     ("content", "options", "said"),
     [
