@@ -1,3 +1,4 @@
+import logging
 import os
 import shlex
 import shutil
@@ -19,6 +20,9 @@ from tests.ranks import cpu_seconds
 # One by default: threads that share their cores with another program wait for each other most of the time.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
+
+BUILDS: list[logging.LogRecord] = []
+logging.getLogger("lightning_accel.ops.native_build").addFilter(lambda record: BUILDS.append(record) is None)
 
 APART = {"test_configs", "test_notebooks", "test_recovery"}  # long tests that share nothing
 
@@ -50,12 +54,13 @@ def _starts_ranks(function: object, seen: set[object]) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    modules, before = len(sys.modules), _cpu_seconds()
+    modules, builds, before = len(sys.modules), len(BUILDS), _cpu_seconds()
     result = yield
     seconds = _cpu_seconds() - before
     has_imported = len(sys.modules) - modules > 100  # such as transformers, which whoever comes first pays for all
     is_measured = torch.get_num_threads() == 1  # several spin while they wait for each other
-    is_measured = is_measured and not has_imported and not item.get_closest_marker("slow")
+    has_built = len(BUILDS) > builds  # a native library, once on a machine
+    is_measured = is_measured and not (has_imported or has_built or item.get_closest_marker("slow"))
     if is_measured and seconds > 3 and seconds > 3 * _slowness():
         pytest.fail(f"took {seconds:.1f} s of CPU time: at most 3, or mark it slow", pytrace=False)
     return result
