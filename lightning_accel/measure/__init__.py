@@ -1,6 +1,13 @@
-"""Instruments: the machine and its measured rates, and where the steps of a fit spend time, operations and memory."""
+"""Instruments: the machine and its measured rates, and where the steps of a fit spend time, operations and memory.
 
-from lightning_accel.measure.machine import Gpu, Machine, describe_machine
-from lightning_accel.measure.rates import Collective, Rates, measure_rates
+Its names are imported on first use, since the machine is described without Lightning.
+"""
 
-__all__ = ["Collective", "Gpu", "Machine", "Rates", "describe_machine", "measure_rates"]
+from pathlib import Path
+
+from lightning_accel._lazy import lazy_getattr, names_in
+
+_MODULE_OF = names_in(Path(__file__).with_suffix(".pyi"))
+
+__all__ = sorted(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

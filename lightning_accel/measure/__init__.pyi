@@ -1,0 +1,16 @@
+from lightning_accel.measure.flops import FlopCount as FlopCount
+from lightning_accel.measure.flops import share_of_peak as share_of_peak
+from lightning_accel.measure.machine import Gpu as Gpu
+from lightning_accel.measure.machine import Machine as Machine
+from lightning_accel.measure.machine import describe_machine as describe_machine
+from lightning_accel.measure.memory import MemoryCount as MemoryCount
+from lightning_accel.measure.memory import MemoryUse as MemoryUse
+from lightning_accel.measure.rates import Collective as Collective
+from lightning_accel.measure.rates import Rates as Rates
+from lightning_accel.measure.rates import measure_rates as measure_rates
+from lightning_accel.measure.step_parts import PARTS as PARTS
+from lightning_accel.measure.step_parts import Segment as Segment
+from lightning_accel.measure.step_parts import Step as Step
+from lightning_accel.measure.step_parts import StepParts as StepParts
+from lightning_accel.measure.step_parts import action_times as action_times
+from lightning_accel.measure.step_parts import part_times as part_times

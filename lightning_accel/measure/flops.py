@@ -1,0 +1,64 @@
+"""Operations of a training batch, by torch's counter, and what share of the measured peak they are."""
+
+from typing import Any
+
+import lightning as L
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_accel.measure.rates import Rates
+
+
+class FlopCount(L.Callback):
+    """Count the floating-point operations of one training batch, forward and backward.
+
+    Matrix products, convolutions and attention are counted, two operations for each term; what torch's counter does not
+    know (recurrent layers of a single kernel, custom operations) is not. Counting makes the step slower.
+
+    Args:
+        batch: number of the batch to count, from 0, within this fit.
+
+    Attributes:
+        flops: operations of that batch in this process; None before it ends.
+    """
+
+    def __init__(self, batch: int = 1) -> None:
+        self.batch = batch
+        self.flops: int | None = None
+        self._seen = 0
+        self._mode: FlopCounterMode | None = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._seen == self.batch:
+            self._mode = FlopCounterMode(display=False)
+            self._mode.__enter__()
+        self._seen += 1
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._mode is not None:
+            self.flops = self._mode.get_total_flops()
+            self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+
+def share_of_peak(flops: float, seconds: float, rates: Rates, precision: str) -> float | None:
+    """Return which share of the measured rate of matrix products ``flops`` in ``seconds`` is; None if not measured.
+
+    Args:
+        flops: operations of a step.
+        seconds: wall time of the step.
+        rates: rates of the device that ran it.
+        precision: key of ``rates.matmul`` in which the step multiplies, such as ``bf16``.
+    """
+    peak = rates.matmul.get(precision)
+    return None if peak is None else flops / seconds / peak
