@@ -2,14 +2,23 @@
 
 bfloat16 has 8 significant bits: at p = 1e-6, ``rand_like(p) < p`` would be true 0.2% of the time, and sigmoid(7)
 would be 1.
+
+The kernel computes probability, random numbers and comparison in one pass, on all threads. Its random numbers are
+Philox4x32-10's (Salmon, Moraes, Dror and Shaw 2011, Parallel Random Numbers: As Easy as 1, 2, 3,
+https://doi.org/10.1145/2063384.2063405): element i of a tensor uses word i % 4 of counter i // 4, with a key that is
+drawn from the generator for each tensor. For the same key, results do not depend on the number of threads or the
+device.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from lightning_accel.ops import gibbs_native
 from lightning_accel.ops.float32 import at_least_float32
+from lightning_accel.ops.native import KERNELS, check_one_device
+from lightning_accel.ops.native_build import cpu_target
 
 
 def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tensor:
@@ -25,8 +34,9 @@ def sample_bernoulli(logits: Tensor, generator: Generator | None = None) -> Tens
     Returns:
         Tensor of the shape of ``logits``, float32 (float64 for float64).
     """
-    if gibbs_native.serves(logits):
-        return gibbs_native.sample_bernoulli(logits, generator)
+    if kernel_serves(logits):
+        key = torch.empty(1, dtype=torch.int64, device=logits.device).random_(generator=generator)
+        return torch.ops.lightning_accel_native.sample_bernoulli.default(logits.detach().float(), key)
     return draw_bernoulli(at_least_float32(logits.detach()).sigmoid(), generator)
 
 
@@ -54,3 +64,25 @@ def sample_normal(mean: Tensor, deviation: Tensor, generator: Generator | None =
     """Draw from normal distributions, in float32 (float64 for float64)."""
     mean = at_least_float32(mean)
     return torch.empty_like(mean).normal_(generator=generator).mul_(deviation).add_(mean)
+
+
+def kernel_serves(logits: Tensor) -> bool:
+    """Return whether the kernel draws for ``logits``: not for float64, in traced code, or where it would be slower."""
+    if type(logits) is not Tensor or logits.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    return (logits.is_cuda or _has_vectors()) and KERNELS.serves(logits.device)
+
+
+@functools.cache
+def _has_vectors() -> bool:
+    return cpu_target() != "DEFAULT"  # without AVX2 it has a quarter of the speed of the formula; others not measured
+
+
+def _fake(logits: Tensor, seed: Tensor) -> Tensor:
+    check_one_device(logits=logits, seed=seed)
+    return logits.new_empty(logits.shape)
+
+
+@KERNELS.on_load
+def _register() -> None:
+    torch.library.register_fake("lightning_accel_native::sample_bernoulli", _fake)

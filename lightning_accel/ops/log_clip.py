@@ -76,7 +76,7 @@ def _round_to_dtype(clip_value: float, dtype: torch.dtype) -> float:
     """Round ``clip_value`` to ``dtype``, so that values, gradients and graphs agree on which elements are clipped."""
     if isinstance(clip_value, bool) or not isinstance(clip_value, float | int | Real):
         raise TypeError(f"clip_value must be a real number; got {clip_value!r}. Of a tensor, give clip_value.item()")
-    clip_value = _as_float(clip_value)
+    clip_value = float(clip_value)
     if not 0 < clip_value < math.inf:
         raise ValueError(f"clip_value must be finite and above 0; got {clip_value}. Take about the least x that counts")
     info = torch.finfo(dtype)
@@ -89,13 +89,6 @@ def _round_to_dtype(clip_value: float, dtype: torch.dtype) -> float:
             f"{'infinite' if rounded else '0'} there. Take one in that range, or give x in a wider dtype"
         )
     return rounded
-
-
-def _as_float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # integers from 2**1024 on
-        return math.inf if number > 0 else -math.inf
 
 
 class _LogClip(torch.autograd.Function):

@@ -92,25 +92,6 @@ def recurrent_layer(
     return out, tuple(new[: 2 if cell == "lstm" else 1])
 
 
-@torch.library.custom_op("lightning_accel::recurrent_layer", mutates_args=())
-def _layer_op(
-    x: Tensor,
-    lengths: Tensor | None,
-    h: Tensor | None,
-    c: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor,
-    bias_hh: Tensor,
-    cell: str,
-    backwards: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(x.device.type, enabled=False):  # all tensors have one dtype
-        found = _layer(x, lengths, h, c, weight_ih, weight_hh, bias_ih, bias_hh, cell, backwards)
-    out, last_h, last_c = (one.contiguous() for one in found)
-    return out, last_h, last_c
-
-
 def _layer(
     x: Tensor,
     lengths: Tensor | None,
@@ -134,32 +115,22 @@ def _layer(
     if lengths is not None and x.device.type == "cpu" and bool((lengths == steps).all()):
         lengths = None  # kernels without lengths are faster; on a GPU the check would wait for the device
     turned = reverse_valid_steps(x, lengths) if backwards else x
-    out, new = run_padded(cell, turned, states, [weight_ih, weight_hh, bias_ih, bias_hh], lengths)
+    with torch.autocast(x.device.type, enabled=False):  # all tensors have one dtype
+        out, new = run_padded(cell, turned, states, [weight_ih, weight_hh, bias_ih, bias_hh], lengths)
     out = reverse_valid_steps(out, lengths) if backwards else out
     out = out if lengths is None else out.masked_fill(past_end(out, lengths), 0)
-    return out, new[0], new[1] if cell == "lstm" else none
+    return out.contiguous(), new[0].contiguous(), new[1].contiguous() if cell == "lstm" else none
+
+
+_layer_op = torch.library.custom_op("lightning_accel::recurrent_layer", mutates_args=())(_layer)
 
 
 @_layer_op.register_fake
-def _(
-    x: Tensor,
-    lengths: Tensor | None,
-    h: Tensor | None,
-    c: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor,
-    bias_hh: Tensor,
-    cell: str,
-    backwards: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, _: Any, __: Any, ___: Any, ____: Tensor, weight_hh: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     steps, rows = x.shape[:2]
     state = x.new_empty(rows, weight_hh.shape[1])
-    return (
-        x.new_empty(steps, rows, weight_hh.shape[1]),
-        state,
-        torch.empty_like(state) if cell == "lstm" else x.new_empty(0),
-    )
+    c = torch.empty_like(state) if rest[-2] == "lstm" else x.new_empty(0)
+    return x.new_empty(steps, rows, weight_hh.shape[1]), state, c
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,6 +1,8 @@
 """Strategies for Lightning's Trainer that work with any LightningModule; importing them registers their short names."""
 
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO, AtomicModelParallelStrategy
@@ -31,11 +33,14 @@ __all__ = [
     "write_atomically",
 ]
 
-for strategy in (
-    AccelDDPStrategy,
-    AtomicModelParallelStrategy,
-    DataParallelStrategy,
-    FullyShardedStrategy,
-    PipelineStrategy,
-):
-    strategy.register_strategies(StrategyRegistry)
+_SHORT_NAMES: list[tuple[str, type[Strategy], str, dict[str, Any]]] = [
+    ("accel_ddp", AccelDDPStrategy, "DDP for parameters that go unused or are frozen", {}),
+    ("accel_dp", DataParallelStrategy, "several devices in one process", {}),
+    ("accel_expert_parallel", FullyShardedStrategy, "FSDP2, experts on all processes", {"expert_parallel_size": "all"}),
+    ("accel_fsdp2", FullyShardedStrategy, "FSDP2 for any module", {}),
+    ("accel_model_parallel", AtomicModelParallelStrategy, "ModelParallelStrategy with atomic checkpoints", {}),
+    ("accel_pipeline", PipelineStrategy, "layers split over processes in a pipeline", {}),
+]
+for name, strategy, description, options in _SHORT_NAMES:
+    if name not in StrategyRegistry:
+        StrategyRegistry.register(name, strategy, description, **options)

@@ -149,8 +149,3 @@ class DataParallelStrategy(Strategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if "accel_dp" not in strategy_registry:
-            strategy_registry.register("accel_dp", cls, description="several devices in one process")

@@ -105,8 +105,3 @@ class AccelDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._accumulating = False
         super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if "accel_ddp" not in strategy_registry:
-            strategy_registry.register("accel_ddp", cls, description="DDP for parameters that go unused or are frozen")

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_accel._private.torch import BatchNormBase, check_input_dims
+from lightning_accel.ops.float32 import at_least_float32
 
 
 class SyncBatchNormPlugin(LayerSync):
@@ -117,7 +118,7 @@ class _Synced(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` (B, C, ...), of any floating dtype."""
-        if not self.training or self._sync_group is None or not _is_initialized():
+        if not self.training or self._sync_group is None or not (dist.is_available() and dist.is_initialized()):
             return super().forward(x)
         group = self._sync_group.group
         if dist.get_world_size(group) == 1:
@@ -173,7 +174,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         mean, variance, count = _combine(_gather(_local_statistics(x), group), x)
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
-        y = (_wide(x) - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x)
+        y = (at_least_float32(x) - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x)
         y = y if bias is None else y.add_(_broadcast_channels(bias.to(y.dtype), x))
         ctx.group = group
         ctx.save_for_backward(x, weight, mean, inverse, count)
@@ -186,8 +187,8 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         dims = _all_but_channels(x)
-        x_hat = (_wide(x) - _broadcast_channels(mean, x)) * _broadcast_channels(inverse, x)
-        wide_dy = _wide(dy)
+        x_hat = (at_least_float32(x) - _broadcast_channels(mean, x)) * _broadcast_channels(inverse, x)
+        wide_dy = at_least_float32(dy)
         sums = torch.stack([wide_dy.sum(dims), (wide_dy * x_hat).sum(dims)])  # (2, C)
         d_weight = None if weight is None else sums[1].to(weight.dtype)
         d_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
@@ -206,8 +207,8 @@ def _local_statistics(x: Tensor) -> Tensor:
     channels = x.shape[1]
     count = x.numel() // channels
     if count == 0:
-        return torch.zeros(2 * channels + 1, dtype=_wide_dtype(x), device=x.device)
-    variance, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
+        return torch.zeros(2 * channels + 1, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    variance, mean = torch.var_mean(at_least_float32(x), _all_but_channels(x), correction=0)
     return torch.cat([mean, variance * count, mean.new_full((1,), count)])
 
 
@@ -239,21 +240,9 @@ def _combine(gathered: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, count
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(_wide_dtype(x))
-
-
 def _broadcast_channels(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.view(1, -1, *[1] * (x.ndim - 2))
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
-
-
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -263,12 +263,6 @@ def test_takes_any_real_number(clip_value):
     assert torch.equal(log_clip(HARD[:6], np.int64(2)), log_clip(HARD[:6], 2))
 
 
-@pytest.mark.parametrize(("clip_value", "found"), [(10**400, "inf"), (-(10**400), "-inf")], ids=["inf", "-inf"])
-def test_refuses_an_integer_that_no_float_holds(clip_value, found):
-    with pytest.raises(ValueError, match=f"clip_value must be finite and above 0; got {found}"):
-        log_clip(torch.ones(2), clip_value)
-
-
 @pytest.mark.parametrize("clip_value", [0, 0.0, -0.0, -1e-6, math.inf, -math.inf, math.nan])
 def test_refuses_a_clip_without_logarithm(clip_value):
     with pytest.raises(ValueError, match=f"clip_value must be finite and above 0; got {float(clip_value)}"):

@@ -14,6 +14,8 @@ from lightning_accel.ops.native import KERNELS, check_one_device
 from lightning_accel.ops.triples.csr import csr_sum
 from lightning_accel.ops.triples.products import triangle_product
 
+MAX_WEDGES = 2**21  # candidates that are tested at a time, about 60 bytes each; C++ kernels store none
+
 
 class Triples(NamedTuple):
     """Hold a simple undirected graph with its edges and triangles, each listed once, as int64 tensors.
@@ -37,9 +39,7 @@ class Triples(NamedTuple):
         return len(self.rowptr) - 1
 
 
-def find_triples(
-    edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None, max_wedges: int = 2**21
-) -> Triples:
+def find_triples(edge_index: Tensor, num_nodes: int, triangle_index: Tensor | None = None) -> Triples:
     """List the edges and triangles of a graph, ignoring directions, self-loops and duplicate edges.
 
     Each triangle is found once, from its node of lowest degree, in O(E**1.5 log E) in the worst case. Memory is linear
@@ -51,7 +51,6 @@ def find_triples(
         num_nodes: N.
         triangle_index: (3, T) int64, all triangles if they are known, each column ascending. No triangles are searched
             then, so the result lacks any that are missing here.
-        max_wedges: number of candidates tested at a time, about 60 bytes each; C++ kernels store none.
 
     Raises:
         TypeError: if ``edge_index`` is not int64.
@@ -70,7 +69,7 @@ def find_triples(
     elif native:
         triangle, side = kernels.find_triangles(edge, num_nodes)
     else:
-        triangle, side = _find_triangles(edge, rowptr, col, edge_of, max_wedges)
+        triangle, side = _find_triangles(edge, rowptr, col, edge_of)
     group = kernels.group_triangles if native else _group_triangles
     num_triangles, third_rowptr, third, triangle_edge = group(triangle, side, num_nodes, edge.shape[1])
     return Triples(rowptr, col, edge, edge_of, triangle, num_triangles, third_rowptr, third, side, triangle_edge)
@@ -93,14 +92,6 @@ def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
         (N, R), float32 for narrower factors.
     """
     return triangle_product(x, y, triples.edge, triples.triangle_edge, triples.third_rowptr, triples.third)
-
-
-def triangle_sum_reference(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
-    """Compute :func:`triangle_sum` by products (E, R) of the ends of edges, as the reference for its tests."""
-    u, v = triples.edge
-    product = x[u] * x[v] if y is None else x[u] * y[v] + x[v] * y[u]
-    # each corner of a triangle gets the product of the opposite side
-    return torch.zeros_like(x).index_add(0, triples.triangle.flatten(), product[triples.side.flatten()])
 
 
 def _check_nodes(edge_index: Tensor, num_nodes: int) -> None:
@@ -149,13 +140,11 @@ def _symmetric_csr(edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor
     return low_rowptr + high_rowptr, col, edge_of
 
 
-def _find_triangles(
-    edge: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int
-) -> tuple[Tensor, Tensor]:
+def _find_triangles(edge: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor) -> tuple[Tensor, Tensor]:
     """Return the triangles in lexicographic order and their sides, (3, T) each, as in :class:`Triples`."""
     num_nodes = len(rowptr) - 1
     keys = edge[0] * num_nodes + edge[1]
-    return _sort_triangles(_find_sides(keys, rowptr, col, edge_of, max_wedges), edge, num_nodes)[:2]
+    return _sort_triangles(_find_sides(keys, rowptr, col, edge_of), edge, num_nodes)[:2]
 
 
 def _sort_triangles(side: Tensor, edge: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -180,7 +169,7 @@ def _group_triangles(
     )
 
 
-def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_wedges: int) -> Tensor:
+def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor) -> Tensor:
     """Find the sides of all triangles, (3, T) as in :class:`Triples`, in no particular order."""
     num_nodes, degree = len(rowptr) - 1, rowptr.diff()
     row = torch.repeat_interleave(degree, output_size=len(col))
@@ -194,7 +183,7 @@ def _find_sides(keys: Tensor, rowptr: Tensor, col: Tensor, edge_of: Tensor, max_
     num_later = _group_starts(tail, num_nodes).index_select(0, tail + 1) - place - 1
     test = _EdgeTest(keys, num_nodes)
     found = []
-    for start, stop, size in _chunks(num_later, max_wedges):
+    for start, stop, size in _chunks(num_later, MAX_WEDGES):
         count = num_later[start:stop]
         first = torch.repeat_interleave(place[start:stop], count, output_size=size)
         skipped = place[start:stop] + 1 - (count.cumsum(0) - count)
@@ -261,17 +250,12 @@ def _check_triangles(triangle_index: Tensor, edge: Tensor, num_nodes: int) -> tu
             "Find them again after a change of edges or of the numbers of nodes"
         )
     triangle, side, place, order = _sort_triangles(side, edge, num_nodes)
-    _check_unique(triangle_index, place, order)
-    return triangle, side
-
-
-def _check_unique(triangle_index: Tensor, place: Tensor, order: Tensor) -> None:
-    """Require unique triangles, given their sorted keys ``place`` (T,) and the column ``order`` (T,) of each."""
     again = (place[1:] == place[:-1]).nonzero()
     if len(again):
         columns = sorted(order[again[0, 0] : again[0, 0] + 2].tolist())
         nodes = triangle_index[:, columns[0]].tolist()
         raise ValueError(f"triangle_index must list each triangle once; columns {columns} are both {nodes}")
+    return triangle, side
 
 
 def _group_starts(index: Tensor, size: int) -> Tensor:

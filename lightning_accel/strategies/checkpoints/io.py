@@ -75,11 +75,6 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         with write_atomically(path, owner=self.is_global_zero, barrier=self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if "accel_model_parallel" not in strategy_registry:
-            strategy_registry.register("accel_model_parallel", cls, description=cls.__doc__)
-
 
 def newest_checkpoint(places: Iterable[str | Path]) -> Path | None:
     """Return the undamaged checkpoint that was written last among ``places`` and the folders among them, if any.

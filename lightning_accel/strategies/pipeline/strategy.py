@@ -197,12 +197,6 @@ class PipelineStrategy(DDPStrategy):
         self._accumulating = False
         self._has_failed = False
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the short name ``accel_pipeline`` with the Trainer."""
-        if "accel_pipeline" not in strategy_registry:
-            strategy_registry.register("accel_pipeline", cls, description="Layers split over processes in a pipeline")
-
     # ---- processes
 
     @property
@@ -351,18 +345,6 @@ class PipelineStrategy(DDPStrategy):
 
     # ---- steps
 
-    def on_train_start(self) -> None:
-        self._find_metrics()
-
-    def on_validation_start(self) -> None:
-        self._find_metrics()
-
-    def on_test_start(self) -> None:
-        self._find_metrics()
-
-    def on_predict_start(self) -> None:
-        self._find_metrics()
-
     def _find_metrics(self) -> None:
         """Find the metrics of the module, and synchronize them over pipelines alone, since stages hold equal states."""
         assert self.lightning_module is not None
@@ -374,6 +356,8 @@ class PipelineStrategy(DDPStrategy):
             if metric.process_group is None:
                 metric.process_group = self.device_mesh.get_group("data_parallel")
                 self._metric_groups.append(metric)
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _find_metrics
 
     @property
     def pipeline(self) -> Pipeline:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_accel._private.torch import tree_map_only
-from lightning_accel.strategies.checkpoints.reading import read_checkpoint
 from lightning_accel.strategies.sharding.metadata import REST
 
 
@@ -94,8 +93,3 @@ def load_optimizer_shards(folder: Path, module: nn.Module, optimizers: list[Opti
         state = {f"optimizer_{number}": get_optimizer_state_dict(module, optimizer)}
         load(state, checkpoint_id=folder)
         set_optimizer_state_dict(module, optimizer, state[f"optimizer_{number}"])
-
-
-def load_trainer_state(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Load what is neither weights nor optimizer states."""
-    return read_checkpoint(folder / REST, weights_only)

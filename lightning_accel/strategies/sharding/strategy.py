@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoints.atomic import find_written, remove_atomically, write_atomically
-from lightning_accel.strategies.checkpoints.reading import require_loadable
+from lightning_accel.strategies.checkpoints.reading import read_checkpoint, require_loadable
 from lightning_accel.strategies.gradients import clip_grad_norm_
 from lightning_accel.strategies.rendezvous import joining_process_group
 from lightning_accel.strategies.sharding.blocks import (
@@ -44,7 +44,6 @@ from lightning_accel.strategies.sharding.state import (
     load_full_optimizer,
     load_model_shards,
     load_optimizer_shards,
-    load_trainer_state,
     local_state,
 )
 
@@ -118,15 +117,6 @@ class FullyShardedStrategy(DDPStrategy):
         self._state_to_load: Mapping[str, Any] | None = None
         self._has_failed = False
         self._accumulating = False
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the short names ``accel_fsdp2`` and ``accel_expert_parallel`` with the Trainer."""
-        if "accel_fsdp2" not in strategy_registry:
-            strategy_registry.register("accel_fsdp2", cls, description="FSDP2 for any module")
-        if "accel_expert_parallel" not in strategy_registry:
-            description = "FSDP2, with the experts of each layer dealt to all processes"
-            strategy_registry.register("accel_expert_parallel", cls, description, expert_parallel_size="all")
 
     def setup_environment(self) -> None:
         with joining_process_group(self.cluster_environment, self._timeout):
@@ -253,14 +243,7 @@ class FullyShardedStrategy(DDPStrategy):
         for buffer in batch_norm_statistics(self._sharded or nn.Module()):
             broadcast_(buffer, self.root_device)
 
-    def on_validation_start(self) -> None:
-        self._broadcast_batch_norm_statistics()
-
-    def on_test_start(self) -> None:
-        self._broadcast_batch_norm_statistics()
-
-    def on_predict_start(self) -> None:
-        self._broadcast_batch_norm_statistics()
+    on_validation_start = on_test_start = on_predict_start = _broadcast_batch_norm_statistics
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict on the first process; with sharded checkpoints, save_checkpoint adds it."""
@@ -311,7 +294,7 @@ class FullyShardedStrategy(DDPStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         require_loadable(found, weights_only)
         self._folder_to_load = Path(found)
-        return load_trainer_state(self._folder_to_load, weights_only) | {"state_dict": {}, "optimizer_states": []}
+        return read_checkpoint(self._folder_to_load / REST, weights_only) | {"state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
