@@ -43,6 +43,11 @@ def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def multiply_int8(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply int8 matrices with sums in int32; ``torch.mm`` of int8 sums in int8."""
+    return torch._int_mm(a, b)
+
+
 def unscale_gradients_(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiply ``gradients`` in place and set ``found_inf`` for inf or NaN; GradScaler's public methods take all."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_accel._private.lightning import set_last_saved_step
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 
 
@@ -64,7 +65,7 @@ class _FinalPhaseCheck:
         if in_final_phase(trainer):
             return self.check(trainer, current)
         if self.keeper.save_last:  # Lightning writes it only at steps that it believes to have saved
-            self.keeper._last_global_step_saved = trainer.global_step
+            set_last_saved_step(self.keeper, trainer.global_step)
         return False
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_accel._private.lightning import averaged_model, logger_connector, should_stop_early
 from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -159,7 +160,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         if was_stopped and math.isfinite(self._smoothed):  # judge it again, since patience may be higher now
             waited, self.wait_count = self.wait_count, self.wait_count - 1
-            should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(self._smoothed, dtype=torch.float64))
+            should_stop, reason = should_stop_early(self, torch.tensor(self._smoothed, dtype=torch.float64))
             self.wait_count = waited
             if should_stop:
                 rank_zero_info("the checkpoint is of a run that was stopped; more patience lets it go on")
@@ -187,7 +188,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
                     self.best_step = trainer.global_step
                     if self.restore_best:
                         self._best.store(trainer, self._validated_module(trainer, trainer.lightning_module))
-        should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64))
+        should_stop, reason = should_stop_early(self, torch.tensor(value, dtype=torch.float64))
         is_broken = self.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC
         if should_stop and (is_broken or (is_final and _is_long_enough(trainer))):
             self._stop(trainer, reason)
@@ -216,8 +217,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         """Return the metric, averaged over processes; None if this validation does not log it."""
         logged = trainer.callback_metrics
         if not self.strict:
-            connector: Any = trainer._logger_connector  # there is no public access to this validation's own metrics
-            logged = connector.metrics["callback"]
+            logged = logger_connector(trainer).metrics["callback"]  # of this validation alone
         mine = _to_float(self.monitor, logged[self.monitor]) if self.monitor in logged else 0.0
         device = trainer.strategy.root_device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -270,8 +270,8 @@ class RestoringEarlyStopping(LightningEarlyStopping):
     def _validated_module(self, trainer: L.Trainer, pl_module: L.LightningModule) -> nn.Module:
         """Return the module that validations run with: the average of WeightAveraging, if there is one."""
         for one in callbacks_of(trainer, WeightAveraging):
-            if one._average_model is not None:  # there is no public access
-                return one._average_model.module
+            if (average := averaged_model(one)) is not None:
+                return average.module
         return pl_module
 
     # ---- resuming

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_accel._private.lightning import averaged_model
 from lightning_accel.ops.names import clean_name
 
 CallbackT = TypeVar("CallbackT", bound=L.Callback)
@@ -33,7 +34,7 @@ def averaged_modules(trainer: L.Trainer) -> list[nn.Module]:
     found: list[nn.Module] = []
     for callback in callbacks_of(trainer, L.Callback):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            average = callback._average_model  # there is no public access
+            average = averaged_model(callback)
             if average is not None:
                 found.append(average.module if isinstance(average, AveragedModel) else average)
     return found

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_accel._private.lightning import given_version, set_version
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
@@ -272,17 +273,17 @@ def _warn_of_shared_store() -> None:
 
 def _reuse_newest_folder(logger: CSVLogger | TensorBoardLogger) -> None:
     """Give ``logger`` the numbered folder of the newest fit, skipping those of ``test`` or ``predict``."""
-    if logger._version is not None or not isinstance(logger.version, int) or logger.version == 0:
+    if given_version(logger) is not None or not isinstance(logger.version, int) or logger.version == 0:
         return  # the config sets it, or there is none; the property has set it to the next free number
     if "://" in logger.root_dir:
-        logger._version = logger.version - 1  # there is no public setter
+        set_version(logger, logger.version - 1)
         return
     numbers = [path.name.removeprefix("version_") for path in Path(logger.root_dir).glob("version_*") if path.is_dir()]
     newest_first = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
     for is_taken in (_is_of_fit, _has_no_config):
         for number in newest_first:
             if is_taken(Path(logger.root_dir, f"version_{number}")):
-                logger._version = number
+                set_version(logger, number)
                 return
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_accel._private.lightning import given_version, set_version
 from lightning_accel.cli.errors import UsageError
 
 _LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
@@ -163,7 +164,7 @@ def reserve_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:
     made: list[Path] = []
     for root in dict.fromkeys(logger.root_dir for logger in loggers):
         sharing = [logger for logger in loggers if logger.root_dir == root]
-        numbered = [logger for logger in sharing if logger._version is None]  # reading the property would set it
+        numbered = [logger for logger in sharing if given_version(logger) is None]  # reading the property would set it
         for logger in sharing:
             _ = logger.version
         if trainer.is_global_zero and "://" not in root:  # the other processes get its folder and share its locks
@@ -184,7 +185,7 @@ def _make_next_folder(loggers: list[CSVLogger | TensorBoardLogger], locks: RunLo
                 return folder
         number = int(folder.name.removeprefix("version_")) + 1
         for logger in loggers:
-            logger._version = number  # there is no public setter
+            set_version(logger, number)
 
 
 def lock_run_folder(logger: CSVLogger | TensorBoardLogger, locks: RunLocks) -> None:

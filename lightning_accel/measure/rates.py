@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_accel._private.torch import multiply_int8
 from lightning_accel.measure.machine import last_cache_bytes
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
@@ -181,7 +182,7 @@ def matmul_rate(precision: str, device: torch.device, seconds: float, repeats: i
 def _product(precision: str, size: int, device: torch.device) -> Callable[[], object]:
     if precision == "int8":
         a = torch.ones(size, size, dtype=torch.int8, device=device)
-        return lambda: torch._int_mm(a, a)
+        return lambda: multiply_int8(a, a)
     dtypes = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
     a = torch.rand(size, size, device=device).to(dtypes.get(precision, torch.float32))
     out = torch.empty_like(a)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_accel._private.lightning import has_trainer
 from lightning_accel.models.dbn_metrics import (
     Batch,
     BeliefMetrics,
@@ -416,7 +417,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
             self._begun = checkpoint[_KEY]["begun"]
             self._saved = checkpoint[_KEY]["ranks"]
             last, saved = self.schedule.spans[-1].name, checkpoint[_KEY]["name"]
-            if saved != last and (self._trainer is None or self.trainer.state.fn != "fit"):
+            if saved != last and (not has_trainer(self) or self.trainer.state.fn != "fit"):
                 rank_zero_warn(
                     f"the checkpoint was saved in the stage {saved!r} of DeepBeliefNetwork, whose last is {last!r}: "
                     "what is trained later has its first weights"

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_accel._private.lightning import has_trainer
 from lightning_accel.nn import GateReport
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of
@@ -60,7 +61,7 @@ class SizedModel(L.LightningModule):
     def _build_once(self) -> None:
         if self._is_built():
             return
-        if self._trainer is not None:  # callbacks that copy the model call this before setup
+        if has_trainer(self):  # callbacks that copy the model call this before setup
             self._read_datamodule()
         self._require_sizes()
         self._build()
@@ -98,7 +99,7 @@ def is_logging_step(module: L.LightningModule) -> bool:
     ``self.log`` takes a few hundred microseconds, so it is called only at the steps that the loggers record, at the end
     of the epoch, and at every step if a callback or scheduler monitors a training metric.
     """
-    if module._trainer is None:
+    if not has_trainer(module):
         return False
     trainer: Any = module.trainer  # connectors set the attributes read here
     every = trainer.log_every_n_steps
@@ -110,7 +111,7 @@ def is_logging_step(module: L.LightningModule) -> bool:
 
 def num_replicas(module: L.LightningModule) -> int:
     """Count the processes that train on different batches; the stages of a pipeline, which share them, count once."""
-    if module._trainer is None:
+    if not has_trainer(module):
         return 1
     trainer: Any = module.trainer
     return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))

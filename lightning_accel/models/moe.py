@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_accel._private.lightning import has_trainer
 from lightning_accel.models.experts import Experts
 from lightning_accel.models.hooks import (
     EpochLoad,
@@ -116,7 +117,7 @@ class MoEClassifier(SizedModel):
 
     def configure_model(self) -> None:
         """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
-        if self._trainer is not None or self._sizes_are_known():  # load_from_checkpoint calls load_state_dict next
+        if has_trainer(self) or self._sizes_are_known():  # load_from_checkpoint calls load_state_dict next
             super().configure_model()
 
     def _sizes_are_known(self) -> bool:

@@ -9,6 +9,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from lightning_accel._private.lightning import has_trainer
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models.graph_layers import EdgeKind, GraphHead, GraphLayers, GraphReadout, NormName, make_layers
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
@@ -294,7 +295,7 @@ class RelationalGNN(SupervisedModel):
 
         It is seeded by torch's global generator, whose state checkpoints contain.
         """
-        if not self.training or self._trainer is None or self.trainer.world_size == 1:
+        if not self.training or not has_trainer(self) or self.trainer.world_size == 1:
             return None
         return torch.Generator().manual_seed(int(torch.randint(2**31, ())) + 2**31 * self.global_rank)
 

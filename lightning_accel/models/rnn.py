@@ -10,6 +10,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_accel._private.lightning import has_trainer
 from lightning_accel._private.torch import tree_leaves, tree_map
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
@@ -343,7 +344,7 @@ class SequenceModel(SupervisedModel):
     def _require_carrying(self) -> None:
         """Reject models and strategies that cannot carry states from batch to batch."""
         self.require_streaming()
-        strategy = None if self._trainer is None else self.trainer.strategy
+        strategy = self.trainer.strategy if has_trainer(self) else None
         if isinstance(strategy, DataParallelStrategy | PipelineStrategy):
             raise ValueError(
                 f"truncated back-propagation through time does not work under {type(strategy).__name__}, which splits "
@@ -355,7 +356,7 @@ class SequenceModel(SupervisedModel):
         self._carried.save(checkpoint, self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._trainer is not None:
+        if has_trainer(self):
             self._carried.load(checkpoint, self.trainer, self.device)
 
     def on_validation_epoch_start(self) -> None:

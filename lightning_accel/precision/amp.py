@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_accel._private.lightning import call_step_hooks
 from lightning_accel._private.torch import cpu_capabilities, found_inf_by_device, scale_of, unscale_gradients_
 
 MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
@@ -150,11 +151,11 @@ class AmpPrecision(MixedPrecision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None
-            self._after_closure(model, optimizer)
+            call_step_hooks(self, model, optimizer)
             return result
         skip = self._unscale(optimizer)
         self._count_skips(skip, model)
-        self._after_closure(model, optimizer)
+        call_step_hooks(self, model, optimizer)
         if not skip:
             optimizer.step(**kwargs)
         self._log(model)

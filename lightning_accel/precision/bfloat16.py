@@ -9,6 +9,8 @@ from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_accel._private.lightning import call_step_hooks
+
 _MASTER = "master_weight"  # name in the state of the optimizer
 
 
@@ -45,7 +47,7 @@ class Bfloat16Precision(HalfPrecision):
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()  # before the step, during which the optimizer holds copies
-        self._after_closure(model, optimizer)
+        call_step_hooks(self, model, optimizer)
         optimizer.step(**kwargs)
         return result
 

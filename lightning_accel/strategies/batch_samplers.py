@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_accel._private.lightning import data_source_of, distributes_samples_by_default
 from lightning_accel._private.torch import tree_leaves
 
 
@@ -67,8 +68,7 @@ def distribute_sampler(loader: Any, num_replicas: int, rank: int) -> Any:
 
 def distributes_samples(trainer: L.Trainer) -> bool:
     """Return whether Lightning replaces samplers in loaders so that each process gets different samples."""
-    # No public name of the Trainer leads to its flag use_distributed_sampler.
-    wanted = getattr(getattr(trainer, "_accelerator_connector", None), "use_distributed_sampler", True)
+    wanted = distributes_samples_by_default(trainer)
     return wanted and trainer.distributed_sampler_kwargs is not None and trainer.world_size > 1
 
 
@@ -79,7 +79,7 @@ def given_loaders(trainer: L.Trainer, training_only: bool = False) -> Iterator[D
     if trainer.state.fn == TrainerFn.PREDICTING:
         loops = [trainer.predict_loop]
     for loop in loops:
-        given = loop._data_source.instance  # no public name leads to them
+        given = data_source_of(loop).instance
         if not isinstance(given, L.LightningModule | L.LightningDataModule):
             yield from (one for one in tree_leaves(getattr(given, "iterables", given)) if isinstance(one, DataLoader))
 

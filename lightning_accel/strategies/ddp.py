@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_accel._private.lightning import timeout_of
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.rendezvous import joining_process_group
 
@@ -55,7 +56,7 @@ class AccelDDPStrategy(DDPStrategy):
         self._accumulating = False
 
     def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, timeout_of(self)):
             super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:

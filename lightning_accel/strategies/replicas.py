@@ -13,6 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_accel._private.lightning import set_device
 from lightning_accel._private.torch import buffers_of, children_of, parameters_of, replicate
 
 
@@ -70,7 +71,7 @@ class Replica:
     def _copy_layer(self, module: nn.Module) -> nn.Module:
         replica: Any = replicate(module)
         if isinstance(module, L.LightningModule):
-            replica._device = self._device
+            set_device(replica, self._device)
         for name, value in list(vars(module).items()):
             if isinstance(value, MethodType) and value.__self__ is module:  # overrides the class's method
                 vars(replica)[name] = MethodType(value.__func__, replica)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
+from lightning_accel._private.lightning import data_source_of, forget_metric_names, is_compiled
 from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
@@ -190,9 +191,8 @@ def dry_run(
 
 def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     """Return loaders of the first batches that share no state with the user's; None if that is impossible."""
-    # loaders given to fit are stored only here
     loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
-    loaders = undistributed(loop._data_source.dataloader())
+    loaders = undistributed(data_source_of(loop).dataloader())
     leaves = tree_leaves(loaders)
     if not all(isinstance(one, DataLoader) and _can_be_read_twice(one) for one in leaves):
         return None
@@ -355,7 +355,7 @@ def evaluate(
             inference_mode=False,  # metrics updated in inference mode could not be reset outside of it
         )
         trainer.validate(module, datamodule=_Loaders(loader, datamodule), verbose=False)
-    module._trainer = None
+    module.trainer = None
     module.to(device)  # the Trainer moves it to the CPU
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -378,7 +378,7 @@ def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _detach_from_run(module: L.LightningModule) -> L.LightningModule:
-    if module._compiler_ctx is not None:  # its compiled steps belong to the original module
+    if is_compiled(module):  # its compiled steps belong to the original module
         to_uncompiled(module)
     uncompile_(module)
     for one in module.modules():
@@ -482,7 +482,7 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
             "quantized and exported while it stays as it is. Keep what cannot be copied, such as locks, files and "
             "connections, out of its attributes, or give their class a __deepcopy__"
         ) from error
-    made._metric_attributes = None  # a cache keyed by the identity of the metrics of ``module``
+    forget_metric_names(made)
     return made
 
 

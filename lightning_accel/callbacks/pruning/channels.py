@@ -8,11 +8,11 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_accel._private.lightning import data_source_of, starts_scripts
 from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed, run_in_first_process
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
@@ -243,7 +243,7 @@ def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             "whose sizes it does not change. Use strategy='ddp' or 'accel_ddp', or remove them after training from a "
             "whole copy: compress.find_channel_groups, compress.apply_plan_"
         )
-    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+    if not starts_scripts(strategy):
         raise TypeError(
             "channels cannot be removed in processes that are spawned or forked: the module of this one would not "
             "fit their weights in the end. Use strategy='ddp' or 'accel_ddp', started as a script"
@@ -262,7 +262,7 @@ def _rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
 def _loader(trainer: L.Trainer) -> Any:
     """Return a new validation loader, or else training loader, since none is set up yet."""
     loop = trainer.fit_loop
-    sources = loop.epoch_loop.val_loop._data_source, loop._data_source  # loaders given to fit are stored only here
+    sources = data_source_of(loop.epoch_loop.val_loop), data_source_of(loop)
     return next(source.dataloader() for source in sources if source.is_defined())
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_accel._private.lightning import combined_loader_of, data_fetcher_of, restore_loaders, seen_batches_of
 from lightning_accel.callbacks.contrastive_divergences import find_contrastive_divergences
 from lightning_accel.callbacks.resume.logged_state import logged_state, set_logged_state, write_metrics_atomically
 from lightning_accel.callbacks.resume.random_state import (
@@ -145,7 +146,7 @@ class ExactResume(L.Callback):
         loader = type(strategy).process_dataloader(strategy, dataloader)
         if self._trainer.training and isinstance(loader, ResumableLoader) and loader.progress is None:
             loader.progress = progress_of(self._trainer)
-        if self._trainer.training and self._replaced() is not (replaced := self._trainer.fit_loop._combined_loader):
+        if self._trainer.training and self._replaced() is not (replaced := combined_loader_of(self._trainer.fit_loop)):
             self._release_loaders()  # of an earlier epoch, with reload_dataloaders_every_n_epochs
             self._replaced = (lambda: None) if replaced is None else weakref.ref(replaced)
         if self._trainer.training and not _is_stateful(loader):
@@ -162,7 +163,7 @@ class ExactResume(L.Callback):
         return loader
 
     def _warn_of_repeated_samples(self) -> None:
-        loaders = self._trainer.fit_loop._combined_loader
+        loaders = combined_loader_of(self._trainer.fit_loop)
         assert loaders is not None
         anew = [one for one in loaders.flattened if not (_is_stateful(one) or _is_map_style(one))]
         if anew and self._resumed.is_mid_epoch:
@@ -235,13 +236,8 @@ class ExactResume(L.Callback):
         that loaders never get the state that was saved for them.
         """
         loop = self._trainer.fit_loop
-        assert loop._combined_loader is not None  # there is no public access to the loaders' iteration
-        late = loop._combined_loader_states_to_load
-        if late:
-            loop._load_combined_loader_states()
-        if late or len(self._samplers) == len(loop._combined_loader.flattened):
-            assert loop._data_fetcher is not None
-            iter(loop._data_fetcher)
+        if restore_loaders(loop) or len(self._samplers) == len(combined_loader_of(loop).flattened):
+            iter(data_fetcher_of(loop))
 
     def _restore_sampler_seeds(self) -> None:
         """Give Lightning's distributed samplers the seed of the checkpoint in place of this start's."""
@@ -252,7 +248,7 @@ class ExactResume(L.Callback):
 
     def _seen_in_validation(self) -> dict[int, int]:
         """Return how many batches of each validation loader have been seen, the step number of their logged metrics."""
-        return dict(self._trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
+        return dict(seen_batches_of(self._trainer.fit_loop.epoch_loop.val_loop))
 
     def _set_seen_in_validation(self, seen: dict[int, int]) -> None:
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
@@ -260,7 +256,7 @@ class ExactResume(L.Callback):
             trainer.validating = True
             loop.setup_data()
             trainer.training = True
-        loop._seen_batches_per_dataloader.update(seen)
+        seen_batches_of(loop).update(seen)
 
     def _contrastive_divergences(self) -> list[ContrastiveDivergence]:
         """Return the samplers of the module and its parts, whose chains and generators are saved nowhere else."""

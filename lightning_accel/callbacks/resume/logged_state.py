@@ -11,17 +11,25 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_accel._private.lightning import (
+    FIGURES,
+    forward_value_of,
+    logged_hook,
+    logger_connector,
+    make_result,
+    results_of,
+    set_logged_hook,
+)
+from lightning_accel._private.others import set_forward_value, set_update_count
 from lightning_accel._private.torch import tree_map
 
 _OPTIONS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-_FIGURES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def write_metrics_atomically(trainer: L.Trainer) -> None:
@@ -53,13 +61,14 @@ def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:
         in_validation: whether a validation runs; its sums and metrics are omitted, since Lightning resets them after
             it.
     """
-    connector: Any = trainer._logger_connector  # there is no public access to what is logged
+    connector = logger_connector(trainer)
     loop: Any = trainer.fit_loop.epoch_loop
-    own = {id(each.value) for each in loop.val_loop._results.values() if not each.is_tensor} if in_validation else set()
+    of_validation = results_of(loop.val_loop).values() if in_validation else ()
+    own = {id(each.value) for each in of_validation if not each.is_tensor}
     return {
-        "hook": None if in_validation else connector._current_fx,
-        "figures": {name: _copy_to_cpu(getattr(connector, name)) for name in _FIGURES},
-        "sums": {key: _sum_state(each) for key, each in loop._results.items() if _can_be_saved(each)},
+        "hook": None if in_validation else logged_hook(connector),
+        "figures": {name: _copy_to_cpu(getattr(connector, name)) for name in FIGURES},
+        "sums": {key: _sum_state(each) for key, each in results_of(loop).items() if _can_be_saved(each)},
         "metrics": {
             name: _metric_state(metric)
             for name, metric in _metrics_of(trainer.lightning_module)
@@ -70,16 +79,16 @@ def logged_state(trainer: L.Trainer, in_validation: bool) -> dict[str, Any]:
 
 def set_logged_state(trainer: L.Trainer, state: dict[str, Any]) -> None:
     """Restore ``state``, a :func:`logged_state` of the process of this rank."""
-    connector: Any = trainer._logger_connector
+    connector = logger_connector(trainer)
     device = trainer.strategy.root_device
-    connector._current_fx = state["hook"]
+    set_logged_hook(connector, state["hook"])
     for name, figures in state["figures"].items():
         setattr(connector, name, dict(figures))
     metrics = dict(_metrics_of(trainer.lightning_module))
     for name, of_metric in state["metrics"].items():
         if name in metrics:
             _restore_metric(metrics[name], of_metric)
-    results: Any = trainer.fit_loop.epoch_loop._results
+    results = results_of(trainer.fit_loop.epoch_loop)
     results.clear()
     for key, one in state["sums"].items():
         if one["is_tensor"] or one["options"]["metric_attribute"] in metrics:
@@ -100,8 +109,7 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
 def _restore_metric(metric: Metric, state: dict[str, Any]) -> None:
     for name, value in state["state"].items():
         setattr(metric, name, tree_map(lambda one: one.to(metric.device) if isinstance(one, Tensor) else one, value))
-    metric._update_count = state["update_count"]  # there is no public setter, and compute() warns without it
-    metric._computed = None
+    set_update_count(metric, state["update_count"])
 
 
 def _can_be_saved(one: Any) -> bool:
@@ -116,7 +124,7 @@ def _sum_state(one: Any) -> dict[str, Any]:
         "reduction": (meta.reduce_fx in (sum, min, max), meta.reduce_fx.__name__),
         "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only, "_op": meta.sync.op},
         "update_count": one.update_count,
-        "last": _copy_to_cpu(one._forward_cache),
+        "last": _copy_to_cpu(forward_value_of(one)),
     }
     if one.is_tensor:
         state["value"] = _copy_to_cpu(one.value)
@@ -127,13 +135,13 @@ def _sum_state(one: Any) -> dict[str, Any]:
 
 def _restored_sum(state: dict[str, Any], trainer: L.Trainer, metrics: dict[str, Metric]) -> Any:
     is_builtin, name = state["reduction"]
-    meta = _Metadata(**state["options"], reduce_fx=getattr(builtins if is_builtin else torch, name))
-    meta.sync = _Sync(fn=trainer.strategy.reduce, **state["sync"])
-    one: Any = _ResultMetric(meta, state["is_tensor"])
+    reduction = getattr(builtins if is_builtin else torch, name)
+    one = make_result(state["options"], reduction, trainer.strategy.reduce, state["sync"], state["is_tensor"])
     one.value = state["value"] if state["is_tensor"] else metrics[state["options"]["metric_attribute"]]
     if "batch_size" in state:
         one.cumulated_batch_size = state["batch_size"]
-    one._forward_cache, one._update_count = state["last"], state["update_count"]
+    set_forward_value(one, state["last"])
+    set_update_count(one, state["update_count"])
     return one
 
 

@@ -7,8 +7,27 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.loops.fit_loop import RestartStage
 
+from lightning_accel._private.lightning import (
+    begin_without_restart,
+    combined_loader_of,
+    data_fetcher_of,
+    end_restart,
+    has_logged_outputs,
+    has_read_all_batches,
+    in_step_before,
+    last_saved_file,
+    last_saved_step,
+    logger_connector,
+    restart_within_epoch,
+    save_last,
+    set_first_batch,
+    set_last_saved_file,
+    set_last_saved_step,
+    set_waits_for_validation,
+    skip_next_validation,
+    waits_for_validation,
+)
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 
 Moment = Literal["between epochs", "within a batch", "batch end", "validation", "validation end", "epoch end"]
@@ -29,7 +48,7 @@ def moment_of(trainer: L.Trainer) -> Moment:
     validation = loop.epoch_loop.val_loop
     seen = validation.batch_progress
     is_whole = seen.is_last_batch and 0 < seen.current.ready == seen.current.completed
-    return "validation end" if is_whole and not validation._logged_outputs else "validation"
+    return "validation end" if is_whole and not has_logged_outputs(validation) else "validation"
 
 
 class ModelCheckpointState:
@@ -46,9 +65,9 @@ class ModelCheckpointState:
             states[keeper.state_key] = {
                 "dirpath": keeper.dirpath,
                 "current_score": keeper.current_score,
-                "last_step": keeper._last_global_step_saved,
-                "last_file": keeper._last_checkpoint_saved,
-                "waits_for_validation": keeper._defer_save_until_validation,
+                "last_step": last_saved_step(keeper),
+                "last_file": last_saved_file(keeper),
+                "waits_for_validation": waits_for_validation(keeper),
                 # Lightning removes them once the new file is written
                 "superseded": sorted(self._files.get(keeper.state_key, set()) - files - named),
             }
@@ -61,10 +80,10 @@ class ModelCheckpointState:
             if state is None:
                 continue
             keeper.current_score = state["current_score"]
-            keeper._last_global_step_saved = state["last_step"]
-            keeper._defer_save_until_validation = state["waits_for_validation"]
+            set_last_saved_step(keeper, state["last_step"])
+            set_waits_for_validation(keeper, state["waits_for_validation"])
             if state["dirpath"] == keeper.dirpath:
-                keeper._last_checkpoint_saved = state["last_file"]
+                set_last_saved_file(keeper, state["last_file"])
                 for file in state["superseded"]:
                     if Path(keeper.dirpath or "") in Path(file).parents:
                         trainer.strategy.remove_checkpoint(file)
@@ -81,9 +100,10 @@ class ModelCheckpointState:
             if os.path.realpath(ckpt_path) not in map(os.path.realpath, _files_of(keeper)):
                 getattr(keeper, hook)(trainer, module, *arguments)
                 continue
-            keeper._last_global_step_saved, keeper._last_checkpoint_saved = trainer.global_step, ckpt_path
+            set_last_saved_step(keeper, trainer.global_step)
+            set_last_saved_file(keeper, ckpt_path)
             if os.path.realpath(ckpt_path) != os.path.realpath(keeper.last_model_path):
-                keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
+                save_last(keeper, trainer)
 
 
 class ResumedFit:
@@ -122,8 +142,7 @@ class ResumedFit:
             self._continues_epoch = self._had_ended_within_an_epoch()
         torch.set_grad_enabled(True)
         loop.on_run_start()
-        for each in (loop, self.batches, self.batches.val_loop):
-            each._restarting = False
+        begin_without_restart(loop, self.batches, self.batches.val_loop)
         if self._continues_epoch:
             self._set_up_epoch_again()
         if self.moment == "epoch end" and self.batches.done:
@@ -131,7 +150,7 @@ class ResumedFit:
         elif self._continues_epoch:
             self._run_rest_of_epoch()
             loop.on_advance_end()
-        loop._loaded_from_state_dict, loop._resuming_from_checkpoint = False, self._has_begun_next_epoch()
+        end_restart(loop, self._has_begun_next_epoch())
         while not loop.done:
             try:
                 loop.on_advance_start()
@@ -146,7 +165,7 @@ class ResumedFit:
     def _had_ended_within_an_epoch(self) -> bool:
         """Return whether max_steps or a callback had ended the fit before the last batch of an epoch."""
         epochs, progress = self.loop.epoch_progress.current, self.batches.batch_progress.current
-        return progress.ready > 0 and epochs.started == epochs.ready and not self.batches._num_ready_batches_reached()
+        return progress.ready > 0 and epochs.started == epochs.ready and not has_read_all_batches(self.batches)
 
     @property
     def is_mid_epoch(self) -> bool:
@@ -190,13 +209,13 @@ class ResumedFit:
             group["lr"] = rate
 
     def _run_rest_of_epoch(self) -> None:
-        loop, batches, fetcher = self.loop, self.batches, self.loop._data_fetcher
-        loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # hooks of the epoch's start were called already
+        loop, batches, fetcher = self.loop, self.batches, data_fetcher_of(self.loop)
+        restart_within_epoch(loop)  # hooks of the epoch's start were called already
         loop.on_advance_start()
         loop.reset_restart_stage()
         batches.on_run_start(fetcher)
         ready = batches.batch_progress.current.ready
-        self.trainer._logger_connector._first_loop_iter = ready == 1 if ready else None
+        set_first_batch(logger_connector(self.trainer), ready == 1 if ready else None)
         if self.moment == "batch end":
             self._finish_batch()
             batches.on_advance_end(fetcher)
@@ -206,7 +225,7 @@ class ResumedFit:
             self.trainer.validating = True
             self.kept.finish(self.trainer, "on_validation_end", ckpt_path=self.ckpt_path)
             self.trainer.training = True
-            batches._skip_next_val = True
+            skip_next_validation(batches)
             batches.on_advance_end(fetcher)
         while not batches.done:
             try:
@@ -219,7 +238,7 @@ class ResumedFit:
                 batches.on_iteration_done()
 
     def _finish_batch(self) -> None:
-        connector: Any = self.trainer._logger_connector
+        connector = logger_connector(self.trainer)
         number = self.batches.batch_idx
         self.kept.finish(self.trainer, "on_train_batch_end", None, None, number, ckpt_path=self.ckpt_path)
         connector.on_batch_end()
@@ -228,15 +247,14 @@ class ResumedFit:
 
     def _finish_epoch(self) -> None:
         """Complete ``fit_loop.on_advance_end`` from the point where callbacks save at the end of the epoch."""
-        loop, batches, connector = self.loop, self.batches, self.trainer._logger_connector
+        loop, batches, connector = self.loop, self.batches, logger_connector(self.trainer)
         loop.epoch_progress.increment_processed()
         self.kept.finish(self.trainer, "on_train_epoch_end", ckpt_path=self.ckpt_path)
         connector.on_epoch_end()
-        if batches._num_ready_batches_reached():
+        if has_read_all_batches(batches):
             batches.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        batches._batches_that_stepped -= 1  # as Lightning does, for the step of the metrics row
-        connector.update_train_epoch_metrics()
-        batches._batches_that_stepped += 1
+        with in_step_before(batches):
+            connector.update_train_epoch_metrics()
         loop.epoch_progress.increment_completed()
 
     def _has_begun_next_epoch(self) -> bool:
@@ -245,8 +263,8 @@ class ResumedFit:
         A loader without a length is read to its end before the last batch is trained on; if it restores its position
         itself, the first iteration after that is the next epoch's.
         """
-        fetcher = self.loop._data_fetcher
-        loaders = self.loop._combined_loader.flattened
+        fetcher = data_fetcher_of(self.loop)
+        loaders = combined_loader_of(self.loop).flattened
         is_stateful = any(hasattr(loader, "load_state_dict") for loader in loaders)
         return is_stateful and fetcher.length is None and not self._has_read
 

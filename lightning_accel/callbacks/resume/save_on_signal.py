@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_accel._private.lightning import last_saved_step
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 
@@ -104,7 +105,7 @@ class SaveOnSignal(L.Callback):
     def _remove_outdated(self, trainer: L.Trainer) -> None:
         """Remove files that are older than a full checkpoint written by a ModelCheckpoint since."""
         keepers = callbacks_of(trainer, ModelCheckpoint)
-        steps = [each._last_global_step_saved for each in keepers if not each.save_weights_only]  # no public access
+        steps = [last_saved_step(each) for each in keepers if not each.save_weights_only]
         for file in [file for file, step in self._files.items() if step < max(steps, default=0)]:
             trainer.strategy.remove_checkpoint(file)
             del self._files[file]

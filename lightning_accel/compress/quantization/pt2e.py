@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,11 +182,17 @@ def _delete_unused(graph: torch.fx.GraphModule) -> None:
 
 def _set_ranges(graph: Any, ranges: Ranges) -> None:
     """Set the ranges of the observers of layers' inputs to those found in training."""
-    for name, observer in _input_observers(graph):
+    from torchao.quantization.pt2e import MinMaxObserver
+
+    for name, observer in list(_input_observers(graph)):
         if name in ranges:
             low, high = ranges[name]
-            values = torch.tensor([min(low, 0.0), max(high, 0.0)])
-            observer.calculate_qparams = partial(observer._calculate_qparams, *values)
+            options = {key: getattr(observer, key) for key in ("dtype", "qscheme", "quant_min", "quant_max")}
+            fixed = MinMaxObserver(**options, eps=float(observer.eps))
+            fixed.min_val, fixed.max_val = torch.tensor([min(low, 0.0), max(high, 0.0)])
+            for path, part in list(graph.named_modules(remove_duplicate=False)):  # layers may share their input
+                if part is observer:
+                    graph.set_submodule(path, fixed)
 
 
 def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
+from lightning_accel._private.others import explained_edges
 from lightning_accel.nn.features import check_edge_index, require_width
 from lightning_accel.nn.relational.kernels import MAPS, ProductKernel, make_edge_weights
 from lightning_accel.nn.relational.sums import (
@@ -246,7 +247,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
 
     def _explainer_mask(self, edge_index: Tensor, triples: Triples) -> Tensor | None:
         """Return weights (E, 1) of undirected edges from the edge mask of PyG's explainers; None without a mask."""
-        mask = self._edge_mask if self.explain else None
+        mask = explained_edges(self)
         if mask is None:
             return None
         if mask.shape != edge_index.shape[1:]:
@@ -254,7 +255,6 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
                 f"the edge mask of an explainer must have one number for each of {edge_index.shape[1]} columns of "
                 f"edge_index; got {tuple(mask.shape)}. Explain the graph that the mask was made for"
             )
-        mask = mask.sigmoid() if self._apply_sigmoid else mask
         return average_of_copies(at_least_float32(mask)[:, None], edge_index, triples)
 
     def __repr__(self) -> str:

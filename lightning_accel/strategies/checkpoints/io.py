@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_accel._private.lightning import timeout_of
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.checkpoints.atomic import find_written, remove_atomically, write_atomically
 from lightning_accel.strategies.checkpoints.reading import find_damage, require_loadable, verified_file
@@ -62,7 +63,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, timeout_of(self)):
             super().setup_environment()
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_accel._private.others import set_update_count
 from lightning_accel.strategies.batch_splitting import RecordedLog
 from lightning_accel.strategies.pipeline.engine import Pipeline
 from lightning_accel.strategies.pipeline.stage import materialize, to_cpu
@@ -119,5 +120,4 @@ def _apply_state(metric: Metric, update_count: int, state: dict[str, Any]) -> No
             setattr(metric, key, [*getattr(metric, key)[:kept], *[one.to(metric.device) for one in added]])
         else:
             setattr(metric, key, value.to(metric.device))
-    metric._update_count = update_count  # has no public name, and without it compute() warns
-    metric._computed = None
+    set_update_count(metric, update_count)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_accel._private.lightning import layer_sync_of, starts_scripts, timeout_of
 from lightning_accel._private.torch import multiply_
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.batch_splitting import count_samples, split_batch
@@ -210,7 +211,7 @@ class PipelineStrategy(DDPStrategy):
         return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, timeout_of(self)):
             super().setup_environment()
         replicas, stages = self.data_parallel_size, self.world_size // self.data_parallel_size
         if stages < 2 or replicas * stages != self.world_size:
@@ -227,7 +228,7 @@ class PipelineStrategy(DDPStrategy):
         group = objects = self.device_mesh.get_group("pipeline")
         if dist.get_backend(group) != "gloo":  # objects use a group on the CPU, so that no device waits
             for members in self.device_mesh.mesh.tolist():
-                made = dist.new_group(members, backend="gloo", timeout=self._timeout)
+                made = dist.new_group(members, backend="gloo", timeout=timeout_of(self))
                 objects = made if dist.get_rank() in members else objects
         return Ranks(group, objects, self.root_device)
 
@@ -260,12 +261,12 @@ class PipelineStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._pipeline is None or self._pipeline.module is not self.lightning_module:
             self._split(self.lightning_module)
-        if self._layer_sync is not None and self.data_parallel_size > 1 and self.device_mesh is not None:
+        if layer_sync_of(self) is not None and self.data_parallel_size > 1 and self.device_mesh is not None:
             convert_sync_batchnorm_(self.lightning_module, self.device_mesh.get_group("data_parallel"))
         move_(self.lightning_module, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.pipeline.random.align()  # loaders and hooks, which run on all stages, must draw equal numbers
@@ -277,10 +278,11 @@ class PipelineStrategy(DDPStrategy):
                 f"{type(module).__name__} has automatic_optimization=False, but a pipeline runs forward and backward "
                 "passes of micro-batches by its schedule. Use automatic optimization, or another strategy"
             )
-        if self._layer_sync is not None and not isinstance(self._layer_sync, SyncBatchNormPlugin):
+        sync = layer_sync_of(self)
+        if sync is not None and not isinstance(sync, SyncBatchNormPlugin):
             raise ValueError(
                 "accel_pipeline takes SyncBatchNormPlugin alone of the LayerSync plug-ins, which joins a micro-batch "
-                f"with those of the other pipelines; got {type(self._layer_sync).__name__}. Give that, or leave it out"
+                f"with those of the other pipelines; got {type(sync).__name__}. Give that, or leave it out"
             )
 
     def _split(self, module: pl.LightningModule) -> None:
@@ -330,7 +332,7 @@ class PipelineStrategy(DDPStrategy):
         self._metric_groups = []
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         revert_sync_batchnorm_(self.lightning_module)
-        if self._start_method != "popen" and not self._has_failed:
+        if not starts_scripts(self) and not self._has_failed:
             self._return_full_weights(self.lightning_module)
         move_(self.lightning_module, torch.device("cpu"))
         self.cluster_environment.teardown()

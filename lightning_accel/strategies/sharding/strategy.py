@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_accel._private.lightning import layer_sync_of, starts_scripts, timeout_of
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoints.atomic import find_written, remove_atomically, write_atomically
@@ -119,7 +120,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._accumulating = False
 
     def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, self._timeout):
+        with joining_process_group(self.cluster_environment, timeout_of(self)):
             super().setup_environment()
         for name, size in (("shard_size", self.shard_size), ("expert_parallel_size", self.expert_parallel_size)):
             if isinstance(size, int) and (size < 1 or self.world_size % size):
@@ -138,8 +139,8 @@ class FullyShardedStrategy(DDPStrategy):
         _reject_weight_averaging(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._has_failed = False
-        if self._layer_sync:  # in evaluation too, where it changes nothing: it must precede the sharding
-            module = self._layer_sync.apply(module)  # type: ignore[assignment]
+        if sync := layer_sync_of(self):  # in evaluation too, where it changes nothing: it must precede the sharding
+            module = sync.apply(module)  # type: ignore[assignment]
         self.precision_plugin.convert_module(module)
         self._sharded = vars(module).get("_sharded")
         if self._sharded is None:
@@ -159,7 +160,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._state_to_load = None
         self.model = self._sharded
         if fitting:
-            self._reset_optimizers_and_schedulers()  # optimizers of an earlier fit hold other parameters
+            self.optimizers, self.lr_scheduler_configs = [], []  # optimizers of an earlier fit hold other parameters
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -318,12 +319,12 @@ class FullyShardedStrategy(DDPStrategy):
         self._has_failed = True  # others may have ended or wait elsewhere, so do not wait for any of them
 
     def teardown(self) -> None:
-        if not self._has_failed and self._start_method != "popen" and self.lightning_module is not None:
+        if not self._has_failed and not starts_scripts(self) and self.lightning_module is not None:
             _return_full_weights(self.lightning_module, keep=self.is_global_zero)
         self._folder_to_load = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        if self._layer_sync and self.lightning_module is not None:
-            self._layer_sync.revert(self.lightning_module)
+        if (sync := layer_sync_of(self)) and self.lightning_module is not None:
+            sync.revert(self.lightning_module)
         super().teardown()
         self.model = self.lightning_module
 
