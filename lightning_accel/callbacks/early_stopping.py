@@ -18,8 +18,7 @@ from lightning_accel._private.lightning import averaged_model, logger_connector,
 from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.callbacks.metric_names import require_logged
-from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
 
 _AT_EPOCH_END = " What is logged at the end of training epochs alone needs check_on_train_epoch_end=True"
 
@@ -150,7 +149,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         logged = trainer.callback_metrics
         is_due = self.strict and not self._check_on_train_epoch_end and _stage(self.monitor) in map(_stage, logged)
         if is_due and self.monitor not in logged:
-            require_logged("RestoringEarlyStopping", [self.monitor], logged, _AT_EPOCH_END)
+            raise not_logged("RestoringEarlyStopping", self.monitor, logged, _AT_EPOCH_END)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._loaded:
@@ -225,7 +224,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         values, missing = zip(*trainer.strategy.all_gather(row).reshape(-1, 2).tolist(), strict=True)
         if any(missing):
             if self.strict:
-                require_logged("RestoringEarlyStopping", [self.monitor], trainer.callback_metrics, _AT_EPOCH_END)
+                raise not_logged("RestoringEarlyStopping", self.monitor, trainer.callback_metrics, _AT_EPOCH_END)
             return None
         if len(set(map(repr, values))) == 1:  # with NaN, too
             return float(values[0])

@@ -1,5 +1,7 @@
-"""Access to the callbacks of a Trainer, to the averaged weights that some of Lightning's hold, and to its loggers."""
+"""Access to the callbacks of a Trainer, to averaged weights and to loggers; errors that several callbacks raise."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import lightning as L
@@ -10,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_accel._private.lightning import averaged_model
 from lightning_accel.ops.names import clean_name
+from lightning_accel.strategies import PipelineStrategy
 
 CallbackT = TypeVar("CallbackT", bound=L.Callback)
 
@@ -55,3 +58,32 @@ def log_figure(trainer: L.Trainer, name: str, figure: Any) -> None:
             add_figure(name, figure, trainer.global_step)
         elif callable(log_image := getattr(logger, "log_image", None)):
             log_image(key=name, images=[np.asarray(figure.canvas.buffer_rgba())], step=trainer.global_step)
+
+
+def require_own_steps(trainer: L.Trainer, pl_module: L.LightningModule, caller: str, by_hand: str) -> None:
+    """Reject manual optimization and pipelines on behalf of the callback ``caller``, which changes training steps.
+
+    Raises:
+        TypeError: saying what to do; ``by_hand`` is what to do with manual optimization.
+    """
+    if not pl_module.automatic_optimization:
+        raise TypeError(
+            f"{caller} needs automatic optimization, but {type(pl_module).__name__} optimizes by hand; take the "
+            f"callback out, and {by_hand}"
+        )
+    if isinstance(trainer.strategy, PipelineStrategy):
+        raise TypeError(
+            f"{caller} does not work under accel_pipeline, whose schedule runs the micro-batches; take the callback "
+            "out, or train with 'accel_fsdp2'"
+        )
+
+
+def not_logged(caller: str, monitor: str, logged: Iterable[str], hint: str = "") -> ValueError:
+    """Return the error of the callback ``caller`` whose metric ``monitor`` is not among the names ``logged``."""
+    known = sorted(logged)
+    near = get_close_matches(monitor, known, n=1)
+    return ValueError(
+        f"{caller} monitors {monitor!r}, which is not logged"
+        + (f"; did you mean {near[0]!r}? " if near else ". ")
+        + f"Logged so far: {', '.join(known) or 'nothing'}.{hint}"
+    )

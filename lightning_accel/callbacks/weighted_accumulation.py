@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.strategies import PipelineStrategy
+from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 
 
 class WeightedAccumulation(L.Callback):
@@ -39,16 +39,7 @@ class WeightedAccumulation(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Wrap the strategy's ``training_step`` to read the weight, which callback hooks see only after backward."""
-        if not pl_module.automatic_optimization:
-            raise TypeError(
-                f"WeightedAccumulation needs automatic optimization, but {type(pl_module).__name__} optimizes by hand; "
-                "take the callback out and weigh the losses there"
-            )
-        if isinstance(trainer.strategy, PipelineStrategy):
-            raise TypeError(
-                "WeightedAccumulation does not work under accel_pipeline, whose schedule runs the micro-batches; "
-                "take the callback out, or train with 'accel_fsdp2'"
-            )
+        require_own_steps(trainer, pl_module, "WeightedAccumulation", "weigh the losses there")
         self._weight = self._total = None
         self._strategy = trainer.strategy
         run = self._strategy.training_step

@@ -2,11 +2,11 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -194,20 +194,25 @@ def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
     loaders = undistributed(data_source_of(loop).dataloader())
     leaves = tree_leaves(loaders)
-    if not all(isinstance(one, DataLoader) and _can_be_read_twice(one) for one in leaves):
+    if not all(map(has_plain_order, leaves)):
         return None
     return tree_map_only(DataLoader, _first_batch_of, loaders)
 
 
-def _can_be_read_twice(loader: DataLoader[Any]) -> bool:
-    plain = type(loader.sampler) in (SequentialSampler, RandomSampler)
-    return plain and loader.batch_size is not None and not isinstance(loader.dataset, IterableDataset)
+def has_plain_order(loader: object) -> bool:
+    """Return whether ``loader`` is a DataLoader of single indices, in order or shuffled, which can be read twice."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader.sampler) in (SequentialSampler, RandomSampler) and loader.batch_size is not None
+
+
+def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]:
+    """Return a loader of the same batch size over the samples ``order``."""
+    return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
 
 
 def _first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    assert loader.batch_size is not None
-    rows = range(min(loader.batch_size, len(loader.dataset)))  # type: ignore[arg-type]  # not an iterable one
-    return DataLoader(loader.dataset, loader.batch_size, sampler=rows, collate_fn=loader.collate_fn)
+    return with_order(loader, range(min(cast(int, loader.batch_size), len(cast(Sized, loader.dataset)))))
 
 
 def run_folder(trainer: L.Trainer) -> Path:

@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
 from lightning_accel.callbacks.deployment.copies import (
@@ -20,16 +19,17 @@ from lightning_accel.callbacks.deployment.copies import (
     dry_run,
     evaluate,
     find_deployed,
+    has_plain_order,
     require_deployable,
     run_folder,
     run_in_first_process,
     undistributed,
+    with_order,
 )
 from lightning_accel.callbacks.deployment.export import Export
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.callbacks.metric_names import require_logged
 from lightning_accel.callbacks.resume.random_state import restored_random_state
-from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
 from lightning_accel.compress.quantization.fake_quant import FakeQuantized, attach, detach
@@ -231,7 +231,7 @@ class Quantization(L.Callback):
 
     def _check_monitor(self, found: Deployed) -> None:
         if self.monitor is not None and self.monitor not in found.figures:
-            require_logged("Quantization", [self.monitor], found.figures)
+            raise not_logged("Quantization", self.monitor, found.figures)
 
     def _attach(self, pl_module: L.LightningModule) -> None:
         inside = f"{self.module}." if self.module else ""
@@ -250,7 +250,7 @@ class Quantization(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Reject an unknown ``monitor``, which usually happens in the sanity check before training."""
         if self.monitor is not None and trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
-            require_logged("Quantization", [self.monitor], trainer.callback_metrics)
+            raise not_logged("Quantization", self.monitor, trainer.callback_metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.mode != "qat":
@@ -423,12 +423,9 @@ def _file_format(trainer: L.Trainer) -> str | None:
 
 def _in_random_order(loader: Any) -> Any:
     """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
-        return loader
-    if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+    if not has_plain_order(loader):
         return loader  # a custom sampler may use other keys and omit samples
-    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
-    return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
+    return with_order(loader, torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist())
 
 
 def _take_calls(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:

@@ -25,7 +25,7 @@ from lightning_accel.callbacks.distillation.loss import (
 )
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
-from lightning_accel.strategies import PipelineStrategy
+from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
 
@@ -115,7 +115,8 @@ class Distillation(L.Callback):
         if stage != "fit":
             return
         self._saved = {}
-        self._require_supported(trainer, pl_module)
+        advice = "add lightning_accel.callbacks.distillation.loss.divergence(...) to the loss there"
+        require_own_steps(trainer, pl_module, "Distillation", advice)
         if self.teacher == "dense" and not current_phase(trainer):
             raise ValueError(
                 "teacher='dense' is the student before it is pruned or quantized, and nothing in the Trainer does "
@@ -137,19 +138,6 @@ class Distillation(L.Callback):
         else:
             module = load_teacher(self.teacher)
         self._teacher = Teacher(module)
-
-    def _require_supported(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        name = type(pl_module).__name__
-        if not pl_module.automatic_optimization:
-            raise TypeError(
-                f"Distillation needs automatic optimization, but {name} optimizes by hand; take the callback out, and "
-                "add lightning_accel.callbacks.distillation.loss.divergence(...) to the loss there"
-            )
-        if isinstance(trainer.strategy, PipelineStrategy):
-            raise TypeError(
-                "Distillation does not work under accel_pipeline, where no process sees inputs and outputs of one "
-                "step; take the callback out, or train with 'accel_fsdp2'"
-            )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Copy the student before other callbacks change it, unless a strategy loads its weights later."""
