@@ -8,12 +8,17 @@ from PIL import Image, ImageDraw
 from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset
 
-SHAPES = ["circle", "square", "triangle", "cross", "ring", "bar"]
+COLOURS = {
+    "circle": (220, 60, 40), "square": (50, 90, 210), "triangle": (240, 210, 60),
+    "cross": (60, 170, 80), "ring": (150, 60, 170), "bar": (240, 240, 240),
+}  # fmt: skip
+SHAPES = list(COLOURS)
 
 
 def draw(shape, rng, size=32):
-    """Return an RGB picture (H, W, 3) uint8 of one shape at a random place."""
-    background, colour = (tuple(int(c) for c in rng.integers(0, 256, 3)) for _ in range(2))
+    """Return an RGB picture (H, W, 3) uint8 of one shape at a random place, of about its usual colour."""
+    background = tuple(int(c) for c in rng.integers(0, 128, 3))
+    colour = tuple(int(c) for c in np.clip(rng.normal(COLOURS[shape], 25), 0, 255))
     image = Image.new("RGB", (size, size), background)
     pen = ImageDraw.Draw(image)
     r = int(rng.integers(5, 11))
