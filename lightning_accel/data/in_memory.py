@@ -76,16 +76,7 @@ def in_memory_loader(
     rows: Dataset[Any], datamodule: L.LightningDataModule, batch_size: int, num_workers: int, shuffle: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of the batches of ``rows.__getitems__``; memory is pinned if the Trainer runs on CUDA."""
-    _silence_advice_on_workers(num_workers)
-    return DataLoader(
-        rows,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        num_workers=num_workers,
-        collate_fn=identity_collate,
-        pin_memory=_pins_memory(datamodule),
-        persistent_workers=num_workers > 0,
-    )
+    return DataLoader(rows, batch_size=batch_size, shuffle=shuffle, **_loader_options(datamodule, num_workers))
 
 
 def resumable_loader(
@@ -99,28 +90,22 @@ def resumable_loader(
 
     ``batch_size`` is for a sampler of single items. Where ``sampler`` shuffles, the Trainer's progress is the loader's.
     """
-    _silence_advice_on_workers(num_workers)
-    loader = ResumableLoader(
-        rows,
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=identity_collate,
-        pin_memory=_pins_memory(datamodule),
-        persistent_workers=num_workers > 0,
-    )
+    loader = ResumableLoader(rows, batch_size=batch_size, sampler=sampler, **_loader_options(datamodule, num_workers))
     if sampler.shuffle and datamodule.trainer is not None:
         loader.progress = progress_of(datamodule.trainer)
     return loader
 
 
-def _silence_advice_on_workers(num_workers: int) -> None:
+def _loader_options(datamodule: L.LightningDataModule, num_workers: int) -> dict[str, Any]:
     if num_workers == 0:  # indexing takes microseconds: following Lightning's advice to add workers would slow the run
         warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)
-
-
-def _pins_memory(datamodule: L.LightningDataModule) -> bool:
-    return datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
+    on_cuda = datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
+    return {
+        "num_workers": num_workers,
+        "collate_fn": identity_collate,
+        "pin_memory": on_cuda,
+        "persistent_workers": num_workers > 0,
+    }
 
 
 def identity_collate(batch: Any) -> Any:

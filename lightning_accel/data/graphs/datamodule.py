@@ -31,7 +31,6 @@ from lightning_accel.data.graphs.splits import (
     file_splits,
     generated_splits,
     keep_targets,
-    require_task,
 )
 from lightning_accel.data.graphs.substructures import SUBSTRUCTURES
 from lightning_accel.data.graphs.tasks import Family, Level
@@ -216,8 +215,8 @@ class GraphDataModule(L.LightningDataModule):
         if len(named := [name for name, value in sources.items() if value is not None]) > 1:
             raise ValueError(f"give path, task or dataset, one of them; got {' and '.join(named)}")
         self.task: TaskName | None = "csl" if not named else task
-        if self.task is not None:
-            require_task(self.task)
+        if self.task not in (None, *get_args(TaskName)):
+            raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
         names = (target,) if isinstance(target, str) else tuple(target or ())
         _require_effect(
             self.task or named[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -300,11 +300,6 @@ def _split(
     rows = np.flatnonzero(has_target(y).numpy()) if of_nodes else np.arange(num_graphs)
     train, val, test = split_in_three(y[rows].numpy() if by_class else None, len(rows), shares, seed, path)
     return rows[np.sort(train)], rows[np.sort(val)], rows[np.sort(test)]
-
-
-def require_task(task: str) -> None:
-    if task not in get_args(TaskName):
-        raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
 
 
 def _masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[str]:

@@ -48,8 +48,6 @@ def csl_fold(fold: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
     Source: Murphy et al. 2019; Dwivedi et al. 2020, https://arxiv.org/abs/2003.00982.
     """
-    if not 0 <= fold < _FOLDS:
-        raise ValueError(f"fold must be from 0 to {_FOLDS - 1}; got {fold}")
     generator = np.random.default_rng(seed)
     of = np.concatenate([generator.permutation(_CSL_COPIES) % _FOLDS for _ in CSL_SKIPS])
     test, val = of == fold, of == (fold + 1) % _FOLDS
