@@ -87,7 +87,7 @@ def shortened(name: str) -> dict[str, Any]:
         options.update({"epochs": 2} if "epochs" in options else {"total_steps": 40})
     if name == "dbn_digits":
         config["model"]["init_args"].update(
-            stages=[{"epochs": 1}, {"epochs": 1}], finetune_epochs=1, hidden_dims=[8, 8]
+            stages=[{"epochs": 1}, {"epochs": 1}], fine_tuning={"method": "classifier", "epochs": 1}, hidden_dims=[8, 8]
         )
         trainer["max_epochs"] = 3
     if name == "rbm_bars":

@@ -60,7 +60,8 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "belief network": Subject(
         "dbn_digits", {**_DIGITS, "max_epochs": 6, "check_val_every_n_epoch": 1, "limit_train_batches": 6},
-        {"hidden_dims": [24, 16], "stages": [{"epochs": 2}, {"epochs": 2, "sampler": "pcd"}], "finetune_epochs": 2},
+        {"hidden_dims": [24, 16], "stages": [{"epochs": 2}, {"epochs": 2, "sampler": "pcd"}],
+         "fine_tuning": {"method": "classifier", "epochs": 2}},
         without=("RBMMonitor",),
     ),
     "language model": Subject(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, SequenceModel
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
-from lightning_accel.models import Stage
+from lightning_accel.models import FineTuning, Stage
 
 WIDTH = 512
 
@@ -102,7 +102,7 @@ class BeliefJob(DeepBeliefNetwork):
 
     def __init__(self, folder: Path) -> None:
         stages = [Stage(epochs=1, num_chains=8), Stage(epochs=1, sampler="pcd", num_chains=4)]
-        super().__init__(WIDTH, [8, 6], stages, num_classes=3, finetune="classifier", finetune_epochs=2)
+        super().__init__(WIDTH, [8, 6], stages, num_classes=3, fine_tuning=FineTuning("classifier", epochs=2))
         del self.hparams["folder"]  # a path, which a checkpoint could not be loaded with
         self.folder = folder
 

@@ -9,7 +9,7 @@ from lightning_accel.data.pictures.idx import IdxDataModule, read_idx
 from lightning_accel.data.sequences.batch import SequenceBatch
 from lightning_accel.data.sequences.datamodule import SequenceDataModule
 from lightning_accel.data.sequences.length_sampler import LengthBatchSampler, length_batch_loader
-from lightning_accel.data.tables.datamodule import TabularDataModule
+from lightning_accel.data.tables.datamodule import CSVFormat, TabularDataModule
 from lightning_accel.data.text.datamodule import TextDataModule
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AddRelationalTriples",
     "BarsAndStripesDataModule",
+    "CSVFormat",
     "DigitsDataModule",
     "GraphDataModule",
     "IdxDataModule",

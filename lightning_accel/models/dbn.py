@@ -1,9 +1,10 @@
 """Deep belief network. Shapes: B samples, V visible units, H hidden units, C classes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +46,27 @@ from lightning_accel.nn.boltzmann.rbm import Visible
 from lightning_accel.nn.boltzmann.stack import RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
+from lightning_accel.ops.options import read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
-FineTuning: TypeAlias = Literal["none", "classifier", "updown"]
 _KEY = "deep_belief_network"  # key in checkpoints
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Hold how all layers of a deep belief network are trained together, after one another.
+
+    Args:
+        method: ``none``, ``classifier`` or ``updown``.
+        epochs: number of epochs.
+        lr: initial learning rate, which falls to 0; by default 0.5 for ``classifier`` and 0.01 for ``updown``.
+    """
+
+    method: Literal["none", "classifier", "updown"] = "none"
+    epochs: int = 10
+    lr: float | None = None
 
 
 class DeepBeliefNetwork(EvaluatedNetwork):
@@ -58,7 +74,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     Batches are samples, or pairs of samples and classes (B,) int64; samples (B, ...) are flattened. Stage i trains RBM
     i on the outputs of the RBMs below for the epochs given by ``stages``, with a fresh optimizer state and a visible
-    bias initialized from the mean of its data; then, by ``finetune``:
+    bias initialized from the mean of its data; then, by the method of ``fine_tuning``:
 
     - ``classifier``: a linear head on the top hidden units, and all layers by back-propagation of its cross entropy;
     - ``updown``: all layers by the up-down algorithm, a contrastive wake-sleep, see :class:`lightning_accel.nn.UpDown`.
@@ -80,10 +96,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         num_visible: values in a sample once flattened; by default the datamodule's ``num_features``.
         hidden_dims: hidden units of each RBM.
         stages: how each RBM is trained; a single one applies to all.
-        finetune: ``none``, ``classifier`` or ``updown``.
-        finetune_epochs: epochs of fine-tuning.
-        finetune_lr: its initial learning rate, which falls to 0; by default 0.5 for ``classifier`` and 0.01 for
-            ``updown``.
+        fine_tuning: how all layers are trained at last, see :class:`lightning_accel.models.FineTuning`.
         visible: kind of the lowest units, ``bernoulli`` or ``gaussian``, see :class:`lightning_accel.RBM`.
         labels: whether the top RBM models the class together with the units below: to classify without a head, and to
             draw samples of a class.
@@ -108,16 +121,19 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     unlike_tensor_parallelism = "'ddp'"
 
-    @renamed_arguments(layers="hidden_dims")
+    @renamed_arguments(
+        layers="hidden_dims",
+        finetune="fine_tuning.method",
+        finetune_epochs="fine_tuning.epochs",
+        finetune_lr="fine_tuning.lr",
+    )
     def __init__(
         self,
         num_visible: int | None = None,
         hidden_dims: Sequence[int] = (256,),
         stages: Sequence[Stage] = (Stage(),),
         *,
-        finetune: FineTuning = "none",
-        finetune_epochs: int = 10,
-        finetune_lr: float | None = None,
+        fine_tuning: FineTuning = FineTuning(),
         visible: Visible = "bernoulli",
         labels: bool = False,
         num_classes: int | None = None,
@@ -133,17 +149,18 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         hidden_dims = [index(size) for size in hidden_dims]
         minibatch_size = None if minibatch_size is None else index(minibatch_size)
         class_names = None if class_names is None else list_of_str(class_names)
+        fine_tuning = read_options(FineTuning, fine_tuning)
         stages = [Stage.from_dict(stage) if isinstance(stage, dict) else stage for stage in stages]
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]
-        require_options(hidden_dims, stages, finetune, labels, likelihood, minibatch_size)
+        require_options(hidden_dims, stages, fine_tuning.method, labels, likelihood, minibatch_size)
         self.num_visible = num_visible
         self.num_classes = num_classes
         self.class_names = class_names
         self.hidden_dims = hidden_dims
         self.stages = list(stages) * len(hidden_dims) if len(stages) == 1 else list(stages)
-        self.finetune = finetune
+        self.finetune = fine_tuning.method
         self.labels = labels
         self.likelihood = likelihood
         self.minibatch_size = minibatch_size
@@ -151,10 +168,11 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         self.make_optimizer = optimizer
         self.visible = visible
         plan = [(f"rbm {i + 1}", stage.epochs, stage.lr, stage.lr_decay) for i, stage in enumerate(self.stages)]
-        if finetune != "none":
-            finetune_lr = (0.5 if finetune == "classifier" else 0.01) if finetune_lr is None else finetune_lr
-            require_schedule(finetune_epochs, finetune_lr, "linear")
-            plan.append((finetune, finetune_epochs, finetune_lr, "linear"))
+        if self.finetune != "none":
+            usual = 0.5 if self.finetune == "classifier" else 0.01
+            lr = usual if fine_tuning.lr is None else fine_tuning.lr
+            require_schedule(fine_tuning.epochs, lr, "linear")
+            plan.append((self.finetune, fine_tuning.epochs, lr, "linear"))
         self.schedule = Schedule(plan)
         self.sampling = [stage.start_sampling(seed=0) for stage in self.stages]
         self._groups_are_ours = False

@@ -195,7 +195,7 @@ def flat(x: Tensor) -> Tensor:
 def classes_of(batch: Batch) -> Tensor:
     if isinstance(batch, Tensor) or len(batch) < 2:
         raise ValueError(
-            "labels=True and finetune='classifier' need batches of rows and classes; got rows alone. Let the data "
-            "module give both, or train without classes"
+            "labels=True and fine-tuning by 'classifier' need batches of rows and classes; got rows alone. Let the "
+            "data module give both, or train without classes"
         )
     return batch[1]

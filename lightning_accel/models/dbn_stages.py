@@ -268,10 +268,12 @@ def require_options(
             f"got {len(hidden_dims)} hidden_dims and {len(stages)} stages"
         )
     if finetune not in ("none", "classifier", "updown"):
-        raise ValueError(f"finetune must be 'none', 'classifier' or 'updown'; got {finetune!r}")
+        raise ValueError(f"the method of fine_tuning must be 'none', 'classifier' or 'updown'; got {finetune!r}")
     if likelihood not in ("none", "exact", "ais"):
         raise ValueError(f"likelihood must be 'none', 'exact' or 'ais'; got {likelihood!r}")
     if labels and finetune == "classifier":
-        raise ValueError("labels=True models classes in the top RBM, finetune='classifier' puts a head on it: take one")
+        raise ValueError(
+            "labels=True models classes in the top RBM, fine-tuning by 'classifier' puts a head on it: take one"
+        )
     if minibatch_size is not None and minibatch_size < 1:
         raise ValueError(f"minibatch_size must be at least 1; got {minibatch_size}")

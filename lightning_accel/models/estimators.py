@@ -22,7 +22,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.in_memory import BatchTensorDataset, identity_collate
-from lightning_accel.models.dbn import DeepBeliefNetwork
+from lightning_accel.models.dbn import DeepBeliefNetwork, FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import RBMStack
@@ -308,9 +308,11 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             sizes,
             [_stage(self, kind) for kind in kinds],
             visible=self._scaler.visible,
-            finetune="classifier",
-            finetune_epochs=self.finetune_n_iter,
-            finetune_lr=_resolve_rate("finetune_learning_rate", self.finetune_learning_rate, 1.0),
+            fine_tuning=FineTuning(
+                "classifier",
+                self.finetune_n_iter,
+                _resolve_rate("finetune_learning_rate", self.finetune_learning_rate, 1.0),
+            ),
             num_classes=len(self.classes_),
             minibatch_size=self.batch_size,
         )

@@ -35,7 +35,7 @@ def options(section: str, **given: object) -> Namespace:
             options("lr_scheduler", max_lr=[0.1, 1e30]),
             r"lr_scheduler\.max_lr\[1\]: expected a number from 0 to 1e\+06; got 1e\+30",
         ),
-        (options("model", finetune_lr=2**62), r"model\.finetune_lr: expected a number from 0 to 1e\+06"),
+        (options("model", fine_tuning={"lr": 2**62}), r"model\.fine_tuning\.lr: expected a number from 0 to 1e\+06"),
         (
             options("model", gate=Namespace(class_path="a.G", init_args=Namespace(bias_update_rate=math.inf))),
             r"model\.gate\.bias_update_rate: expected a finite number; got inf",

@@ -107,7 +107,7 @@ def test_the_bound_grows_with_the_file_and_can_be_raised(tmp_path, monkeypatch):
 
 def test_a_text_is_one_name_not_a_name_for_each_letter(tmp_path):
     (tmp_path / "t.csv").write_text("key,a,y\n" + "".join(f"k{i},{i % 3},{'pq'[i % 2]}\n" for i in range(40)))
-    data = TabularDataModule(tmp_path / "t.csv", "y", exclude="key", categorical="a", missing="7")
+    data = TabularDataModule(tmp_path / "t.csv", "y", exclude="key", categorical="a", csv={"missing": "7"})
     data.setup()
     assert data.feature_names == ["a=0", "a=1", "a=2"]
     (tmp_path / "s.csv").write_text("id,step,key,v,target\n" + "".join(f"{i},0,x{i},{i},{i % 2}\n" for i in range(40)))

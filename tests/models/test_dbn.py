@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume
-from lightning_accel.models import Stage
+from lightning_accel.models import FineTuning, Stage
 from lightning_accel.models.dbn_stages import redistribute_states
 from lightning_accel.nn import RBM
 from lightning_accel.nn.boltzmann.partition import LogZ
@@ -25,10 +25,10 @@ def rows(num_rows=22, num_visible=7, kind="bernoulli"):
     return TensorDataset(x, torch.randint(3, (num_rows,), generator=generator))
 
 
-def model(**options):
+def model(finetune="none", finetune_epochs=2, finetune_lr=None, **options):
     torch.manual_seed(1)
-    defaults = {"num_visible": 7, "num_classes": 3, "hidden_dims": [6, 5], "stages": TWO_STAGES, "finetune_epochs": 2}
-    return DeepBeliefNetwork(**defaults | options)
+    defaults = {"num_visible": 7, "num_classes": 3, "hidden_dims": [6, 5], "stages": TWO_STAGES}
+    return DeepBeliefNetwork(**defaults | options, fine_tuning=FineTuning(finetune, finetune_epochs, finetune_lr))
 
 
 def fit(one, batch_size=5, data=None, **options):
@@ -418,8 +418,8 @@ def test_fsdp2_trains_a_large_rbm_of_which_each_process_holds_half():
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
 def test_it_learns_digits_in_a_few_epochs(finetune):
     one = DeepBeliefNetwork(
-        hidden_dims=[64, 48], stages=[Stage(epochs=8, lr=0.5)], finetune=finetune, finetune_epochs=6,
-        finetune_lr=1.0 if finetune == "classifier" else 0.01, labels=finetune == "updown",
+        hidden_dims=[64, 48], stages=[Stage(epochs=8, lr=0.5)], labels=finetune == "updown",
+        fine_tuning=FineTuning(finetune, epochs=6, lr=1.0 if finetune == "classifier" else 0.01),
     )  # fmt: skip
     run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
     digits = DigitsDataModule(batch_size=20, binarize=True)
@@ -477,7 +477,7 @@ def test_log_prob_of_validation_is_that_of_enumeration():
 
 @pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])
 def test_a_checkpoint_loads_without_sizes(finetune, run_folder):
-    one = DeepBeliefNetwork(hidden_dims=[6, 5], stages=TWO_STAGES, finetune=finetune, finetune_epochs=1)
+    one = DeepBeliefNetwork(hidden_dims=[6, 5], stages=TWO_STAGES, fine_tuning=FineTuning(finetune, epochs=1))
     run = trainer(max_epochs=4, max_steps=-1)
     run.fit(one, Data(rows()))
     run.save_checkpoint("one.ckpt")

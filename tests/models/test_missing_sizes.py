@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 
 import lightning_accel.data
-from lightning_accel.models import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, SequenceModel
+from lightning_accel.models import DeepBeliefNetwork, FineTuning, MoEClassifier, MoELanguageModel, SequenceModel
 from lightning_accel.models.relational import RelationalGNN
 
 
@@ -25,7 +25,7 @@ CASES = [
     (lambda: RelationalGNN(level="graph", target_kind="regression"), "num_features", {"GraphDataModule"}),
     (lambda: SequenceModel(target_kind="regression"), "num_features or vocab_size", {"SequenceDataModule"}),
     (lambda: SequenceModel(target_kind=None), "target_kind", {"SequenceDataModule"}),
-    (lambda: DeepBeliefNetwork(finetune="classifier"), "num_visible",
+    (lambda: DeepBeliefNetwork(fine_tuning=FineTuning("classifier")), "num_visible",
      {"DigitsDataModule", "IdxDataModule", "BarsAndStripesDataModule", "TabularDataModule"}),
 ]  # fmt: skip
 

@@ -8,7 +8,16 @@ from lightning_accel import Classifier, DeepBeliefNetwork, MoEClassifier, MoELan
 
 MODELS = {
     "classifier": (Classifier, {"num_features": 5, "num_classes": 3}, {"num_features": "in_features"}),
-    "belief": (DeepBeliefNetwork, {"num_visible": 5, "hidden_dims": [4, 3]}, {"hidden_dims": "layers"}),
+    "belief": (
+        DeepBeliefNetwork,
+        {"num_visible": 5, "num_classes": 3, "hidden_dims": [4, 3], "fine_tuning": {"method": "classifier", "lr": 0.2}},
+        {
+            "hidden_dims": "layers",
+            "fine_tuning.method": "finetune",
+            "fine_tuning.epochs": "finetune_epochs",
+            "fine_tuning.lr": "finetune_lr",
+        },
+    ),
     "moe": (
         MoEClassifier,
         {"num_features": 5, "num_classes": 3, "experts": {"num_experts": 3, "k": 1, "hidden_dim": 6, "z_weight": 0.1}},
@@ -32,7 +41,7 @@ MODELS = {
         {"hidden_dim": "hidden_size"},
     ),
 }
-GROUPS = ("experts", "generation")
+GROUPS = ("fine_tuning", "experts", "generation")
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call

@@ -16,7 +16,7 @@ from torch_geometric.data import Batch, Data
 
 from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models import Experts, Stage
+from lightning_accel.models import Experts, FineTuning, Stage
 from tests.tolerance import ADAM_EPS
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS)
@@ -85,7 +85,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         # processes draw samples of their own, which a rate of almost 0 leaves without effect; what follows has none
         stages = [Stage(epochs=1, lr=1e-12, num_chains=8)]
         sizes = {"num_visible": 5, "num_classes": 3, "hidden_dims": [9], "stages": stages}
-        model = DeepBeliefNetwork(**sizes, finetune="classifier", finetune_lr=0.02, optimizer=optimizer)
+        model = DeepBeliefNetwork(**sizes, fine_tuning=FineTuning("classifier", lr=0.02), optimizer=optimizer)
         return model, TensorDataset(x.sigmoid(), target)
     if name == "classifier":
         return MoEClassifier(5, 3, dim=8, experts=Experts(4, hidden_dim=6), optimizer=optimizer), TensorDataset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from lightning_accel.data.tables.files import (
 )
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.options import read_options
 from lightning_accel.ops.renames import renamed_arguments
 
 if TYPE_CHECKING:
@@ -40,6 +42,22 @@ compose = import_on_use("sklearn.compose")
 impute = import_on_use("sklearn.impute")
 pipeline = import_on_use("sklearn.pipeline")
 preprocessing = import_on_use("sklearn.preprocessing")
+
+
+@dataclass(frozen=True)
+class CSVFormat:
+    """Hold how a CSV file is written.
+
+    Args:
+        separator: separator of the fields.
+        decimal: decimal mark.
+        missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
+            other defaults of pandas.
+    """
+
+    separator: str = ","
+    decimal: str = "."
+    missing: str | Sequence[str] = ()
 
 
 class TabularDataModule(InMemoryDataModule):
@@ -62,10 +80,7 @@ class TabularDataModule(InMemoryDataModule):
         target: column of the classes.
         categorical: columns of numbers, or of numbers and text, to read as categories.
         exclude: columns that are no features, such as a key.
-        missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
-            other defaults of pandas.
-        separator: separator of the fields of a CSV file.
-        decimal: decimal mark of a CSV file.
+        csv: how a CSV file is written, see :class:`lightning_accel.data.CSVFormat`.
         val_share: share of the rows that validate.
         test_share: share of the rows that test.
         seed: seed of the splits.
@@ -88,7 +103,13 @@ class TabularDataModule(InMemoryDataModule):
     class_names: list[str]
     feature_names: list[str]
 
-    @renamed_arguments(split_seed="seed", ignore="exclude")
+    @renamed_arguments(
+        split_seed="seed",
+        ignore="exclude",
+        missing="csv.missing",
+        separator="csv.separator",
+        decimal="csv.decimal",
+    )
     def __init__(
         self,
         path: str | Path,
@@ -96,9 +117,7 @@ class TabularDataModule(InMemoryDataModule):
         *,
         categorical: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
-        missing: str | Sequence[str] = (),
-        separator: str = ",",
-        decimal: str = ".",
+        csv: CSVFormat = CSVFormat(),
         val_share: float = 0.15,
         test_share: float = 0.15,
         seed: int = 0,
@@ -115,9 +134,7 @@ class TabularDataModule(InMemoryDataModule):
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
-        self.missing = list_of_names(missing)
-        self.separator = separator.replace("\\t", "\t")  # as a shell passes it
-        self.decimal = decimal
+        self.csv = read_options(CSVFormat, csv)
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
@@ -180,7 +197,8 @@ class TabularDataModule(InMemoryDataModule):
         require_same_data(state_dict, self.state_dict(), f"data than {self.path}", remedy)
 
     def _read(self, path: Path, text_columns: Sequence[str]) -> pd.DataFrame:
-        return read_table(path, self.separator, self.decimal, self.missing, text_columns)
+        separator = self.csv.separator.replace("\\t", "\t")  # as a shell passes it
+        return read_table(path, separator, self.csv.decimal, list_of_names(self.csv.missing), text_columns)
 
     def _read_features(
         self, table: pd.DataFrame, path: Path, is_number: dict[str, bool] | None = None

@@ -3,7 +3,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lightning_accel.data import TabularDataModule
+from lightning_accel.data import CSVFormat, TabularDataModule
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_without_a_file_to_predict_the_test_rows_are(make):
 @pytest.mark.parametrize("name", ["trees.csv", "trees.parquet"])
 @pytest.mark.parametrize("mark", [-999, -999.0])
 def test_own_marks_of_missing_values(make, table, name, mark):
-    data = make(table.assign(width=[mark, 4, 5] * 20), missing=["-999"], name=name)
+    data = make(table.assign(width=[mark, 4, 5] * 20), csv=CSVFormat(missing=["-999"]), name=name)
     assert "missingindicator_width" in data.feature_names
     rows = torch.cat([rows.tensors[0] for rows in (data.train_rows, data.val_rows, data.test_rows)])
     values = rows[:, 1].unique()  # the two numbers and their median, which took the place of -999
@@ -177,7 +177,7 @@ def test_features_of_one_name_are_refused(make, table, columns):
 
 def test_decimal_comma(make):
     text = "kind;width\n" + "oak;1,5\nash;2,5\n" * 15
-    data = make(text, separator=";", decimal=",", exclude=[])
+    data = make(text, csv=CSVFormat(separator=";", decimal=","), exclude=[])
     assert data.feature_names == ["width"]
 
 
