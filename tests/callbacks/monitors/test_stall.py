@@ -41,7 +41,7 @@ class SleepyRows(Dataset):
         return 6
 
     def __getitem__(self, i):
-        time.sleep(2.0 if i == 3 else 0)
+        time.sleep(1.0 if i == 3 else 0)
         return torch.randn(2)
 
 
@@ -53,7 +53,7 @@ def test_names_the_loader_and_the_worker(workers, caplog):
     told = [record.getMessage() for record in caplog.records if record.name.endswith("monitors.stall")]
     assert trainer.global_step == 6
     told = [one for one in told if "after training batch 2" in one]
-    assert 1 <= len(told) <= 4  # after 0.4, 0.8 and 1.6 s; the machine may take longer
+    assert 1 <= len(told) <= 4  # after 0.4 and 0.8 s; the machine may take longer
     fetched = r"from worker 0, process \d+, which is alive" if workers else "which this process loads itself"
     for one in told:
         assert re.search(rf"has stood still for \d s after training batch \d of epoch 0.*SleepyRows.*{fetched}", one)
