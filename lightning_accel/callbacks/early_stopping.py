@@ -270,7 +270,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         """Return the module that validations run with: the average of WeightAveraging, if there is one."""
         for one in callbacks_of(trainer, WeightAveraging):
             if (average := averaged_model(one)) is not None:
-                return average.module
+                return average.get_submodule("module")
         return pl_module
 
     # ---- resuming
