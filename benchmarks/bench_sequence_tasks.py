@@ -25,6 +25,7 @@ from sequence_tasks import TASKS, TaskDataModule
 
 from lightning_accel import SequenceDataModule, SequenceModel
 from lightning_accel.data.sequences.batch import IGNORED
+from lightning_accel.models import RecurrentLayers
 
 
 class Recipe(NamedTuple):
@@ -113,7 +114,9 @@ def make_data(task: str, **options: Any) -> SequenceDataModule:
 def train(recipe: Recipe, subject: str, seed: int, steps: int, device: str) -> dict[str, float]:
     L.seed_everything(seed, verbose=False)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    model = Scheduled(**recipe.model | recipe.subjects[subject])
+    options = recipe.model | recipe.subjects[subject]
+    layers = RecurrentLayers(**{name: options.pop(name) for name in vars(RecurrentLayers()) if name in options})
+    model = Scheduled(**options, layers=layers)
     model.recipe, model.steps = recipe, steps
     data = make_data(**recipe.data, seed=seed)
     trainer = L.Trainer(

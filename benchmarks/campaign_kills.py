@@ -49,9 +49,10 @@ SUBJECTS: dict[str, Subject] = {
         "moe_digits", {**_DIGITS, "accumulate_grad_batches": 2, "max_epochs": 5}, stop_by="val/loss", every_n_steps=2
     ),
     "experts, validated within epochs": Subject("moe_digits", {**_DIGITS, "val_check_interval": 5}, every_n_steps=4),
-    "recurrent": Subject("rnn_digits", _STEPS, {"hidden_dim": 16}),
-    "recurrent, adding": Subject("rnn_adding", _STEPS, {"hidden_dim": 8}, {"num_sequences": 800, "length": 20}),
-    "recurrent, lines": Subject("rnn_jsonl", {**_DIGITS, "max_epochs": 2}, {"hidden_dim": 16}),
+    "recurrent": Subject("rnn_digits", _STEPS, {"layers": {"bidirectional": True, "hidden_dim": 16}}),
+    "recurrent, adding": Subject(
+        "rnn_adding", _STEPS, {"layers": {"cell": "lstm", "hidden_dim": 8}}, {"num_sequences": 800, "length": 20}),
+    "recurrent, lines": Subject("rnn_jsonl", {**_DIGITS, "max_epochs": 2}, {"layers": {"hidden_dim": 16}}),
     "graphs": Subject(
         "relational_csl", {**_STEPS, "check_val_every_n_epoch": 2}, {"num_layers": 2, "dim": 8}, every_n_steps=4
     ),
@@ -78,7 +79,10 @@ SUBJECTS: dict[str, Subject] = {
     "experts, ddp, plateau": Subject(
         "moe_digits", _DIGITS, plateau="train/accuracy", strategy="accel_ddp", world_size=2
     ),
-    "recurrent, fsdp2": Subject("rnn_digits", _STEPS, {"hidden_dim": 16}, strategy="accel_fsdp2", world_size=2),
+    "recurrent, fsdp2": Subject(
+        "rnn_digits", _STEPS, {"layers": {"bidirectional": True, "hidden_dim": 16}}, strategy="accel_fsdp2",
+        world_size=2,
+    ),
     "perceptron, pipeline": Subject(
         "compress_mlp", {**_DIGITS, "max_epochs": 2}, {"hidden_dims": [24, 16]}, strategy="accel_pipeline",
         world_size=2, without=("Pruning", "Distillation", "RestoringEarlyStopping"),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, SequenceModel
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
-from lightning_accel.models import FineTuning, Stage
+from lightning_accel.models import FineTuning, RecurrentLayers, Stage
 
 WIDTH = 512
 
@@ -82,7 +82,9 @@ class SequenceJob(SequenceModel):
     configure_optimizers = Job.configure_optimizers
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(16, 3, target_kind="labelling", hidden_dim=WIDTH // 2, num_layers=2, dropout=0.5)
+        super().__init__(
+            16, 3, target_kind="labelling", layers=RecurrentLayers(hidden_dim=WIDTH // 2, num_layers=2), dropout=0.5
+        )
         del self.hparams["folder"]  # a path, which a checkpoint could not be loaded with
         self.folder = folder
 

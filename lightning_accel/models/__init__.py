@@ -9,7 +9,7 @@ from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.experts import Experts
 from lightning_accel.models.language_model import Generation, MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
-from lightning_accel.models.rnn import SequenceModel
+from lightning_accel.models.rnn import RecurrentLayers, SequenceModel
 
 if TYPE_CHECKING:
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
@@ -26,6 +26,7 @@ __all__ = [
     "MoEClassifier",
     "MoELanguageModel",
     "RBMTransformer",
+    "RecurrentLayers",
     "RelationalGNN",
     "SequenceModel",
     "Stage",

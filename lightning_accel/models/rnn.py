@@ -1,6 +1,7 @@
 """Models of sequences of unequal lengths. Shapes: B samples, T steps, F features, C classes, K values, S scores."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
@@ -16,6 +17,7 @@ from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentBlock
+from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
@@ -92,6 +94,26 @@ class SequenceOutput(NamedTuple):
     state: States  # a list with the state of each layer's DynamicRNN
 
 
+@dataclass(frozen=True)
+class RecurrentLayers:
+    """Hold the options of a model's recurrent layers.
+
+    Args:
+        cell: see :class:`lightning_accel.nn.DynamicRNN`.
+        hidden_dim: hidden width of each direction.
+        num_layers: number of layers.
+        bidirectional: whether they run in both directions; not for forecasting, which must not see the future.
+        residual: normalize the input of each layer, and add it to its output: for many layers, and for scan cells,
+            which would be linear otherwise.
+    """
+
+    cell: Literal["rnn", "gru", "lstm", "mingru", "minlstm"] = "gru"
+    hidden_dim: int = 128
+    num_layers: int = 1
+    bidirectional: bool = False
+    residual: bool = False
+
+
 class SequenceModel(SupervisedModel):
     """Classify sequences, predict values of them, label their steps, or forecast them, by recurrent layers and a head.
 
@@ -125,15 +147,10 @@ class SequenceModel(SupervisedModel):
         vocab_size: number of tokens; without ``num_features``.
         num_targets: K; 1 if the datamodule does not provide it.
         target_kind: see above.
-        dim: width of token embeddings; with ``residual`` it is that of the layers.
-        cell: see :class:`lightning_accel.nn.DynamicRNN`.
-        hidden_dim: hidden width of each direction.
-        num_layers: number of recurrent layers.
-        bidirectional: not for ``forecasting``, which must not see the future.
+        dim: width of token embeddings; with ``layers.residual`` it is that of the layers.
+        layers: the options of the recurrent layers, see :class:`lightning_accel.models.RecurrentLayers`.
         pooling: how ``classification`` and ``regression`` summarize the steps; other kinds use each step.
         dropout: share of the input of each layer but the first, and of the head, that is dropped in training.
-        residual: normalize the input of each layer, and add it to its output: for many layers, and for scan cells,
-            which would be linear otherwise.
         horizon: number of steps that ``predict`` forecasts.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
         optimizer: creates the optimizer; called with the parameters.
@@ -142,7 +159,8 @@ class SequenceModel(SupervisedModel):
         ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or a strategy cannot carry states.
 
-    >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", hidden_dim=8)
+    >>> layers = RecurrentLayers(hidden_dim=8)
+    >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", layers=layers)
     >>> model(torch.randn(4, 6, 2), torch.tensor([6, 3, 1, 5])).scores.shape
     torch.Size([4, 3])
     """
@@ -151,7 +169,9 @@ class SequenceModel(SupervisedModel):
     value_std: Tensor
     from_datamodule: ClassVar = dict.fromkeys(_SIZES, index) | {"target_kind": str, "class_names": list_of_str}
 
-    @renamed_arguments(hidden_size="hidden_dim")
+    @renamed_arguments(
+        hidden_size="layers.hidden_dim", **{name: f"layers.{name}" for name in options_of(RecurrentLayers())}
+    )
     def __init__(
         self,
         num_features: int | None = None,
@@ -161,35 +181,32 @@ class SequenceModel(SupervisedModel):
         num_targets: int | None = None,
         target_kind: TargetKind | None = None,
         dim: int = 64,
-        cell: Literal["rnn", "gru", "lstm", "mingru", "minlstm"] = "gru",
-        hidden_dim: int = 128,
-        num_layers: int = 1,
-        bidirectional: bool = False,
+        layers: RecurrentLayers = RecurrentLayers(),
         pooling: Literal["last", "mean", "max", "attention"] = "last",
         dropout: float = 0.0,
-        residual: bool = False,
         horizon: int = 1,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
         class_names = None if class_names is None else list_of_str(class_names)
+        layers = read_options(RecurrentLayers, layers)
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes = num_features, num_classes
         self.vocab_size, self.num_targets = vocab_size, num_targets
         self.target_kind = target_kind
         self.class_names = class_names
-        self.bidirectional, self.pooling, self.residual = bidirectional, pooling, residual
-        self.cell = cell
+        self.bidirectional, self.pooling, self.residual = layers.bidirectional, pooling, layers.residual
+        self.cell = layers.cell
         self.horizon = horizon
         self.make_optimizer = optimizer
-        if num_layers < 1 or horizon < 1:
-            raise ValueError(f"num_layers and horizon must be at least 1; got {num_layers} and {horizon}")
-        self._width = hidden_dim * (2 if bidirectional else 1)
-        self._dim = self._width if residual else dim
+        if layers.num_layers < 1 or horizon < 1:
+            raise ValueError(f"num_layers and horizon must be at least 1; got {layers.num_layers} and {horizon}")
+        self._width = layers.hidden_dim * (2 if layers.bidirectional else 1)
+        self._dim = self._width if layers.residual else dim
         self._dropout = dropout
-        self._hidden_dim, self._num_layers = hidden_dim, num_layers
+        self._hidden_dim, self._num_layers = layers.hidden_dim, layers.num_layers
         self.head: nn.Module | None = None
         self._carried = _CarriedState()
         if target_kind is not None and self._num_scores() and (num_features or vocab_size):

@@ -37,11 +37,11 @@ MODELS = {
     ),
     "sequence": (
         SequenceModel,
-        {"num_features": 2, "num_classes": 3, "target_kind": "labelling", "hidden_dim": 5},
-        {"hidden_dim": "hidden_size"},
+        {"num_features": 2, "num_classes": 3, "target_kind": "labelling", "layers": {"hidden_dim": 5, "cell": "lstm"}},
+        {"layers.hidden_dim": "hidden_size"},
     ),
 }
-GROUPS = ("fine_tuning", "experts", "generation")
+GROUPS = ("layers", "fine_tuning", "experts", "generation")
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call

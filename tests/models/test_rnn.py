@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_accel import ExactResume, SequenceDataModule, SequenceModel
 from lightning_accel.callbacks import WeightedAccumulation
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
+from lightning_accel.models import RecurrentLayers
 from lightning_accel.models.rnn import forecast
 from tests.ranks import run_ranks
 
@@ -26,9 +27,9 @@ def make(kind: str = "classification", **options) -> SequenceModel:
         "labelling": {"num_classes": 3},
         "forecasting": {},
     }[kind]
-    return SequenceModel(
-        **{"num_features": 2, "target_kind": kind, "hidden_dim": 5, "optimizer": SGD} | sizes | options
-    )
+    layers = {"hidden_dim": 5} | {name: options.pop(name) for name in vars(RecurrentLayers()) if name in options}
+    others = {"num_features": 2, "target_kind": kind, "optimizer": SGD} | sizes | options
+    return SequenceModel(**others, layers=RecurrentLayers(**layers))
 
 
 def make_batch(kind: str = "classification", rows: slice = slice(None)) -> SequenceBatch:
@@ -247,7 +248,7 @@ class TestSizes:
             def train_dataloader(self):
                 return loader([make_batch()])
 
-        model = SequenceModel(hidden_dim=5)
+        model = SequenceModel(layers=RecurrentLayers(hidden_dim=5))
         run = trainer()
         run.fit(model, Data())
         run.save_checkpoint(tmp_path / "model.ckpt")
@@ -397,7 +398,7 @@ class TestTruncation:
         def run(max_steps, ckpt_path=None):
             torch.manual_seed(1)
             data = SequenceDataModule(task="adding", length=32, num_sequences=80, global_batch_size=20, chunk_steps=6)
-            model = SequenceModel(hidden_dim=8, cell="lstm", optimizer=SGD)
+            model = SequenceModel(layers=RecurrentLayers(hidden_dim=8, cell="lstm"), optimizer=SGD)
             fitted = trainer(max_epochs=-1, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
             fitted.fit(model, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
             return model

@@ -6,6 +6,7 @@ import torch
 
 from lightning_accel import SequenceModel
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
+from lightning_accel.models import RecurrentLayers
 
 
 class Scheduled(SequenceModel):
@@ -28,7 +29,9 @@ def test_parity_of_up_to_40_bits_holds_for_up_to_256(cell):
     L.seed_everything(0)
     quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
     quiet |= {"enable_checkpointing": False, "enable_model_summary": False}
-    model = Scheduled(vocab_size=2, num_classes=2, target_kind="labelling", cell=cell, hidden_dim=64)
+    model = Scheduled(
+        vocab_size=2, num_classes=2, target_kind="labelling", layers=RecurrentLayers(cell=cell, hidden_dim=64)
+    )
     L.Trainer(max_steps=220, gradient_clip_val=1.0, **quiet).fit(model, parity_loader(7000, 3, 40))
     figures = L.Trainer(**quiet).test(model, parity_loader(2000, 40, 256), verbose=False)[0]
     assert figures["test/accuracy"] > 0.99

@@ -16,7 +16,7 @@ from torch_geometric.data import Batch, Data
 
 from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models import Experts, FineTuning, Stage
+from lightning_accel.models import Experts, FineTuning, RecurrentLayers, Stage
 from tests.tolerance import ADAM_EPS
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS)
@@ -72,8 +72,13 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         tokens[torch.arange(6) >= lengths[:, None]] = 0
         labels = torch.randint(3, (num_rows, 6), generator=generator)
         labels[torch.arange(6) >= lengths[:, None]] = IGNORED
-        sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_dim": 8, "num_layers": 3}
-        model = SequenceModel(**sizes, target_kind="labelling", residual=True, optimizer=optimizer)
+        sizes = {
+            "vocab_size": 11,
+            "num_classes": 3,
+            "dim": 6,
+            "layers": RecurrentLayers(hidden_dim=8, num_layers=3, residual=True),
+        }
+        model = SequenceModel(**sizes, target_kind="labelling", optimizer=optimizer)
         return model, TensorDataset(tokens, lengths, labels)
     if name == "graphs":
         sizes = {"num_features": 3, "num_classes": 4, "level": "graph", "target_kind": "classification"}

@@ -15,7 +15,7 @@ from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.compress import Latency, NothingPickedError, Report, Row
 from lightning_accel.compress.quantization.quantized import Quantized
-from lightning_accel.models import Experts
+from lightning_accel.models import Experts, RecurrentLayers
 from tests.ranks import run_ranks
 
 ROWS = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3)
@@ -510,7 +510,7 @@ def test_models_of_ours(kind):
             TensorDataset(torch.randn(32, 12), torch.arange(32) % 3),
         )
     else:
-        module = SequenceModel(2, 3, target_kind="classification", cell="mingru", hidden_dim=16)
+        module = SequenceModel(2, 3, target_kind="classification", layers=RecurrentLayers(cell="mingru", hidden_dim=16))
         lengths = torch.arange(32) % 4 + 1
         rows = TensorDataset(torch.randn(32, 4, 2), lengths, torch.arange(32) % 3)
     quantization = Quantization("static", "pt2e", seconds=0.02)  # and what is in float

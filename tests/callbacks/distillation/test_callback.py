@@ -21,7 +21,7 @@ from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed
 from lightning_accel.callbacks.distillation.loss import denominator_ratio, divergence, position_mask, squared_error
 from lightning_accel.callbacks.recorded_calls import CallRecorder
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models import Experts
+from lightning_accel.models import Experts, RecurrentLayers
 from lightning_accel.strategies.replicas import Replica
 from tests.ranks import run_ranks
 from tests.strategies.trained import Rows, make
@@ -142,7 +142,7 @@ def test_other_distances(loss):
 
 def sequence_model(seed, **options):
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "hidden_dim": 8, **options}
+    sizes = {"vocab_size": 11, "num_classes": 3, "dim": 6, "layers": RecurrentLayers(hidden_dim=8), **options}
     return SequenceModel(**sizes, target_kind="labelling", optimizer=SGD)
 
 
@@ -151,7 +151,7 @@ def test_padding_counts_for_nothing():
     tokens = torch.randint(11, (6, 6))
     labels = torch.randint(3, (6, 6)).masked_fill(torch.arange(6) >= lengths[:, None], IGNORED)
     labels[2, 1] = IGNORED  # and one within a row
-    module, teacher = sequence_model(1), sequence_model(2, hidden_dim=12)
+    module, teacher = sequence_model(1), sequence_model(2, layers=RecurrentLayers(hidden_dim=12))
     aim = copy.deepcopy(teacher).double().eval()
     valid = labels != IGNORED
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, ExactResume, MoEClassifier, SequenceModel
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.compress import load_pruned
-from lightning_accel.models import Experts
+from lightning_accel.models import Experts, RecurrentLayers
 from tests.callbacks.resume.test_exact_resume import SaveAt
 from tests.ranks import run_ranks
 
@@ -256,7 +256,7 @@ OURS = {
     **{
         cell: (
             lambda cell=cell: SequenceModel(
-                2, 3, target_kind="classification", hidden_dim=16, cell=cell, bidirectional=True
+                2, 3, target_kind="classification", layers=RecurrentLayers(hidden_dim=16, cell=cell, bidirectional=True)
             ),
             TensorDataset(SEQUENCES, torch.arange(24) % 5 + 1, IMAGES.tensors[1]),
             {"blocks.0.rnn.layers.0"},

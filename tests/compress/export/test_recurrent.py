@@ -14,6 +14,7 @@ from lightning_accel.compress import export, load_compressed
 from lightning_accel.compress.quantization.form import Compiled
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic
+from lightning_accel.models import RecurrentLayers
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.ops.recurrent import recurrent_layer
 
@@ -99,7 +100,8 @@ def test_programs_load_without_layers(tmp_path):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_int8_in_onnx_runtime(cell):
     pytest.importorskip("onnxruntime")
-    model = SequenceModel(3, 4, target_kind="classification", cell=cell, hidden_dim=64, bidirectional=True).eval()
+    layers = RecurrentLayers(cell=cell, hidden_dim=64, bidirectional=True)
+    model = SequenceModel(3, 4, target_kind="classification", layers=layers).eval()
 
     def call(rows, steps):
         return (torch.randn(rows, steps, 3), torch.randint(0, steps + 1, (rows,))), {}

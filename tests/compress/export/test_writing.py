@@ -16,7 +16,7 @@ from lightning_accel.compress.export import loading as compressed
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic
-from lightning_accel.models import Experts
+from lightning_accel.models import Experts, RecurrentLayers
 from lightning_accel.nn import MixtureOfExperts
 
 FORMATS = [("pt2", "m.pt2"), ("onnx", "m.onnx")]
@@ -239,11 +239,18 @@ MODELS = {
         lambda rows: (torch.randn(rows, 6),),
     ),
     "sequences": (
-        lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="lstm", hidden_dim=4),
+        lambda: SequenceModel(
+            num_features=2,
+            num_classes=3,
+            target_kind="classification",
+            layers=RecurrentLayers(cell="lstm", hidden_dim=4),
+        ),
         lambda rows: (torch.randn(rows, 5 + rows, 2), torch.arange(rows) % 5 + 1),
     ),
     "scan": (
-        lambda: SequenceModel(num_features=2, num_classes=3, target_kind="classification", cell="mingru"),
+        lambda: SequenceModel(
+            num_features=2, num_classes=3, target_kind="classification", layers=RecurrentLayers(cell="mingru")
+        ),
         lambda rows: (torch.randn(rows, 5 + rows, 2), torch.arange(rows) % 5 + 1),
     ),
     "language": (
