@@ -1,9 +1,25 @@
 """Private names of other libraries and replaced methods of their objects: all stand in ``_private``."""
 
 import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from torchmetrics import Metric
+
+from lightning_accel._private import OVERRIDDEN, REPLACED
 
 PACKAGE = Path(__file__).parents[1] / "lightning_accel"
 TREES = {
@@ -84,3 +100,76 @@ def test_only_the_private_modules_touch_private_names_of_others():
         for line, name in private_uses(tree, defined_in(tree), defined_in(tree), known)
     ]
     assert not found, "\n".join(found)
+
+
+def package_classes() -> Iterator[type]:
+    for path in TREES:
+        if path.split("/")[-1] not in ("__main__.py", "triton.py"):
+            module = importlib.import_module(".".join(["lightning_accel", *path.removesuffix(".py").split("/")]))
+            yield from (one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__)
+
+
+def test_overridden_private_methods_are_listed():
+    found = set()
+    for kind in filter(inspect.isclass, package_classes()):
+        for name in vars(kind):
+            bases = [base for base in kind.__mro__[1:] if not base.__module__.startswith(("lightning_accel", "typing"))]
+            if is_private(name) and inspect.isfunction(vars(kind)[name]) and any(name in vars(base) for base in bases):
+                found.add(f"{kind.__module__.removeprefix('lightning_accel.')}.{kind.__qualname__}.{name}")
+    assert found == set(OVERRIDDEN)
+
+
+PATCHABLE = (
+    torch.nn.Module, torch.utils.data.DataLoader, torch.optim.Optimizer, torch.amp.GradScaler, LightningModule,
+    LightningDataModule, Trainer, ModelCheckpoint, Precision, Strategy, Metric, _FitLoop,
+)  # fmt: skip
+
+
+def assigned_names(node: ast.AST) -> list[str]:
+    """Return the attributes that an expression sets on objects other than ``self``."""
+    if isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in SETTERS and not is_own(node.args[0]):
+        if called == "set_compiled_call":
+            return ["__call__"]
+        return [one.value for one in node.args[1:2] if isinstance(one, ast.Constant)]
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not is_own(node.value):
+        return [node.attr]
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.slice, ast.Constant):
+        return [node.slice.value] if re.match(r"vars\(|.*__dict__$", ast.unparse(node.value)) else []
+    return []
+
+
+SETTERS = ("setattr", "object.__setattr__", "set_compiled_call")
+
+
+def test_replaced_methods_are_listed():
+    """By the names of methods: a plain function assigned to an attribute that is none is not found."""
+    methods = {name for kind in PATCHABLE for name in dir(kind) if callable(getattr(kind, name, None))}
+    found = defaultdict(set)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            found[path] |= {name for name in assigned_names(node) if name in methods}
+    listed = {path: set(names) for path, names in REPLACED.items()}
+    assert {path: names for path, names in found.items() if names} == listed
+
+
+@pytest.mark.slow
+def test_imports_leave_nothing_to_run_at_exit():
+    """Torch, Lightning and others register functions of their own, so what counts is who registers."""
+    modules = [
+        ".".join(["lightning_accel", *path.removesuffix(".py").removesuffix("/__init__").split("/")])
+        for path in TREES
+        if path.split("/")[-1] not in ("__init__.py", "__main__.py", "triton.py")
+    ]
+    script = (
+        "import atexit, importlib, signal, sys, threading\n"
+        "found, real = [], atexit.register\n"
+        "def register(function, *args, **kwargs):\n"
+        "    found.append(str(function.__module__))\n"
+        "    return real(function, *args, **kwargs)\n"
+        "atexit.register, handler, before = register, signal.getsignal(signal.SIGTERM), threading.active_count()\n"
+        f"for module in {modules}: importlib.import_module(module)\n"
+        "assert not [one for one in found if one.startswith('lightning_accel')], found\n"
+        "assert signal.getsignal(signal.SIGTERM) is handler\n"
+        "assert threading.active_count() == before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -5,7 +5,7 @@ it. Two things cannot be functions: methods of ours that override private ones, 
 of others, whose classes are not ours to choose. Both are listed here; tests find no others.
 """
 
-__all__ = ["OVERRIDDEN"]
+__all__ = ["OVERRIDDEN", "REPLACED"]
 
 OVERRIDDEN = {
     "callbacks.early_stopping.RestoringEarlyStopping._run_early_stopping_check": "all hooks of EarlyStopping call it",
@@ -13,4 +13,37 @@ OVERRIDDEN = {
     "cli.command.AccelCLI._parse_ckpt_path": "LightningCLI offers no hook between a checkpoint's values and the parser",
     "precision.amp.WorldGradScaler._unscale_grads_": "unscale_ passes all gradients to it, of all meshes",
     "strategies.sharding.strategy.FullyShardedStrategy._get_process_group_backend": "the group is made by its answer",
+}
+
+REPLACED = {
+    "callbacks/compression_phase.py": {"check_monitor_top_k": "ModelCheckpoint has no hook before it saves"},
+    "callbacks/deployment/copies.py": {"forward": "other files of one module are validated in it, for a moment"},
+    "callbacks/distillation/callback.py": {"training_step": "callbacks cannot add to the loss"},
+    "callbacks/pruning/callback.py": {"load_model_state_dict": "no hook comes before the weights are loaded"},
+    "callbacks/recorded_calls.py": {"__call__": "a hook within a compiled module would break its graph"},
+    "callbacks/resume/exact_resume.py": {
+        "process_dataloader": "no hook comes between a loader and its first iteration",
+        "on_train_start": "no hook comes after all others",
+        "run": "nothing public goes around the loop of a fit",
+    },
+    "callbacks/resume/logged_state.py": {"__class__": "a CSVLogger makes its writer itself"},
+    "callbacks/weighted_accumulation.py": {"training_step": "no hook sees a step's output before backward"},
+    "cli/command.py": {"configure_optimizers": "LightningCLI does so, and ours knows the length of the run"},
+    "compress/quantization/fake_quant.py": {"forward": "hooks cannot replace a weight, and wrappers would rename it"},
+    "compress/uncompiled.py": {"__call__": "Module.compile cannot be undone"},
+    "strategies/data_parallel.py": {"log": "replicas log from threads, once for all"},
+    "strategies/pipeline/logging.py": {"log": "micro-batches log once for all"},
+    "strategies/pipeline/random.py": {"__call__": "hooks of a layer draw from its generator, too"},
+    "strategies/pipeline/stage.py": {"__call__": "layers of other stages run neither forward nor hooks"},
+    "strategies/pipeline/strategy.py": {
+        "clip_grad_by_norm": "the precision plug-in is the user's, and knows one process alone",
+        "state_dict": "a process that was spawned returns what the whole module has",
+    },
+    "strategies/sharding/blocks.py": {"forward": "wrappers that recompute rename parameters"},
+    "strategies/sharding/expert_parallel.py": {"forward": "the layer is the user's, and may be any with experts"},
+    "strategies/sharding/strategy.py": {
+        "clip_grad_by_norm": "the precision plug-in is the user's, and knows one process alone",
+        "state_dict": "a process that was spawned returns what the whole module has",
+    },
+    "strategies/sync_batchnorm.py": {"__class__": "another layer would lose its hooks and its place"},
 }

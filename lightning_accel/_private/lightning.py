@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins import LayerSync, Precision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 # ---- modules
@@ -43,10 +43,9 @@ def should_stop_early(callback: EarlyStopping, value: Tensor) -> tuple[bool, str
     return callback._evaluate_stopping_criteria(value)
 
 
-def averaged_model(callback: Any) -> nn.Module | None:
+def averaged_model(callback: Any) -> Any:
     """Return the average that a weight-averaging callback holds, None before its setup; it has no public name."""
-    average: nn.Module | None = callback._average_model
-    return average
+    return callback._average_model
 
 
 def last_saved_step(keeper: ModelCheckpoint) -> int:

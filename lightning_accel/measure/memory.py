@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+
+from lightning_accel._private.torch import tree_leaves
 
 
 @dataclass(frozen=True)

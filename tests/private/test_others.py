@@ -1,0 +1,43 @@
+"""Private names of torchmetrics and PyTorch Geometric, each of which does what its function says."""
+
+import warnings
+
+import torch
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
+from torchmetrics import MeanMetric
+
+from lightning_accel._private import others as private
+from lightning_accel.nn import RO3Conv
+
+
+def test_states_that_were_set_count_as_updated():
+    metric = MeanMetric()
+    metric.mean_value, metric.weight = torch.tensor(6.0), torch.tensor(2.0)
+    private.set_update_count(metric, 2)
+    assert metric.update_count == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert metric.compute() == 3
+    metric.mean_value = torch.tensor(8.0)
+    private.set_update_count(metric, 2)
+    assert metric.compute() == 4  # not the value computed before
+
+
+def test_values_of_the_last_step():
+    metric = MeanMetric()
+    assert metric(2.0) == 2
+    private.set_forward_value(metric, 7)
+    assert metric._forward_cache == 7
+
+
+def test_masks_of_explainers():
+    layer = RO3Conv(3, 4, 2)
+    assert private.explained_edges(layer) is None
+    mask = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+    edge_index = torch.tensor([[0, 1], [1, 0]])
+    set_masks(layer, mask, edge_index, apply_sigmoid=True)
+    torch.testing.assert_close(private.explained_edges(layer), mask.sigmoid())
+    set_masks(layer, mask, edge_index, apply_sigmoid=False)
+    assert private.explained_edges(layer) is mask
+    clear_masks(layer)
+    assert private.explained_edges(layer) is None
