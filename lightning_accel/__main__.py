@@ -1,5 +1,6 @@
 """Entry point of ``python -m lightning_accel``; requests that need no torch are answered without importing it."""
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,7 @@ most used options, after the subcommand:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments``, by default the program's own, and return its exit status."""
+    is_program = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
         print(f"lightning_accel {__version__}")
@@ -57,8 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lightning_accel.cli.doctor import run_doctor
 
         return run_doctor(arguments[1:])
+    if is_program:
+        gc.disable()  # a million objects of imported modules, none of them garbage, would be searched again and again
     from lightning_accel.cli import run
 
+    if is_program:
+        gc.freeze()
+        gc.enable()
     return run(arguments)
 
 

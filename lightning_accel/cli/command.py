@@ -104,6 +104,9 @@ class AccelCLI(LightningCLI):
     def __init__(self, args: ArgsType = None, callbacks: Sequence[L.Callback] = ()) -> None:
         self._locks = RunLocks()
         self._created_folders: list[Path] = []
+        words = sys.argv[1:] if args is None else args
+        first = words[0] if isinstance(words, list) and words else None
+        self._asked = first if first in self.subcommands() else None
         strict = {"prog": "lightning-accel", "allow_abbrev": False, "exit_on_error": False}
         try:
             super().__init__(
@@ -124,10 +127,30 @@ class AccelCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), "export": {"model", "datamodule"}}
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Give options to the parser of the subcommand that the command line begins with; the others stay empty.
+
+        After an option such as ``--config`` or in a dict, any subcommand may follow, and all parsers get theirs.
+        """
+        if self._asked in (None, subcommand):
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        self._subcommand_method_arguments[subcommand] = []
+        return self.init_parser(**kwargs)
+
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(self.trainer_class, "trainer")
-        parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
-        parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
+        for base, key, name in (
+            (L.LightningModule, "model", "RelationalGNN"),
+            (L.LightningDataModule, "data", "GraphDataModule"),
+        ):
+            parser.add_subclass_arguments(
+                base,
+                key,
+                fail_untyped=False,
+                required=False,
+                help=f'One or more arguments specifying "class_path" and "init_args" for any subclass of '
+                f"%(baseclass_name)s, among them {name}, which is imported only when it is named.",
+            )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((Optimizer,))
@@ -274,13 +297,13 @@ class AccelCLI(LightningCLI):
 
 
 def _import_classes(arguments: Sequence[str], all_of_them: bool = False) -> None:
-    """Import the models and datamodules that arguments, or configs among them, mention; all of them for ``--help``."""
+    """Import the models and datamodules that arguments, or configs among them, mention."""
     files = [Path(argument.rpartition("=")[2]) for argument in arguments]
     texts = [file.read_text(errors="replace") for file in files if file.suffix in (".yaml", ".yml") and file.is_file()]
     words = set(re.findall(r"\w+", " ".join([*arguments, *texts])))
     for package in (data, models):
         for name in package.__all__:
-            if all_of_them or name in words or {"-h", "--help"} & set(arguments):
+            if all_of_them or name in words:
                 getattr(package, name)
 
 

@@ -14,7 +14,7 @@ import yaml
 
 import lightning_accel
 from lightning_accel import DigitsDataModule, MoEClassifier
-from lightning_accel.cli.command import _require_long_enough
+from lightning_accel.cli.command import AccelCLI, _require_long_enough
 from lightning_accel.cli.errors import UsageError
 from lightning_accel.models import Experts
 
@@ -352,6 +352,45 @@ def test_help_of_a_subcommand_and_of_a_class(command, arguments, said):
     result = command(*arguments)
     assert result.status == 0
     assert said in result.out
+
+
+@pytest.mark.slow
+def test_help_imports_no_package_of_one_class():
+    script = (
+        "import sys; from lightning_accel.__main__ import main; sys.argv = ['lightning-accel', 'fit', '--help']; "
+        "status = main(); names = ('onnx', 'onnxruntime', 'pandas', 'sklearn', 'torch_geometric', 'torchao'); "
+        "sys.exit(status or ' '.join(name for name in names if name in sys.modules) or None)"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    for package in (lightning_accel.data, lightning_accel.models):
+        for name in package.__all__:
+            value = getattr(package, name)
+            if isinstance(value, type) and issubclass(value, L.LightningModule | L.LightningDataModule):
+                assert name in finished.stdout
+
+
+def test_only_the_subcommand_that_is_asked_for_gets_options(run_folder):
+    class Counting(AccelCLI):
+        subcommands_with_options = 0
+
+        def add_arguments_to_parser(self, parser):
+            super().add_arguments_to_parser(parser)
+            Counting.subcommands_with_options += 1
+
+    with pytest.raises(SystemExit):
+        Counting(["validate", "--print_config"])
+    assert Counting.subcommands_with_options == 1
+
+
+@pytest.mark.usefixtures("own")
+def test_config_with_sections_of_several_subcommands(command):
+    model = {"class_path": "own_module.OwnModule", "init_args": {"width": 3}}
+    section = {"model": model, "trainer": {"max_epochs": 7}}
+    Path("both.yaml").write_text(yaml.safe_dump({"fit": section, "validate": section}))
+    shown = yaml.safe_load(command("--config", "both.yaml", "validate", "--print_config").out)
+    assert shown["model"]["init_args"]["width"] == 3
+    assert shown["trainer"]["max_epochs"] == 7
 
 
 @pytest.mark.slow
