@@ -55,6 +55,9 @@ class Recorder(L.Callback):
         if batch_idx == 1:
             self._record("second_validation_batch", trainer)
 
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self._record("validation_epoch_end", trainer)
+
     def on_train_epoch_end(self, trainer, pl_module):
         self._record("epoch_end", trainer)
 
@@ -262,10 +265,12 @@ def test_what_is_logged_during_a_fit():
     at = Recorder(
         second_batch=in_training,
         second_validation_batch=in_validation,
+        validation_epoch_end=lambda trainer: private.has_logged_outputs(trainer.fit_loop.epoch_loop.val_loop),
         epoch_end=lambda trainer: private.logger_connector(trainer).metrics["callback"],
     )
     fit(at)
     assert at.seen["second_batch"] == 4
+    assert at.seen["validation_epoch_end"]
     assert at.seen["second_validation_batch"] == {"validation_step.val/index"}
     assert set(at.seen["epoch_end"]) >= {"train/mean_epoch", "train/index_epoch"}
 
