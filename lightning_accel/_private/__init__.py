@@ -11,6 +11,7 @@ OVERRIDDEN = {
     "callbacks.early_stopping.RestoringEarlyStopping._run_early_stopping_check": "all hooks of EarlyStopping call it",
     "callbacks.resume.logged_state._AtomicWriter._rewrite_with_new_header": "the only step of a save that loses rows",
     "cli.command.AccelCLI._parse_ckpt_path": "LightningCLI offers no hook between a checkpoint's values and the parser",
+    "cli.command.AccelCLI._prepare_subcommand_parser": "the only place that fills the parser of one subcommand alone",
     "precision.amp.WorldGradScaler._unscale_grads_": "unscale_ passes all gradients to it, of all meshes",
     "strategies.sharding.strategy.FullyShardedStrategy._get_process_group_backend": "the group is made by its answer",
 }

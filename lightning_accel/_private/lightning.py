@@ -94,7 +94,12 @@ def set_version(logger: Any, version: int) -> None:
     logger._version = version
 
 
-# ---- the Trainer and its strategy
+# ---- the Trainer, its command line and its strategy
+
+
+def leave_subcommand_empty(cli: Any, subcommand: str) -> None:
+    """Note that a subcommand takes no arguments of its method, as LightningCLI notes them for each parser unseen."""
+    cli._subcommand_method_arguments[subcommand] = []
 
 
 def distributes_samples_by_default(trainer: L.Trainer) -> bool:

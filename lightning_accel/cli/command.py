@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
+from lightning_accel._private.lightning import leave_subcommand_empty
 from lightning_accel.callbacks import PredictionWriter, StallMonitor
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
@@ -134,7 +135,7 @@ class AccelCLI(LightningCLI):
         """
         if self._asked in (None, subcommand):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        self._subcommand_method_arguments[subcommand] = []
+        leave_subcommand_empty(self, subcommand)
         return self.init_parser(**kwargs)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

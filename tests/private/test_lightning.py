@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchSyncBatchNorm
@@ -172,6 +173,21 @@ def test_versions_of_loggers(tmp_path, kind):
     private.set_version(logger, 5)
     assert logger.version == 5
     assert logger.log_dir.endswith("version_5")
+
+
+def test_a_subcommand_without_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["run"])
+
+    class Empty(LightningCLI):
+        def before_instantiate_classes(self):
+            private.leave_subcommand_empty(self, "fit")
+
+    options = [f"--trainer.{name}" for name in ("fast_dev_run=1", "accelerator=cpu", "enable_progress_bar=false")]
+    args = ["fit", "--ckpt_path=missing.ckpt", *options]
+    with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
+        LightningCLI(BoringModel, args=args, save_config_callback=None, seed_everything_default=0)
+    cli = Empty(BoringModel, args=args, save_config_callback=None, seed_everything_default=0)
+    assert cli.trainer.global_step == 1
 
 
 def test_flag_of_samplers():
