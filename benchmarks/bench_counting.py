@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_accel import GraphDataModule, RelationalGNN
+from lightning_accel.models import ConvolutionLayers, Marking
 
 Options = dict[str, Any]
 
@@ -51,7 +52,7 @@ CASES = {
     "3-star": Case("star_3", CONVS, epochs=40, options={"num_layers": 2}),
     "3-star, regular": Case("star_3", CONVS, epochs=40, options={"num_layers": 2}, family="regular"),
     "chordal 4-cycle, 1 mark": Case(
-        "chordal_cycle_4", CONVS, epochs=300, options={"num_layers": 2, "marks": 1, "train_samples": None}
+        "chordal_cycle_4", CONVS, epochs=300, options={"num_layers": 2, "marking": Marking(1, train_samples=None)}
     ),
 }
 SUBJECTS = ("GINConv", "RO3Conv", "RO3Pooling")
@@ -61,7 +62,9 @@ class Counter(RelationalGNN):
     """The model with the optimizer and schedule of its case."""
 
     def __init__(self, lr: float, **options: Any) -> None:
-        super().__init__(dim=32, norm="none", **options)
+        names = vars(ConvolutionLayers()).keys() & options.keys()
+        layers = ConvolutionLayers(dim=32, norm="none", **{name: options.pop(name) for name in names})
+        super().__init__(layers=layers, **options)
         self.lr = lr
 
     def configure_optimizers(self) -> OptimizerLRScheduler:  # type: ignore[override]

@@ -29,6 +29,7 @@ from torch_geometric.data import Data, Dataset
 
 from lightning_accel import DynamicRNN, GraphDataModule, RelationalGNN
 from lightning_accel.data import AddRelationalTriples
+from lightning_accel.models import ConvolutionLayers
 from lightning_accel.nn import RBM, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
 from lightning_accel.ops.gibbs import sample_bernoulli
@@ -115,12 +116,12 @@ def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, 
         Work(lambda: [transform(g.clone()) for g in graphs]),
     )
     told = {"level": "graph", "target_kind": "regression", "num_features": 1, "num_targets": 1}
-    model = RelationalGNN(num_layers=0, triple_readout=True, dim=32, **told)
+    model = RelationalGNN(layers=ConvolutionLayers(num_layers=0, dim=32), triple_readout=True, **told)
     yield "find_triples in a step, relational_counting.yaml, 32 graphs", training(model, batches, device)
     for share, rows in ((0.1, 256),) if quick else ((0.1, 64), (0.1, 256), (1.0, 256)):
         batches = parts_of_a_large_graph(share, rows)
         told = {"level": "node", "target_kind": "classification", "num_features": 32, "num_classes": 4}
-        model = RelationalGNN(conv="RO3Conv", num_layers=2, dim=32, **told)
+        model = RelationalGNN(layers=ConvolutionLayers(conv="RO3Conv", num_layers=2, dim=32), **told)
         name = f"{rows} rows of a {'small world' if share < 1 else 'random graph'}, {len(batches[0].x)} nodes a batch"
         yield f"find_triples in a step, RO3Conv, {name}", training(model, batches, device)
 

@@ -54,10 +54,12 @@ SUBJECTS: dict[str, Subject] = {
         "rnn_adding", _STEPS, {"layers": {"cell": "lstm", "hidden_dim": 8}}, {"num_sequences": 800, "length": 20}),
     "recurrent, lines": Subject("rnn_jsonl", {**_DIGITS, "max_epochs": 2}, {"layers": {"hidden_dim": 16}}),
     "graphs": Subject(
-        "relational_csl", {**_STEPS, "check_val_every_n_epoch": 2}, {"num_layers": 2, "dim": 8}, every_n_steps=4
+        "relational_csl", {**_STEPS, "check_val_every_n_epoch": 2},
+        {"layers": {"conv": "GINConv", "num_layers": 2, "dim": 8}}, every_n_steps=4,
     ),
     "graphs, counting": Subject(
-        "relational_counting", {**_STEPS, "check_val_every_n_epoch": 1}, {"dim": 8}, {"target": ["triangle"]}
+        "relational_counting", {**_STEPS, "check_val_every_n_epoch": 1}, {"layers": {"num_layers": 0, "dim": 8}},
+        {"target": ["triangle"]},
     ),
     "belief network": Subject(
         "dbn_digits", {**_DIGITS, "max_epochs": 6, "check_val_every_n_epoch": 1, "limit_train_batches": 6},

@@ -13,7 +13,6 @@ EXCEPTIONS = {
     # yet to be grouped
     "data.graphs.datamodule.GraphDataModule",
     "data.sequences.datamodule.SequenceDataModule",
-    "models.relational.RelationalGNN",
 }
 
 

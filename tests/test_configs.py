@@ -78,7 +78,10 @@ def test_run_reaches_what_it_promises(command, name, figure, least, most):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fold", "options", "expected"),
-    [*(pytest.param(fold, [], 1.0, marks=pytest.mark.weekly) for fold in range(1, 5)), (0, ["--model.marks=0"], 0.1)],
+    [
+        *(pytest.param(fold, [], 1.0, marks=pytest.mark.weekly) for fold in range(1, 5)),
+        (0, ["--model.marking.num_nodes=0"], 0.1),
+    ],
 )
 def test_circular_skip_links_of_each_fold(command, run_folder, fold, options, expected):
     """Of five folds; without marks one class of ten is told, for good."""

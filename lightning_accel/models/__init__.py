@@ -14,15 +14,19 @@ from lightning_accel.models.rnn import RecurrentLayers, SequenceModel
 if TYPE_CHECKING:
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
     from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
+    from lightning_accel.models.graph_layers import ConvolutionLayers as ConvolutionLayers
+    from lightning_accel.models.relational import Marking as Marking
     from lightning_accel.models.relational import RelationalGNN as RelationalGNN
 
 __all__ = [
     "Classifier",
+    "ConvolutionLayers",
     "DBNClassifier",
     "DeepBeliefNetwork",
     "Experts",
     "FineTuning",
     "Generation",
+    "Marking",
     "MoEClassifier",
     "MoELanguageModel",
     "RBMTransformer",
@@ -36,7 +40,9 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
+        "ConvolutionLayers": "lightning_accel.models.graph_layers",
         "DBNClassifier": "lightning_accel.models.estimators",
+        "Marking": "lightning_accel.models.relational",
         "RBMTransformer": "lightning_accel.models.estimators",
         "RelationalGNN": "lightning_accel.models.relational",
     },

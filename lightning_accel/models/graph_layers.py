@@ -1,6 +1,7 @@
 """Layers, convolutions and readouts of graph networks. Shapes: N nodes, M edges, F features, D width, B graphs."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,29 @@ from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.triples.find import Triples
 
 NormName = Literal["batch", "layer", "none"]
+
+
+@dataclass(frozen=True)
+class ConvolutionLayers:
+    """Hold the options of a model's convolutions of graphs.
+
+    Args:
+        conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is created with the width as
+            ``in_channels`` and ``out_channels``, or with a perceptron as ``nn``, and with ``edge_dim`` or
+            ``num_relations`` if it has these parameters.
+        conv_options: further arguments of it.
+        dim: width of all layers.
+        num_layers: number of convolutions.
+        norm: norm after each convolution.
+        dropout: dropout after each convolution.
+    """
+
+    conv: str = "RO3Conv"
+    conv_options: dict[str, Any] | None = None
+    dim: int = 64
+    num_layers: int = 4
+    norm: NormName = "batch"
+    dropout: float = 0.0
 
 
 class EdgeKind(NamedTuple):
@@ -81,27 +105,18 @@ class GraphLayers(nn.Module):
         return x
 
 
-def make_layers(
-    num_features: int,
-    edges: EdgeKind,
-    dim: int,
-    num_layers: int,
-    conv: str,
-    conv_options: Mapping[str, Any],
-    norm: NormName,
-    dropout: float,
-) -> GraphLayers:
+def make_layers(num_features: int, edges: EdgeKind, options: ConvolutionLayers) -> GraphLayers:
     """Build :class:`GraphLayers`; edge types are embedded for convolutions that only take edge features."""
-    kind = find_conv(conv)
+    kind, dim = find_conv(options.conv), options.dim
     edge_encoder = None
     if edges.num_relations is not None and "num_relations" not in signature(kind).parameters:
         edge_encoder = nn.Embedding(edges.num_relations, dim)
         edges = EdgeKind(dim=dim)
     blocks = []
-    for _ in range(num_layers):
-        layer = make_conv(kind, dim, edges, conv_options)
+    for _ in range(options.num_layers):
+        layer = make_conv(kind, dim, edges, options.conv_options or {})
         require_width(layer, dim, edges)
-        blocks.append(GraphBlock(layer, dim, norm, dropout))
+        blocks.append(GraphBlock(layer, dim, options.norm, options.dropout))
     return GraphLayers(nn.Linear(num_features, dim), edge_encoder, blocks)
 
 

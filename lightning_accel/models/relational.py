@@ -1,6 +1,7 @@
 """Graph networks with order-3 relations. Shapes: B graphs, N nodes, M edges, F features, K values, S scores."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -11,11 +12,20 @@ from torch_geometric.data import Data
 
 from lightning_accel._private.lightning import has_trainer
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models.graph_layers import EdgeKind, GraphHead, GraphLayers, GraphReadout, NormName, make_layers
+from lightning_accel.models.graph_layers import (
+    ConvolutionLayers,
+    EdgeKind,
+    GraphHead,
+    GraphLayers,
+    GraphReadout,
+    make_layers,
+)
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.nn.relational.marked_tuples import TupleKind
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
+from lightning_accel.ops.options import options_of, read_options
+from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.ops.triples.cache import triples_of
 from lightning_accel.ops.triples.find import Triples
 from lightning_accel.strategies import PipelineStrategy
@@ -25,17 +35,35 @@ TargetKind: TypeAlias = Literal["classification", "regression"]
 _SIZES = ("num_features", "edge_dim", "num_relations", "num_classes", "num_targets")
 
 
+@dataclass(frozen=True)
+class Marking:
+    """Hold which nodes of a graph are marked, see :class:`lightning_accel.nn.RelationalPooling`.
+
+    Args:
+        num_nodes: number of nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
+        tuples: which nodes are marked: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
+        samples: number of random tuples of each graph in evaluation; None for all.
+        train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
+            mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
+    """
+
+    num_nodes: int = 0
+    tuples: TupleKind | None = None
+    samples: int | None = None
+    train_samples: int | None = 1
+
+
 class RelationalGNN(SupervisedModel):
     """Classify graphs or nodes, or predict values of them, by convolutions with order-3 relations and a readout.
 
     Three options, alone or together, distinguish graphs that message passing cannot:
 
-    - ``conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
+    - ``layers.conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
     - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
       (:class:`lightning_accel.nn.RelationalOrder3Pooling`);
-    - ``marks``: the mean over runs in which one, two or three nodes are marked, joined by edges or any
+    - ``marking``: the mean over runs in which one, two or three nodes are marked, joined by edges or any
       (:class:`lightning_accel.nn.RelationalPooling`), the most expressive. Training marks one random tuple per
-      graph and step, evaluation all of them, or ``samples``.
+      graph and step, evaluation all of them, or ``marking.samples``.
 
     Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
     ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) for missing
@@ -48,8 +76,8 @@ class RelationalGNN(SupervisedModel):
 
     The loss is cross entropy, or the squared error of values in standard deviations of the training targets if the
     datamodule provides them: its sum over all valid targets of the batch, on all processes, divided by their number, so
-    that W processes train as one with all graphs does, except for ``norm="batch"``, which normalizes each process's
-    graphs.
+    that W processes train as one with all graphs does, except for ``layers.norm="batch"``, which normalizes each
+    process's graphs.
 
     Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in their own unit, under ``val/`` and
     ``test/``, as means over all valid targets of the epoch. ``predict`` returns classes with their probability, or
@@ -63,20 +91,10 @@ class RelationalGNN(SupervisedModel):
         num_relations: number of edge types.
         level: what has targets, ``graph`` or ``node``.
         target_kind: ``classification`` or ``regression``.
-        conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is created with the width as
-            ``in_channels`` and ``out_channels``, or with a perceptron as ``nn``, and with ``edge_dim`` or
-            ``num_relations`` if it has these parameters.
-        conv_options: further arguments of it.
-        dim: width of all layers.
-        num_layers: number of convolutions; with 0 only the triples of ``triple_readout`` are used.
-        marks: number of nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
-        tuples: which nodes are marked: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
-        samples: number of random tuples of each graph in evaluation; None for all.
-        train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
-            mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
+        layers: the options of the convolutions, see :class:`lightning_accel.models.ConvolutionLayers`; with
+            ``num_layers=0`` only the triples of ``triple_readout`` are used.
+        marking: which nodes are marked, see :class:`lightning_accel.models.Marking`; by default none.
         triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
-        norm: norm after each convolution.
-        dropout: dropout after each convolution.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
         optimizer: creates the optimizer; called with the parameters.
 
@@ -84,7 +102,8 @@ class RelationalGNN(SupervisedModel):
         ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or the convolution is not suitable.
 
-    >>> model = RelationalGNN(num_features=2, num_classes=3, level="graph", target_kind="classification", dim=8)
+    >>> layers = ConvolutionLayers(dim=8)
+    >>> model = RelationalGNN(2, 3, level="graph", target_kind="classification", layers=layers)
     >>> edge_index, batch = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 0, 0, 1])
     >>> model(torch.randn(4, 2), edge_index, batch=batch).shape
     torch.Size([2, 3])
@@ -98,6 +117,13 @@ class RelationalGNN(SupervisedModel):
         "class_names": list_of_str,
     }
 
+    @renamed_arguments(
+        **{name: f"layers.{name}" for name in options_of(ConvolutionLayers())},
+        marks="marking.num_nodes",
+        tuples="marking.tuples",
+        samples="marking.samples",
+        train_samples="marking.train_samples",
+    )
     def __init__(
         self,
         num_features: int | None = None,
@@ -108,33 +134,23 @@ class RelationalGNN(SupervisedModel):
         num_relations: int | None = None,
         level: Level | None = None,
         target_kind: TargetKind | None = None,
-        conv: str = "RO3Conv",
-        conv_options: dict[str, Any] | None = None,
-        dim: int = 64,
-        num_layers: int = 4,
-        marks: int = 0,
-        tuples: TupleKind | None = None,
-        samples: int | None = None,
-        train_samples: int | None = 1,
+        layers: ConvolutionLayers = ConvolutionLayers(),
+        marking: Marking = Marking(),
         triple_readout: bool = False,
-        norm: NormName = "batch",
-        dropout: float = 0.0,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
         class_names = None if class_names is None else list_of_str(class_names)
+        layers, marking = read_options(ConvolutionLayers, layers), read_options(Marking, marking)
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.num_features, self.num_classes, self.num_targets = num_features, num_classes, num_targets
         self.edge_dim, self.num_relations = edge_dim, num_relations
         self.level, self.target_kind = level, target_kind
         self.class_names = class_names
-        self.conv, self.conv_options = conv, conv_options or {}
-        self.dim, self.num_layers = dim, num_layers
-        self.marks, self.tuples, self.samples, self.train_samples = marks, tuples, samples, train_samples
+        self.convolutions, self.marking = layers, marking
         self.triple_readout = triple_readout
-        self.norm, self.dropout = norm, dropout
         self.make_optimizer = optimizer
         self._require_options()
         self.layers: GraphLayers | None = None
@@ -142,29 +158,30 @@ class RelationalGNN(SupervisedModel):
             self.configure_model()
 
     def _require_options(self) -> None:
-        if self.num_layers < 0 or self.dim < 1 or self.marks < 0:
+        layers, marking = self.convolutions, self.marking
+        if layers.num_layers < 0 or layers.dim < 1 or marking.num_nodes < 0:
             raise ValueError(
-                "num_layers and marks must be at least 0, dim at least 1; got "
-                f"num_layers={self.num_layers}, marks={self.marks}, dim={self.dim}"
+                "layers.num_layers and marking.num_nodes must be at least 0, layers.dim at least 1; got "
+                f"{layers.num_layers}, {marking.num_nodes} and {layers.dim}"
             )
-        if not self.num_layers and not self.triple_readout:
-            raise ValueError("num_layers=0 leaves the edges out; give layers, or triple_readout=True")
-        if not self.marks and (self.tuples, self.samples, self.train_samples) != (None, None, 1):
+        if not layers.num_layers and not self.triple_readout:
+            raise ValueError("layers.num_layers=0 leaves the edges out; give some, or triple_readout=True")
+        if not marking.num_nodes and marking != Marking():
             raise ValueError(
-                f"tuples={self.tuples!r}, samples={self.samples} and train_samples={self.train_samples} say which "
-                "nodes are marked, but marks=0: give marks"
+                f"marking.tuples={marking.tuples!r}, samples={marking.samples} and train_samples="
+                f"{marking.train_samples} say which nodes are marked, but marking.num_nodes=0: give their number"
             )
-        if self.marks and self.triple_readout:
+        if marking.num_nodes and self.triple_readout:
             raise ValueError(
-                "with marks the readout is the sum over nodes and the marked ones; leave triple_readout out"
+                "with marked nodes the readout is the sum over nodes and the marked ones; leave triple_readout out"
             )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if self.marks and isinstance(self.trainer.strategy, PipelineStrategy):
+        if self.marking.num_nodes and isinstance(self.trainer.strategy, PipelineStrategy):
             raise ValueError(
                 "marks run through the layers once for each of many copies of a graph, which accel_pipeline cannot; "
-                "take 'accel_ddp' or 'accel_fsdp2', or marks=0"
+                "take 'accel_ddp' or 'accel_fsdp2', or marking.num_nodes=0"
             )
 
     def _num_scores(self) -> int | None:
@@ -198,34 +215,27 @@ class RelationalGNN(SupervisedModel):
         assert num_scores is not None
         assert self.num_features is not None
         assert self.level is not None
-        layers = make_layers(
-            self.num_features + self.marks,
-            EdgeKind(self.edge_dim, self.num_relations),
-            self.dim,
-            self.num_layers,
-            self.conv,
-            self.conv_options,
-            self.norm,
-            self.dropout,
-        )
-        width = self.dim
+        dim, marking = self.convolutions.dim, self.marking
+        edges = EdgeKind(self.edge_dim, self.num_relations)
+        layers = make_layers(self.num_features + marking.num_nodes, edges, self.convolutions)
+        width = dim
         self.readout: GraphReadout | None = None
-        if self.marks:
-            width += self.dim * self.marks if self.level == "graph" else 0
+        if marking.num_nodes:
+            width += dim * marking.num_nodes if self.level == "graph" else 0
         elif self.level == "graph":
-            self.readout = GraphReadout(self.dim, self.triple_readout)
+            self.readout = GraphReadout(dim, self.triple_readout)
             width = self.readout.out_channels
-        self.head = GraphHead(width, self.dim, num_scores)
+        self.head = GraphHead(width, dim, num_scores)
         self.marked: RelationalPooling | None = None
-        if self.marks:
+        if marking.num_nodes:
             self.marked = RelationalPooling(
                 layers,
-                self.marks,
-                self.tuples,
+                marking.num_nodes,
+                marking.tuples,
                 level=self.level,
                 head=self.head,
-                samples=self.samples,
-                train_samples=self.train_samples,
+                samples=marking.samples,
+                train_samples=marking.train_samples,
             )
         self.layers = layers
         self.register_buffer("target_mean", torch.zeros(num_scores))
@@ -282,7 +292,7 @@ class RelationalGNN(SupervisedModel):
         size: int | None = None,
         triangle_index: Tensor | None = None,
     ) -> Estimate:
-        """Return the output of ``forward`` and its standard error, which is 0 unless ``samples`` tuples were drawn."""
+        """Return the output of ``forward`` and its standard error: 0 unless ``marking.samples`` tuples were drawn."""
         if self.marked is None:
             mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
             return Estimate(mean, torch.zeros_like(mean))
@@ -300,7 +310,7 @@ class RelationalGNN(SupervisedModel):
         return torch.Generator().manual_seed(int(torch.randint(2**31, ())) + 2**31 * self.global_rank)
 
     def _triples(self, x: Tensor, edge_index: Tensor, triangle_index: Tensor | None) -> Triples | None:
-        if not (self.triple_readout or self.conv == "RO3Conv"):
+        if not (self.triple_readout or self.convolutions.conv == "RO3Conv"):
             return None
         return triples_of(edge_index, len(x), triangle_index)
 

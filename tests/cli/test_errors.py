@@ -297,7 +297,7 @@ def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints, monke
         ({**content["hyper_parameters"], "gate": IN_YAML}, "planted.G"),
         ({**content["hyper_parameters"], "gate": "gate.yaml"}, "gate.yaml"),
         ({**content["hyper_parameters"], "gate": "memory://gate.yaml"}, "memory://gate.yaml"),
-        ({**GRAPHS, "conv": "planted.G"}, "planted.G"),
+        ({**GRAPHS, "layers": {"conv": "planted.G"}}, "planted.G"),
         ({**content["hyper_parameters"], "optimizer": MAKES_THE_MARKER}, "os.mkdir"),
     ]:
         torch.save({**content, "hyper_parameters": settings}, "named.ckpt")

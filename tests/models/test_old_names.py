@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_accel import Classifier, DeepBeliefNetwork, MoEClassifier, MoELanguageModel, SequenceModel
+from lightning_accel import Classifier, DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
 
 MODELS = {
     "classifier": (Classifier, {"num_features": 5, "num_classes": 3}, {"num_features": "in_features"}),
@@ -40,8 +40,20 @@ MODELS = {
         {"num_features": 2, "num_classes": 3, "target_kind": "labelling", "layers": {"hidden_dim": 5, "cell": "lstm"}},
         {"layers.hidden_dim": "hidden_size"},
     ),
+    "relational": (
+        RelationalGNN,
+        {
+            "num_features": 2,
+            "num_classes": 3,
+            "level": "graph",
+            "target_kind": "classification",
+            "layers": {"conv": "GATConv", "conv_options": {"heads": 2, "concat": False}, "dim": 5, "dropout": 0.1},
+            "marking": {"num_nodes": 2, "tuples": "edges", "samples": 3},
+        },
+        {"marking.num_nodes": "marks"},
+    ),
 }
-GROUPS = ("layers", "fine_tuning", "experts", "generation")
+GROUPS = ("layers", "marking", "fine_tuning", "experts", "generation")
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call

@@ -11,6 +11,7 @@ from torch_geometric.loader import DataLoader
 
 from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
 from lightning_accel.data import AddRelationalTriples
+from lightning_accel.models import ConvolutionLayers, Marking
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer
@@ -53,24 +54,27 @@ def accuracy_after(model, graphs, steps=60):
 
 
 @pytest.mark.parametrize(
-    ("options", "learns"),
+    ("conv", "options", "learns"),
     [
-        ({"conv": "GINConv"}, False),
-        ({"conv": "RO3Conv"}, True),
-        ({"conv": "GINConv", "triple_readout": True}, True),
-        ({"conv": "GINConv", "marks": 1}, True),
-        pytest.param({"conv": "GINConv", "marks": 2}, True, marks=pytest.mark.slow),
-        ({"conv": "GINConv", "marks": 3}, True),
+        ("GINConv", {}, False),
+        ("RO3Conv", {}, True),
+        ("GINConv", {"triple_readout": True}, True),
+        ("GINConv", {"marking": Marking(1)}, True),
+        pytest.param("GINConv", {"marking": Marking(2)}, True, marks=pytest.mark.slow),
+        ("GINConv", {"marking": Marking(3)}, True),
     ],
 )
-def test_two_triangles_and_a_hexagon(options, learns):
-    model = RelationalGNN(1, 2, **GRAPHS, dim=16, num_layers=3, norm="none", **options)
+def test_two_triangles_and_a_hexagon(conv, options, learns):
+    layers = ConvolutionLayers(conv, dim=16, num_layers=3, norm="none")
+    model = RelationalGNN(1, 2, **GRAPHS, layers=layers, **options)
     accuracy = accuracy_after(model, triangles_and_hexagons())
     assert accuracy == 1 if learns else accuracy == 0.5
 
 
 def test_matches_the_layers_called_one_by_one():
-    model = RelationalGNN(3, 4, **GRAPHS, conv="GINConv", dim=5, num_layers=2, norm="layer").eval()
+    model = RelationalGNN(
+        3, 4, **GRAPHS, layers=ConvolutionLayers(conv="GINConv", dim=5, num_layers=2, norm="layer")
+    ).eval()
     x = torch.randn(6, 3)
     nodes = model.layers.encoder(x)
     for block in model.layers.blocks:
@@ -99,7 +103,12 @@ def test_matches_the_layers_called_one_by_one():
 def test_convolutions_of_edges(edges, conv, options, marks):
     """What edges carry counts, where a convolution takes it."""
     model = RelationalGNN(
-        2, 3, **GRAPHS, **edges, conv=conv, conv_options=options, dim=8, num_layers=2, norm="none", marks=marks
+        2,
+        3,
+        **GRAPHS,
+        **edges,
+        layers=ConvolutionLayers(conv=conv, conv_options=options, dim=8, num_layers=2, norm="none"),
+        marking=Marking(marks),
     ).eval()
     x, both = torch.randn(6, 2), torch.cat([HEXAGON, HEXAGON.flip(0)], dim=1)
     if not edges:
@@ -151,7 +160,11 @@ def test_graphs_of_a_batch_get_what_they_get_alone(marks):
     batch = Batch.from_data_list(graphs)
     for conv, options in CONVS:
         model = RelationalGNN(
-            2, 3, **GRAPHS, dim=8, num_layers=2, conv=conv, conv_options=options, norm="none", marks=marks
+            2,
+            3,
+            **GRAPHS,
+            layers=ConvolutionLayers(dim=8, num_layers=2, conv=conv, conv_options=options, norm="none"),
+            marking=Marking(marks),
         )
         model = model.double().eval()
         together = model(batch.x, batch.edge_index, None, batch.batch, 3)
@@ -165,7 +178,9 @@ def test_values_are_told_in_their_own_unit():
         one.y = one.y.float() * 50 + 1000
     told = {"target_mean": [1025.0], "target_std": [25.0]}
     data = Graphs(graphs, num_features=1, level="graph", target_kind="regression", num_targets=1, **told)
-    model = RelationalGNN(dim=16, num_layers=2, norm="none", optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    model = RelationalGNN(
+        layers=ConvolutionLayers(dim=16, num_layers=2, norm="none"), optimizer=lambda p: torch.optim.Adam(p, lr=0.01)
+    )
     run = trainer(max_steps=80)
     run.fit(model, data)
     figures = run.test(model, data, verbose=False)[0]
@@ -177,7 +192,12 @@ def test_values_are_told_in_their_own_unit():
 
 def test_outputs_are_standard_deviations_from_the_mean():
     model = RelationalGNN(
-        1, num_targets=1, level="graph", target_kind="regression", norm="none", dim=4, marks=1, samples=2
+        1,
+        num_targets=1,
+        level="graph",
+        target_kind="regression",
+        layers=ConvolutionLayers(norm="none", dim=4),
+        marking=Marking(1, samples=2),
     )
     batch = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :3])])
     torch.manual_seed(2)
@@ -195,7 +215,9 @@ def test_graphs_without_nodes_have_a_row():
     empty = Data(torch.ones(0, 1), torch.empty(2, 0, dtype=torch.int64), y=torch.tensor([0]))
     batch = Batch.from_data_list([graph(HEXAGON), empty])
     for marks in (0, 1):
-        model = RelationalGNN(1, 2, **GRAPHS, dim=4, norm="none", marks=marks).eval()
+        model = RelationalGNN(
+            1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4, norm="none"), marking=Marking(marks)
+        ).eval()
         assert model(*model._inputs(batch)).shape == (2, 2)
         assert len(model.predict_step(batch, 0)["class"]) == 2
 
@@ -203,26 +225,34 @@ def test_graphs_without_nodes_have_a_row():
 def test_of_batches_of_whole_graphs_all_nodes_count():
     """The ``batch_size`` of a Batch is how many graphs it holds, not how many nodes were asked for."""
     graphs = [Data(torch.ones(6, 1), HEXAGON, y=torch.arange(6) % 2) for _ in range(3)]
-    model = RelationalGNN(1, 2, level="node", target_kind="classification", dim=4, norm="none").eval()
+    model = RelationalGNN(
+        1, 2, level="node", target_kind="classification", layers=ConvolutionLayers(dim=4, norm="none")
+    ).eval()
     batch = Batch.from_data_list(graphs)
     assert model._masked_loss(batch, "train").valid == 18
     assert len(model.predict_step(batch, 0)["class"]) == 18
 
 
 def test_features_of_edges_that_it_was_not_made_for_are_not_looked_at():
-    model = RelationalGNN(1, 2, **GRAPHS, conv="GCNConv", dim=4, norm="none").eval()
+    model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(conv="GCNConv", dim=4, norm="none")).eval()
     torch.testing.assert_close(model(torch.ones(6, 1), HEXAGON, torch.rand(6)), model(torch.ones(6, 1), HEXAGON))
 
 
 def test_marks_in_a_pipeline_are_refused():
-    model = RelationalGNN(1, 2, **GRAPHS, dim=4, marks=1)
+    model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4), marking=Marking(1))
     model._trainer = SimpleNamespace(strategy=PipelineStrategy(), datamodule=None)
     with pytest.raises(ValueError, match=r"marks run through the layers once for each.*'accel_ddp'"):
         model.setup("fit")
 
 
 def test_targets_that_are_missing_count_for_nothing():
-    model = RelationalGNN(1, num_targets=2, level="graph", target_kind="regression", norm="none", dim=4, num_layers=1)
+    model = RelationalGNN(
+        1,
+        num_targets=2,
+        level="graph",
+        target_kind="regression",
+        layers=ConvolutionLayers(norm="none", dim=4, num_layers=1),
+    )
     graphs = [graph(HEXAGON), graph(TRIANGLES), graph(HEXAGON)]
     for one, y in zip(graphs, ([1.0, torch.nan], [2.0, 3.0], [torch.nan, torch.nan]), strict=True):
         one.y = torch.tensor([y])
@@ -249,7 +279,14 @@ def node_data():
 @pytest.mark.parametrize("marks", [0, 1])
 def test_nodes_count_in_their_stage(marks):
     data = node_data()
-    model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none", marks=marks).eval()
+    model = RelationalGNN(
+        2,
+        3,
+        level="node",
+        target_kind="classification",
+        layers=ConvolutionLayers(dim=6, norm="none"),
+        marking=Marking(marks),
+    ).eval()
     scores = model(data.x, data.edge_index)
     assert scores.shape == (9, 3)
     for stage in ("train", "val", "test"):
@@ -263,7 +300,9 @@ def test_of_sampled_neighbours_the_seeds_alone_count():
     data = node_data()
     del data.train_mask
     data.batch_size = 4
-    model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none").eval()
+    model = RelationalGNN(
+        2, 3, level="node", target_kind="classification", layers=ConvolutionLayers(dim=6, norm="none")
+    ).eval()
     measured = model._masked_loss(data, "train")
     scores = model(data.x, data.edge_index)[:4]
     torch.testing.assert_close(measured.loss, F.cross_entropy(scores, data.y[:4], reduction="sum"))
@@ -273,7 +312,9 @@ def test_of_sampled_neighbours_the_seeds_alone_count():
 def test_of_nodes_those_of_target_index_count():
     data = node_data()
     data.target_index = torch.tensor([7, 2])
-    model = RelationalGNN(2, 3, level="node", target_kind="classification", dim=6, norm="none").eval()
+    model = RelationalGNN(
+        2, 3, level="node", target_kind="classification", layers=ConvolutionLayers(dim=6, norm="none")
+    ).eval()
     measured = model._masked_loss(data, "train")
     scores = model(data.x, data.edge_index)[[7, 2]]
     torch.testing.assert_close(measured.loss, F.cross_entropy(scores, data.y[[7, 2]], reduction="sum"))
@@ -286,7 +327,9 @@ def test_of_nodes_those_of_target_index_count():
 )
 def test_nodes_of_the_datamodule(options, least):
     data = GraphDataModule(**options)
-    model = RelationalGNN(dim=16, num_layers=2, norm="none", optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    model = RelationalGNN(
+        layers=ConvolutionLayers(dim=16, num_layers=2, norm="none"), optimizer=lambda p: torch.optim.Adam(p, lr=0.01)
+    )
     run = trainer(max_steps=60, limit_val_batches=0)
     run.fit(model, data)
     assert run.test(model, data, verbose=False)[0]["test/accuracy"] >= least
@@ -296,7 +339,14 @@ def test_nodes_of_the_datamodule(options, least):
 def test_predictions_tell_the_error_of_samples():
     torch.manual_seed(2)
     data = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :3])])
-    model = RelationalGNN(1, 2, **GRAPHS, dim=8, num_layers=2, marks=1, norm="none", class_names=["a", "b"]).eval()
+    model = RelationalGNN(
+        1,
+        2,
+        **GRAPHS,
+        layers=ConvolutionLayers(dim=8, num_layers=2, norm="none"),
+        marking=Marking(1),
+        class_names=["a", "b"],
+    ).eval()
     exact = model.predict_step(data, 0)
     assert exact["standard_error"].abs().max() == 0
     assert set(exact["class"]) <= {"a", "b"}
@@ -311,7 +361,7 @@ def test_predictions_tell_the_error_of_samples():
 
 def test_a_checkpoint_gives_the_same_scores(tmp_path):
     data = GraphDataModule(task="csl")
-    model = RelationalGNN(dim=8, num_layers=2, marks=1)
+    model = RelationalGNN(layers=ConvolutionLayers(dim=8, num_layers=2), marking=Marking(1))
     run = trainer(max_steps=2, limit_val_batches=0)
     run.fit(model, data)
     run.save_checkpoint(tmp_path / "run.ckpt")
@@ -322,24 +372,28 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
     assert loaded.num_classes == 10
 
 
+def layers(**options):
+    return {"layers": ConvolutionLayers(**options)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 3}, "say which nodes are marked, but marks=0"),
-        ({"marks": 1, "triple_readout": True}, "with marks the readout is the sum"),
-        ({"num_layers": 0}, "num_layers=0 leaves the edges out"),
-        ({"num_layers": -1}, "num_layers and marks must be at least 0"),
-        ({"train_samples": None}, "say which nodes are marked, but marks=0"),
-        ({"conv": "GINKonv"}, "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
-        ({"conv": "no-module.Conv"}, "got 'no-module.Conv': no import path"),
-        ({"conv": "GATConv", "conv_options": {"heads": 3}}, r"gave \(2, 192\).*concat: false"),
-        ({"conv": "GCNConv", "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
-        ({"conv": "PNAConv"}, "PNAConv cannot be built of.*aggregators"),
-        ({"conv": "GraphNorm"}, "GraphNorm takes x and batch, and no edge_index"),
+        ({"marking": Marking(samples=3)}, r"say which nodes are marked, but marking\.num_nodes=0"),
+        ({"marking": Marking(1), "triple_readout": True}, "with marked nodes the readout is the sum"),
+        (layers(num_layers=0), r"layers\.num_layers=0 leaves the edges out"),
+        (layers(num_layers=-1), r"layers\.num_layers and marking\.num_nodes must be at least 0.*got -1, 0 and 64"),
+        ({"marking": Marking(train_samples=None)}, "say which nodes are marked, but marking.num_nodes=0"),
+        (layers(conv="GINKonv"), "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv"),
+        (layers(conv="no-module.Conv"), "got 'no-module.Conv': no import path"),
+        (layers(conv="GATConv", conv_options={"heads": 3}), r"gave \(2, 192\).*concat: false"),
+        ({**layers(conv="GCNConv"), "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
+        (layers(conv="PNAConv"), "PNAConv cannot be built of.*aggregators"),
+        (layers(conv="GraphNorm"), "GraphNorm takes x and batch, and no edge_index"),
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
         ({"level": "node", "triple_readout": True}, "no effect on level='node'"),
-        ({"tuples": "edges"}, "say which nodes are marked, but marks=0"),
-        ({"marks": 4}, "connected tuples have 1, 2 or 3 marks, got 4"),
+        ({"marking": Marking(tuples="edges")}, "say which nodes are marked, but marking.num_nodes=0"),
+        ({"marking": Marking(4)}, "connected tuples have 1, 2 or 3 marks, got 4"),
     ],
 )
 def test_refused(options, message):
@@ -364,7 +418,7 @@ def test_a_subclass_has_a_step_of_its_own():
         def readout_sum(self):
             return list(self.parameters())[-1].sum()
 
-    model = Constant(1, 2, **GRAPHS, dim=4, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    model = Constant(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4), optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
     model.configure_model()
     before = [value.clone() for value in model.parameters()]
     trainer(max_steps=2).fit(model, Graphs(triangles_and_hexagons()))
@@ -375,7 +429,7 @@ def test_a_subclass_has_a_step_of_its_own():
 
 def weights_after(data, steps, *callbacks, ckpt_path=None, **options):
     torch.manual_seed(4)
-    model = RelationalGNN(dim=6, num_layers=2, marks=1, norm="batch", dropout=0.2)
+    model = RelationalGNN(layers=ConvolutionLayers(dim=6, num_layers=2, norm="batch", dropout=0.2), marking=Marking(1))
     run = trainer(max_steps=steps, limit_val_batches=0, callbacks=list(callbacks), **options)
     run.fit(model, data, ckpt_path=ckpt_path)
     return run, {name: value.clone() for name, value in model.state_dict().items()}
@@ -404,7 +458,9 @@ def check_nodes_of_two_processes(rank):
 
 def node_model():
     torch.manual_seed(4)
-    return RelationalGNN(dim=6, num_layers=2, norm="none", optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+    return RelationalGNN(
+        layers=ConvolutionLayers(dim=6, num_layers=2, norm="none"), optimizer=lambda p: torch.optim.SGD(p, lr=0.01)
+    )
 
 
 @pytest.mark.slow
@@ -425,7 +481,9 @@ def test_bfloat16_counts_triangles_as_well():
         torch.manual_seed(1)
         data = GraphDataModule(task="substructures", target="triangle", num_graphs=600, global_batch_size=30)
         model = RelationalGNN(
-            dim=16, num_layers=0, triple_readout=True, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)
+            layers=ConvolutionLayers(dim=16, num_layers=0),
+            triple_readout=True,
+            optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
         )
         run = trainer(max_steps=300, limit_val_batches=0, precision=precision)
         run.fit(model, data)
@@ -435,7 +493,9 @@ def test_bfloat16_counts_triangles_as_well():
 
 def test_processes_that_are_seeded_alike_mark_other_nodes():
     batch = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :4]), graph(HEXAGON[:, 1:])] * 4)
-    model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, marks=1, norm="none")
+    model = RelationalGNN(
+        1, 2, **GRAPHS, layers=ConvolutionLayers(dim=5, num_layers=2, norm="none"), marking=Marking(1)
+    )
 
     def scores(rank, world_size=2):
         model._trainer = SimpleNamespace(world_size=world_size, global_rank=rank)
@@ -454,13 +514,19 @@ def test_processes_that_are_seeded_alike_mark_other_nodes():
 def test_all_marks_can_train_at_once():
     torch.manual_seed(3)
     batch = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :4])])
-    model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, marks=1, train_samples=None, norm="none")
+    model = RelationalGNN(
+        1,
+        2,
+        **GRAPHS,
+        layers=ConvolutionLayers(dim=5, num_layers=2, norm="none"),
+        marking=Marking(1, train_samples=None),
+    )
     trained = model.train()(*model._inputs(batch))
     torch.testing.assert_close(trained, model.eval()(*model._inputs(batch)))
 
 
 def test_can_be_fitted_after_a_validation():
-    model, data = RelationalGNN(1, 2, **GRAPHS, dim=4), Graphs(triangles_and_hexagons(4))
+    model, data = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4)), Graphs(triangles_and_hexagons(4))
     run = trainer(max_steps=2)
     run.validate(model, data, verbose=False)
     run.fit(model, data)
@@ -470,7 +536,9 @@ def test_can_be_fitted_after_a_validation():
 def test_stored_triangles_are_those_that_count():
     """The model goes by ``triangle_index`` where a batch has it, and finds the same without."""
     batch = Batch.from_data_list([AddRelationalTriples()(one) for one in triangles_and_hexagons(4)])
-    model = RelationalGNN(1, 2, **GRAPHS, dim=5, num_layers=2, triple_readout=True, norm="none").eval()
+    model = RelationalGNN(
+        1, 2, **GRAPHS, layers=ConvolutionLayers(dim=5, num_layers=2, norm="none"), triple_readout=True
+    ).eval()
     x, edge_index, _, graph, size, stored = model._inputs(batch)
     assert stored.shape == (3, 4)
     expected = model(x, edge_index, None, graph, size)
@@ -480,7 +548,7 @@ def test_stored_triangles_are_those_that_count():
 
 
 def test_a_convolution_of_ones_own():
-    model = RelationalGNN(1, 2, **GRAPHS, conv="tests.models.test_relational.Own", dim=4)
+    model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(conv="tests.models.test_relational.Own", dim=4))
     assert isinstance(model.layers.blocks[0].conv, Own)
 
 

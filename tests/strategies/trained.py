@@ -16,7 +16,7 @@ from torch_geometric.data import Batch, Data
 
 from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models import Experts, FineTuning, RecurrentLayers, Stage
+from lightning_accel.models import ConvolutionLayers, Experts, FineTuning, RecurrentLayers, Stage
 from tests.tolerance import ADAM_EPS
 
 ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=ADAM_EPS)
@@ -82,8 +82,8 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         return model, TensorDataset(tokens, lengths, labels)
     if name == "graphs":
         sizes = {"num_features": 3, "num_classes": 4, "level": "graph", "target_kind": "classification"}
-        layers = {"dim": 8, "num_layers": 2, "norm": "layer"}
-        return RelationalGNN(**sizes, **layers, optimizer=optimizer), Graphs(num_rows, generator)
+        layers = ConvolutionLayers(dim=8, num_layers=2, norm="layer")
+        return RelationalGNN(**sizes, layers=layers, optimizer=optimizer), Graphs(num_rows, generator)
     x = torch.randn(num_rows, 5, generator=generator)
     target = torch.randint(3, (num_rows,), generator=generator)
     if name == "belief_network":
