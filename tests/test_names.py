@@ -38,7 +38,7 @@ TAKERS = {
     "RelationalGNN": ("ab", lambda names: RelationalGNN(class_names=names).class_names),
     "SequenceModel": ("ab", lambda names: SequenceModel(class_names=names).class_names),
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
-    "Pruning": ("head", lambda names: Pruning(0.5, exclude=names)._options.exclude),
+    "Pruning": ("head", lambda names: Pruning(0.5, exclude=names).exclude),
     "Quantization": ("head", lambda names: Quantization(exclude=names).exclude),
     "quantize": ("head", refused_exclusion),
     "find_layers": ("Linear", lambda names: find_layers(nn.ModuleList([net(), nn.Conv1d(1, 1, 1)]), names).left_float),

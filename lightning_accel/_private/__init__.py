@@ -29,6 +29,7 @@ REPLACED = {
     },
     "callbacks/resume/logged_state.py": {"__class__": "a CSVLogger makes its writer itself"},
     "callbacks/weighted_accumulation.py": {"training_step": "no hook sees a step's output before backward"},
+    "callbacks/speedups.py": {"process_dataloader": "no hook comes between a loader and its first iteration"},
     "cli/command.py": {"configure_optimizers": "LightningCLI does so, and ours knows the length of the run"},
     "compress/quantization/fake_quant.py": {"forward": "hooks cannot replace a weight, and wrappers would rename it"},
     "compress/uncompiled.py": {"__call__": "Module.compile cannot be undone"},

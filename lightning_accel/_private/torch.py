@@ -218,3 +218,24 @@ def cpu_capabilities() -> Mapping[str, Any]:
         "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
         "avx512_vnni": torch.cpu._is_vnni_supported(),
     }
+
+
+def allow_recompilations(number: int) -> None:
+    """Let a function be compiled ``number`` times before it stays eager, if that is more than it may now."""
+    import torch._dynamo.config as config  # as a whole takes a second to import, which only compiled runs need
+
+    config.recompile_limit = max(config.recompile_limit, number)
+
+
+def wrapped_frames() -> contextlib.AbstractContextManager[None]:
+    """Let Module.compile compile classes of torch.nn, too, whose own frames torch.compile leaves eager, silently."""
+    import torch._dynamo.config as config
+
+    return config.patch(wrap_top_frame=True)
+
+
+def draw_as_eager() -> None:
+    """Let compiled functions draw the random numbers that they would draw eagerly, in this process from now on."""
+    import torch._inductor.config as config
+
+    config.fallback_random = True

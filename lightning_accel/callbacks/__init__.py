@@ -14,6 +14,7 @@ from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.callbacks.resume.exact_resume import ExactResume
 from lightning_accel.callbacks.resume.sampler_check import SamplerCheck
 from lightning_accel.callbacks.resume.save_on_signal import SaveOnSignal
+from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "RestoringEarlyStopping",
     "SamplerCheck",
     "SaveOnSignal",
+    "Speedups",
     "StallMonitor",
     "WeightedAccumulation",
 ]

@@ -252,3 +252,26 @@ def test_instructions_of_this_cpu():
     assert found.get("avx512_vnni", False) == torch.cpu._is_vnni_supported()
     for name in ("avx512_bf16", "amx_tile"):
         assert getattr(torch.cpu, f"_is_{name}_supported")() in (True, False)
+
+
+@pytest.mark.slow
+def test_compiled_classes_of_torch_and_their_random_numbers(compiler):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    with private.wrapped_frames():
+        module.compile()
+    fallback, limit = torch._inductor.config.fallback_random, torch._dynamo.config.recompile_limit
+    try:
+        private.draw_as_eager()
+        private.allow_recompilations(limit + 1)
+        assert torch._dynamo.config.recompile_limit == limit + 1
+        private.allow_recompilations(1)
+        assert torch._dynamo.config.recompile_limit == limit + 1
+        torch.manual_seed(0)
+        compiled = module(torch.ones(3, 4))
+        torch.manual_seed(0)
+        torch.testing.assert_close(compiled, module.forward(torch.ones(3, 4)))
+    finally:
+        torch._inductor.config.fallback_random, torch._dynamo.config.recompile_limit = fallback, limit
+    assert graphs["unique_graphs"] > before

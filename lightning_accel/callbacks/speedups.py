@@ -1,0 +1,227 @@
+"""Settings that change how fast a run computes, and not what."""
+
+import ctypes
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accel._private.torch import allow_recompilations, wrapped_frames
+from lightning_accel.measure.machine import describe_machine
+from lightning_accel.strategies.sharding.blocks import find_blocks
+
+CompileScope = Literal["children", "blocks"]
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
+
+
+class Speedups(L.Callback):
+    """Apply settings to any run that make it faster on the machine where they were measured.
+
+    ``lightning-accel tune`` finds the settings and writes them to a config. Each is None, and left as the run has it,
+    by default. What is an argument of the Trainer, such as ``precision`` or ``benchmark``, is not repeated here.
+
+    Losses stay equal up to rounding, with these exceptions: compiled layers, and datasets in other workers, draw other
+    random numbers; shuffled loaders whose workers are kept draw other orders from the second epoch on;
+    ``matmul_precision`` rounds the operands of float32 matrix products.
+
+    Args:
+        threads: threads of an operation on the CPU, in each process.
+        num_workers: processes that load batches of each DataLoader, kept over epochs. Loaders of an IterableDataset,
+            which would yield each item once a worker, are left as they are.
+        prefetch_factor: batches that each of these processes loads ahead.
+        pin_memory: load batches to page-locked memory, from which copies to a GPU are asynchronous.
+        optimizer: the implementation of each optimizer that has both: ``fused``, one kernel for all parameters, or
+            ``foreach``, one for each operation.
+        channels_last: store the weights of 2D convolutions with channels as the last dimension, which their inputs
+            follow.
+        compile: compile the ``children`` of the LightningModule, or its repeated ``blocks``, with torch.compile.
+        compile_mode: ``default``, ``reduce-overhead`` or ``max-autotune``.
+        compile_dynamic: compile for all shapes from the beginning; by default once a second shape is met.
+        matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on the CPU).
+        keep_freed_memory: keep memory that tensors on the CPU free, in place of returning it to the operating system,
+            which clears each page before it is used again. It needs glibc, and lasts until the process ends.
+        measured_on: the machine where the settings were measured; a run on another one warns.
+
+    Raises:
+        ValueError: if an option is out of range, or contradicts another.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        optimizer: Literal["fused", "foreach"] | None = None,
+        channels_last: bool = False,
+        compile: CompileScope | None = None,  # the name of torch.compile
+        compile_mode: str = "default",
+        compile_dynamic: bool | None = None,
+        matmul_precision: Literal["high", "medium"] | None = None,
+        keep_freed_memory: bool = False,
+        measured_on: str | None = None,
+    ) -> None:
+        for name, value, least in (("threads", threads, 1), ("num_workers", num_workers, 0)):
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}; got {value}")
+        if prefetch_factor is not None and not (prefetch_factor >= 1 and num_workers):
+            raise ValueError(
+                "prefetch_factor must be at least 1, with num_workers of at least 1; got "
+                f"{prefetch_factor} with {num_workers}"
+            )
+        if compile is None and (compile_mode != "default" or compile_dynamic is not None):
+            raise ValueError("compile_mode and compile_dynamic have no effect without compile: children or blocks")
+        self.threads = threads
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.optimizer = optimizer
+        self.channels_last = channels_last
+        self.compile = compile
+        self.compile_mode = compile_mode
+        self.compile_dynamic = compile_dynamic
+        self.matmul_precision = matmul_precision
+        self.keep_freed_memory = keep_freed_memory
+        self.measured_on = measured_on
+        self._before: dict[str, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.measured_on is not None and self.measured_on != (here := machine_name()):
+            warnings.warn(
+                f"these speedups were measured on another machine ({self.measured_on}), this is {here}: "
+                "run lightning-accel tune here to measure them anew",
+                stacklevel=2,
+            )
+        self._before = {
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        }
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if self.matmul_precision is not None:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.keep_freed_memory:
+            keep_freed_memory()
+        if self.channels_last:
+            _to_channels_last(pl_module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.num_workers is not None or self.pin_memory is not None:
+            self._set_up_loaders(trainer)
+        if self.compile is not None:
+            modules = blocks_of(pl_module) if self.compile == "blocks" else called_children(pl_module)
+            if not modules:
+                warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
+            _compile(modules, self.compile_mode, self.compile_dynamic)
+        for optimizer in trainer.optimizers:
+            if self.optimizer is not None and has_implementations(optimizer):
+                _use_implementation(optimizer, self.optimizer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not self._before:
+            return
+        torch.set_num_threads(self._before["threads"])
+        torch.set_float32_matmul_precision(self._before["matmul_precision"])
+        trainer.strategy.__dict__.pop("process_dataloader", None)
+        self._before = {}
+
+    def _set_up_loaders(self, trainer: L.Trainer) -> None:
+        """Change each loader just before its first iterator, whoever has made it, and whatever Lightning made of it."""
+        process = trainer.strategy.process_dataloader  # which ExactResume has replaced, too
+
+        def process_dataloader(dataloader: object) -> object:
+            for loader in loaders_of(dataloader):
+                self._change(loader)
+            return process(dataloader)
+
+        trainer.strategy.process_dataloader = process_dataloader  # type: ignore[method-assign]
+
+    def _change(self, loader: DataLoader[Any]) -> None:
+        if self.pin_memory is not None:
+            loader.pin_memory = self.pin_memory
+        if self.num_workers is None or isinstance(loader.dataset, IterableDataset):
+            return
+        loader.num_workers = self.num_workers
+        # a DataLoader takes no other value after its __init__, though nothing reads it before the first iterator
+        loader.__dict__["persistent_workers"] = self.num_workers > 0
+        if self.num_workers:
+            loader.prefetch_factor = self.prefetch_factor or loader.prefetch_factor or 2
+        else:
+            loader.prefetch_factor = None
+            loader.timeout = 0
+
+
+def loaders_of(dataloader: object) -> Iterator[DataLoader[Any]]:
+    """Yield the torch DataLoaders in what a strategy processes: one, or none if it is another iterable."""
+    if isinstance(dataloader, DataLoader):
+        yield dataloader
+
+
+def called_children(module: nn.Module) -> list[nn.Module]:
+    """Return the largest modules inside ``module`` that hold parameters and have a forward of their own."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        is_container = type(child).forward is nn.Module.forward or isinstance(child, nn.ModuleList | nn.ModuleDict)
+        found += called_children(child) if is_container else [child]
+    return found
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of ``module`` that are more than a single layer."""
+    return [block for block in find_blocks(module) if any(True for _ in block.children())]
+
+
+def _compile(modules: Sequence[nn.Module], mode: str, dynamic: bool | None) -> None:
+    """Compile modules in place, those of torch.nn, too, whose frames torch.compile leaves out unless it wraps them.
+
+    Wrapped modules share one cache, which has to have room for all of them (github.com/pytorch/pytorch/issues/124269).
+    """
+    allow_recompilations(8 + len(modules))
+    for module in modules:
+        with wrapped_frames() if type(module).__module__.startswith("torch.") else nullcontext():
+            module.compile(mode=mode, dynamic=dynamic)
+
+
+def has_implementations(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer can be switched between its fused and its foreach implementation."""
+    return "fused" in optimizer.defaults and "foreach" in optimizer.defaults
+
+
+def _use_implementation(optimizer: torch.optim.Optimizer, name: str) -> None:
+    chosen = {"fused": name == "fused", "foreach": name == "foreach"}
+    for settings in (optimizer.defaults, *optimizer.param_groups):
+        settings.update(chosen)
+
+
+def _to_channels_last(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in its stub
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep all memory that is freed, and take none by mmap, whose pages are cleared each time.
+
+    Raises:
+        RuntimeError: if the C library is not glibc.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        raise RuntimeError("keep_freed_memory needs the GNU C library (glibc), which this system does not use")
+    libc = ctypes.CDLL(None)
+    if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)):
+        raise RuntimeError("the C library did not take the settings of keep_freed_memory")
+
+
+def machine_name() -> str:
+    """Return a name of this machine for people, with the digest of its hardware."""
+    machine = describe_machine()
+    hardware = [f"{machine.cpu} x {machine.cores:g}", *(gpu.name for gpu in machine.gpus)]
+    return f"{', '.join(hardware)} ({machine.digest})"

@@ -1,0 +1,148 @@
+"""Settings of a run that make it faster, on modules and loaders that know nothing of them."""
+
+import warnings
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_accel.callbacks import Speedups
+from lightning_accel.callbacks.speedups import called_children
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|number of training batches|treespec|defined in the `Stream`|.grad attribute)"
+)
+
+
+class Net(L.LightningModule):
+    """Record the settings that its steps meet."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(channels, 4, 3), nn.ReLU()) for channels in (3, 4)]
+        self.features = nn.Sequential(*blocks)
+        self.heads = nn.ModuleList([nn.Linear(4, 2)])
+        self.losses, self.seen, self.met = [], [], {}
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        features = self.features(x)
+        loss = F.cross_entropy(self.heads[0](features.mean((2, 3))), y)
+        self.losses.append(loss.item())
+        self.seen += x[:, 0, 0, 0].tolist()
+        self.met = {
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "channels_last": features.is_contiguous(memory_format=torch.channels_last),
+            "fused": self.optimizers().param_groups[0]["fused"],
+            "workers": self.trainer.train_dataloader.num_workers,
+            "persistent": self.trainer.train_dataloader.persistent_workers,
+        }
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def samples(n=12):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, 3, 6, 6, generator=generator), torch.arange(n) % 2
+
+
+def fit(loader=None, **speedups):
+    L.seed_everything(1, verbose=False)
+    module = Net()
+    if loader is None:
+        loader = DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=[Speedups(**speedups)], **quiet)
+    trainer.fit(module, loader)
+    return module
+
+
+def test_settings_reach_the_steps_and_end_with_the_run():
+    plain = fit()
+    assert plain.met["threads"] == 1
+    module = fit(threads=2, matmul_precision="high", channels_last=True, optimizer="fused", keep_freed_memory=True)
+    assert module.met["threads"] == 2
+    assert module.met["matmul_precision"] == "high"
+    assert module.met["fused"]
+    assert module.met["channels_last"]
+    assert not plain.met["channels_last"]
+    assert torch.get_num_threads() == 1
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_workers_load_each_item_once_an_epoch():
+    plain, module = fit(), fit(num_workers=2, prefetch_factor=3)
+    assert module.met["workers"] == 2
+    assert module.met["persistent"]
+    assert module.losses[:3] == plain.losses[:3]
+    assert sorted(module.seen[12:]) == sorted(plain.seen[12:])  # in an order that workers that stay draw otherwise
+
+
+def test_workers_can_be_taken_away():
+    loader = DataLoader(TensorDataset(*samples()), batch_size=4, num_workers=1, persistent_workers=True, timeout=9)
+    module = fit(loader, num_workers=0)
+    assert module.met["workers"] == 0
+    assert len(module.losses) == 6
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*samples(), strict=True)
+
+
+def test_an_iterable_dataset_gets_no_workers_that_would_repeat_it():
+    module = fit(DataLoader(Stream(), batch_size=4), num_workers=2)
+    assert module.met["workers"] == 0
+    assert len(module.losses) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["children", "blocks"])
+def test_compiled_modules_train_alike_and_keep_their_names(compiler, scope):
+    torch._dynamo.reset()
+    plain, graphs = fit(), torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    module = fit(compile=scope)
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(plain.losses), rtol=1e-4, atol=1e-5)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert graphs["unique_graphs"] > before
+
+
+def test_children_are_the_largest_modules_that_are_called():
+    module = Net()
+    assert called_children(module) == [module.features, module.heads[0]]
+
+
+def test_another_machine_is_warned_of():
+    with pytest.warns(UserWarning, match="measured on another machine .an abacus.*lightning-accel tune"):
+        fit(measured_on="an abacus")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        Speedups()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "threads must be at least 1; got 0"),
+        ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
+        ({"prefetch_factor": 2}, "prefetch_factor must be at least 1, with num_workers of at least 1"),
+        ({"compile_mode": "max-autotune"}, "no effect without compile"),
+    ],
+)
+def test_rejects(options, message):
+    with pytest.raises(ValueError, match=message):
+        Speedups(**options)
