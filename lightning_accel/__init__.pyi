@@ -1,3 +1,4 @@
+__version__: str
 from lightning_accel.callbacks import CompressionReport as CompressionReport
 from lightning_accel.callbacks import Distillation as Distillation
 from lightning_accel.callbacks import ExactResume as ExactResume
@@ -31,5 +32,4 @@ from lightning_accel.strategies import AccelDDPStrategy as AccelDDPStrategy
 from lightning_accel.strategies import DataParallelStrategy as DataParallelStrategy
 from lightning_accel.strategies import FullyShardedStrategy as FullyShardedStrategy
 from lightning_accel.strategies import PipelineStrategy as PipelineStrategy
-
-__version__: str
+from lightning_accel.tuning import tune as tune

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_accel import __version__
 
 _HELP = f"""\
-usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,doctor,build-ops}} [options]
+usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,tune,doctor,build-ops}} [options]
 
 lightning_accel {__version__}: train and run PyTorch Lightning modules from a config, ours or your own.
 
@@ -19,6 +19,8 @@ subcommands:
   export       write the model to a file that runs without its class, checked on validation data:
                lightning-accel export --config X.yaml --ckpt_path best --format onnx --output model.onnx
 
+  tune         find a faster variant of a run on this machine, proven to learn the same:
+               lightning-accel tune --config X.yaml --budget 10m
   doctor       describe this machine and measure what it reaches: lightning-accel doctor --help
   build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help
 
@@ -59,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lightning_accel.cli.doctor import run_doctor
 
         return run_doctor(arguments[1:])
+    if arguments[0] == "tune":
+        from lightning_accel.cli.tune import run_tune
+
+        return run_tune(arguments[1:])
     if is_program:
         gc.disable()  # a million objects of imported modules, none of them garbage, would be searched again and again
     from lightning_accel.cli import run

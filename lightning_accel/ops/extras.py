@@ -12,6 +12,7 @@ EXTRA_OF = {
     "pandas": "data",
     "pyarrow": "data",
     "rich": "plots",
+    "scipy": "tune",
     "sklearn": "data",
     "torchao": "compress",
 }

@@ -1,0 +1,66 @@
+"""The subcommand ``lightning-accel tune``, and the fits of a config that it measures."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+import yaml
+
+from lightning_accel.cli.command import AccelCLI
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+from lightning_accel.tuning.program import tune
+from lightning_accel.tuning.project import Changes
+from lightning_accel.tuning.variant import TrialError
+
+
+def fit_config(
+    changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, arguments: Sequence[str]
+) -> None:
+    """Fit a config with changes, see :class:`lightning_accel.tuning.project.Project`."""
+    overlay = folder / "overlay.yaml"
+    overlay.write_text(yaml.safe_dump(changes.config()))
+    here = [
+        f"--config={overlay}",
+        f"--seed_everything={seed}",
+        f"--trainer.default_root_dir={folder}",
+        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        f"--trainer.logger.save_dir={folder}",
+        "--ckpt_path=null",
+    ]
+    AccelCLI(["fit", *arguments, *here], callbacks)
+
+
+def run_tune(arguments: Sequence[str]) -> int:
+    """Run ``lightning-accel tune`` with its arguments, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-accel tune",
+        description="Find changes that make a run faster on this machine, and prove that it learns the same.",
+        epilog="All other arguments are those of fit: --config X.yaml, --trainer.max_epochs 3, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--budget", default="10m", help="time for everything, such as 90s, 10m or 1h (default: 10m)")
+    parser.add_argument("--output", default="tuned", help="folder of tuned.yaml and report.md (default: tuned)")
+    try:
+        own, of_fit = parser.parse_known_args(arguments)
+        if not of_fit:
+            parser.error("give the run to tune, as to fit: --config X.yaml")
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        outcome = tune(of_fit, own.budget, own.output)
+    except (ModuleNotFoundError, NotWrittenError, TrialError, ValueError) as error:
+        print(f"lightning-accel tune: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {own.output}, and the same command goes on from there")
+        return 130
+    report = Path(own.output) / "report.md"
+    if not outcome.is_faster:
+        print(f"nothing makes this run faster by more than the interval; see {report}")
+        return 0
+    assert outcome.proof is not None
+    print(f"{outcome.proof.ratio} times as fast; see {report}. Train with")
+    print(f"  lightning-accel fit {' '.join(of_fit)} --config {Path(own.output) / 'tuned.yaml'}")
+    return 0

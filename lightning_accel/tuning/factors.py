@@ -1,0 +1,114 @@
+"""Changes that may make a run faster, as far as facts about the run admit them."""
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_accel.tuning.project import Changes
+
+Kind = Literal["exact", "random", "rounding"]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Hold one change.
+
+    Attributes:
+        name: for tables.
+        group: at most one factor of a group is chosen.
+        kind: ``exact``: losses are equal up to rounding; ``random``: other random numbers are drawn where a dataset
+            draws any; ``rounding``: numbers have fewer digits.
+        changes: the change.
+    """
+
+    name: str
+    group: str
+    kind: Kind
+    changes: Changes
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Hold a factor's name, and why it is not tried."""
+
+    name: str
+    reason: str
+
+
+def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor | Refusal]:
+    """Yield what can be tried on a run, and what cannot.
+
+    Args:
+        facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
+        wait_share: share of a step that the run waits for data.
+    """
+    is_cuda = facts["device"] == "cuda"
+    yield from _precisions(facts, is_cuda)
+    yield from _compilations(facts)
+    yield from _loaders(facts, wait_share, is_cuda)
+    if not is_cuda:
+        for threads in sorted({1, facts["cores"]} - {facts["threads"]}):
+            yield _speedup(f"threads={threads}", "threads", "exact", threads=threads)
+        if platform.libc_ver()[0] == "glibc":
+            yield _speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
+        else:
+            yield Refusal("keep_freed_memory", "the C library is not glibc")
+    else:
+        yield Factor("benchmark", "benchmark", "exact", Changes(trainer={"benchmark": True}))
+    if facts["num_conv2d"]:
+        yield _speedup("channels_last", "channels_last", "exact", channels_last=True)
+    else:
+        yield Refusal("channels_last", "the model has no 2D convolution")
+    if facts["switchable_optimizers"] and not facts["fused"]:
+        yield _speedup("optimizer=fused", "optimizer", "exact", optimizer="fused")
+    else:
+        yield Refusal("optimizer=fused", "no optimizer has a fused implementation that is not used already")
+
+
+def _speedup(name: str, group: str, kind: Kind, **arguments: Any) -> Factor:
+    return Factor(name, group, kind, Changes(speedups=arguments))
+
+
+def _precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
+    if facts["precision"] != "32-true":
+        yield Refusal("precision", f"the run has one of its own: {facts['precision']}")
+        return
+    if facts["bfloat16_units"]:
+        yield Factor("precision=bf16-mixed", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"}))
+    else:
+        yield Refusal("precision=bf16-mixed", "the processor has no bfloat16 units")
+    if is_cuda:
+        yield Factor("precision=16-mixed", "precision", "rounding", Changes(trainer={"precision": "16-mixed"}))
+        yield _speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
+    elif facts["bfloat16_units"]:
+        yield _speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
+
+
+def _compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    if facts["num_children"]:
+        yield _speedup("compile=children", "compile", "exact", compile="children")
+    else:
+        yield Refusal("compile=children", "the module has no submodule with parameters")
+    if facts["num_blocks"] > 1:
+        yield _speedup("compile=blocks", "compile", "exact", compile="blocks")
+    else:
+        yield Refusal("compile=blocks", "the model has no repeated blocks")
+
+
+def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iterator[Factor | Refusal]:
+    loaders = facts["loaders"]
+    if not loaders:
+        yield Refusal("num_workers", "the training data is not in a torch DataLoader")
+        return
+    if is_cuda and not all(loader["pin_memory"] for loader in loaders):
+        yield _speedup("pin_memory", "pin_memory", "exact", pin_memory=True)
+    if any(loader["is_iterable"] for loader in loaders):
+        yield Refusal("num_workers", "with more workers, an IterableDataset would yield each item more than once")
+        return
+    now = max(loader["num_workers"] for loader in loaders)
+    if now == 0 and wait_share < 0.02:
+        yield Refusal("num_workers", f"the run waits for data {wait_share:.1%} of a step")
+        return
+    for number in sorted({0, 1, 2, facts["cores"]} - {now}):
+        yield _speedup(f"num_workers={number}", "num_workers", "random", num_workers=number)

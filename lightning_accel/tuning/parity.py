@@ -1,0 +1,89 @@
+"""Whether two variants of a run learn the same: losses equal up to rounding, or equivalent over seeds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from lightning_accel.ops.extras import import_on_use
+from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.variant import TrialError, Variant
+
+stats = import_on_use("scipy.stats")
+
+Losses = list[list[float]]  # of each seed, of each step
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Hold whether losses agree, and by what test, in a sentence."""
+
+    passed: bool
+    reason: str
+
+
+def record_losses(
+    project: Project,
+    changes: Changes,
+    folder: Path,
+    seeds: Sequence[int],
+    num_steps: int,
+    deadline: float,
+    perturb: bool = False,
+) -> Losses:
+    """Return the losses of the first steps of fits with each seed.
+
+    Raises:
+        TrialError: if a fit fails, hangs, is too short, or has not ended at ``deadline``.
+    """
+    variant = Variant(project, changes, folder)
+    variant.start(seeds, num_steps, perturb)
+    try:
+        variant.wait(deadline)
+    finally:
+        variant.stop()
+    losses = []
+    for seed in seeds:
+        lines = (folder / f"seed_{seed}" / "steps.csv").read_text().splitlines()
+        losses.append([float(line.rpartition(",")[2]) for line in lines])
+        if len(losses[-1]) < num_steps:
+            raise TrialError(f"the run has {len(losses[-1])} steps, fewer than the {num_steps} that are compared")
+    return losses
+
+
+def are_equal(baseline: Losses, perturbed: Losses, variant: Losses) -> Verdict:
+    """Compare losses step by step with what one rounding of each weight at the beginning does to them.
+
+    Until each step, the deviation from the baseline may be ten times the largest that the perturbed baseline has had
+    until then, or ten roundings of the loss if that is more: other orders of summation round more than once.
+    """
+    worst = 0.0
+    for base, moved, other in zip(baseline, perturbed, variant, strict=True):
+        allowed = 0.0
+        for a, b, c in zip(base, moved, other, strict=True):
+            allowed = max(allowed, abs(b - a), 1.2e-7 * abs(a))
+            worst = max(worst, abs(c - a) / allowed if allowed else math.inf * abs(c - a)) if c == c else math.inf
+    passed = worst <= 10
+    return Verdict(passed, f"losses deviate {worst:.1f} times as far as by one rounding of the weights (10 allowed)")
+
+
+def are_equivalent(baseline: Losses, variant: Losses) -> Verdict:
+    """Test whether mean losses of the last third of the steps are equivalent: two one-sided tests of paired seeds.
+
+    The margin is the standard deviation of the baseline over its seeds; both tests are at 5 %.
+
+    Source: Schuirmann 1987, A comparison of the two one-sided tests procedure and the power approach.
+    """
+    base, other = ([fmean(run[-max(1, len(run) // 3) :]) for run in losses] for losses in (baseline, variant))
+    if not all(math.isfinite(value) for value in base + other):
+        return Verdict(False, "losses are nan or infinite")
+    margin = stdev(base)
+    differences = [b - a for a, b in zip(base, other, strict=True)]
+    mean, error = fmean(differences), stdev(differences) / math.sqrt(len(differences))
+    reach = abs(mean) + float(stats.t.ppf(0.95, len(differences) - 1)) * error
+    return Verdict(
+        reach < margin,
+        f"losses after {len(baseline[0])} steps differ by {mean:+.2g}, at most {reach:.2g} (90 % interval over "
+        f"{len(base)} seeds); seeds themselves spread by {margin:.2g}",
+    )

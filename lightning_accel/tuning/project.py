@@ -1,0 +1,115 @@
+"""What is tuned, named so that another process can run it, and the changes that it runs with."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+
+from lightning_accel.callbacks.speedups import Speedups
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Hold what a variant of a run does otherwise.
+
+    Attributes:
+        trainer: arguments of the Trainer.
+        speedups: arguments of :class:`lightning_accel.callbacks.Speedups`.
+    """
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    speedups: dict[str, Any] = field(default_factory=dict)
+
+    def __or__(self, other: "Changes") -> "Changes":
+        return Changes(self.trainer | other.trainer, self.speedups | other.speedups)
+
+    def callbacks(self) -> list[L.Callback]:
+        """Return the callback that applies the speedups, if there are any."""
+        return [Speedups(**self.speedups)] if self.speedups else []
+
+    def config(self) -> dict[str, Any]:
+        """Return the overlay of a config that makes the changes."""
+        appended = [{"class_path": "lightning_accel.callbacks.Speedups", "init_args": self.speedups}]
+        return {"trainer": self.trainer | ({"callbacks+": appended} if self.speedups else {})}
+
+
+@dataclass(frozen=True)
+class Project:
+    """Name a function that fits something, and its arguments.
+
+    Attributes:
+        runner: ``package.module:function``; called as ``function(changes, callbacks, folder, seed, **arguments)``, it
+            fits with the changes and callbacks, and writes only into the folder.
+        arguments: further arguments, of plain values.
+    """
+
+    runner: str
+    arguments: dict[str, Any]
+
+    def fit(self, changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int) -> None:
+        find_function(self.runner)(changes, callbacks, folder, seed, **self.arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def project_of(make: Callable[..., Any]) -> Project:
+    """Return the project of a function ``make(**trainer_options)`` that returns (trainer, module, data).
+
+    Raises:
+        ValueError: if other processes cannot import the function.
+    """
+    file = None if "<locals>" in make.__qualname__ or make.__name__ == "<lambda>" else inspect.getsourcefile(make)
+    if file is None or not Path(file).is_file():
+        raise ValueError(
+            f"tune runs {make.__qualname__} in processes of their own, which import it from its file: define it at the "
+            "top level of a .py file (in a notebook, write one by %%writefile), and give tune the function from there"
+        )
+    return Project("lightning_accel.tuning.project:fit_made", {"make": f"{Path(file).resolve()}:{make.__qualname__}"})
+
+
+def fit_made(changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, make: str) -> None:
+    """Fit what a function of the user returns.
+
+    Raises:
+        TypeError: if it does not return a Trainer, a LightningModule and data.
+    """
+    L.seed_everything(seed, workers=True, verbose=False)
+    made = find_function(make)(**{"default_root_dir": str(folder)} | changes.trainer)
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], L.Trainer)):
+        raise TypeError(f"{make.rpartition(':')[2]} must return (trainer, module, data); got {type(made).__name__}")
+    trainer, module, data = made
+    trainer.callbacks = [*trainer.callbacks, *changes.callbacks(), *callbacks]
+    if data is None or isinstance(data, L.LightningDataModule):
+        trainer.fit(module, datamodule=data)
+    else:
+        trainer.fit(module, data)
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """Return the function of ``package.module:name`` or ``/folder/file.py:name``."""
+    place, _, name = path.rpartition(":")
+    module: Any = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    return getattr(module, name)
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    """Import a file by its own name, as a script beside it would, whose ``__main__`` part does not run."""
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) == str(file):
+        return sys.modules[file.stem]
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # workers of DataLoaders find its classes by this name
+    spec.loader.exec_module(module)
+    return module

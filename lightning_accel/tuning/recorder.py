@@ -1,0 +1,170 @@
+"""What a trial writes down: the time of each step, losses, and facts about the run."""
+
+import json
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from lightning_accel.callbacks.speedups import blocks_of, called_children, has_implementations, loaders_of
+from lightning_accel.measure.machine import Machine, describe_machine
+from lightning_accel.strategies.checkpoints.atomic import write_atomically
+
+
+class TrialEnd(Exception):
+    """End a fit that has shown what a trial is about."""
+
+
+class StepRecorder(L.Callback):
+    """Keep a fit from writing into the user's folders, and write each step as a line of a file.
+
+    A line holds the time at which the step began, which is when the one before it ended; the time at which it ended;
+    the seconds of these that it waited for data; and its loss. Times are those of ``time.monotonic``, which is one
+    clock for all processes; validation is left out.
+
+    Args:
+        folder: where ``steps.csv`` and ``facts.json`` are written, by the first process of the run.
+        num_steps: steps after which :class:`TrialEnd` is raised; None for no end.
+        with_losses: also record losses, for which a GPU has to be waited for.
+        perturb: move each weight by one rounding at the beginning, to learn what rounding does to the losses.
+    """
+
+    def __init__(
+        self, folder: Path, num_steps: int | None = None, with_losses: bool = False, perturb: bool = False
+    ) -> None:
+        self.folder = folder
+        self.num_steps = num_steps
+        self.with_losses = with_losses
+        self.perturb = perturb
+        self._file: IO[str] | None = None
+        self._begin: float | None = None
+        self._waited = self._validated = self._validation_begin = 0.0
+        self.num_recorded = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        unwanted = (Checkpoint, EarlyStopping, ProgressBar)
+        trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, unwanted)]  # type: ignore[attr-defined]
+        if trainer.loggers:
+            trainer.loggers = [CSVLogger(self.folder)]
+        trainer.num_sanity_val_steps = 0
+        trainer.limit_val_batches = min(1, trainer.limit_val_batches)
+        self._begin, self.num_recorded = None, 0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.perturb:
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                    parameter.mul_(1 + sign.to(parameter) * torch.finfo(parameter.dtype).eps)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._begin is not None:
+            self._waited = time.monotonic() - self._begin - self._validated
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validation_begin = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated += time.monotonic() - self._validation_begin
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = self._loss(trainer, outputs) if self.with_losses else float("nan")
+        if trainer.is_global_zero:
+            if self._file is None:
+                self._file = open(self.folder / "steps.csv", "a", buffering=1)  # noqa: SIM115  # the trial's last act
+            now = time.monotonic()
+            if self._begin is not None or self.with_losses:
+                self._file.write(f"{self._begin},{now - self._validated},{self._waited},{loss!r}\n")
+            if self.num_recorded == 0 and not (self.folder / "facts.json").exists():
+                with write_atomically(self.folder / "facts.json") as part:
+                    part.write_text(json.dumps(facts_of(trainer, pl_module, batch)))
+            self._begin, self._waited, self._validated = now, 0.0, 0.0
+        self.num_recorded += 1
+        if self.num_recorded == self.num_steps:
+            raise TrialEnd
+
+    @staticmethod
+    def _loss(trainer: L.Trainer, outputs: Any) -> float:
+        """Return the loss of the step, or the sum of all logged losses where optimization is manual."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            return loss.item()
+        logged = [float(value) for name, value in trainer.callback_metrics.items() if "loss" in name.lower()]
+        return sum(logged) if logged else float("nan")
+
+
+def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[str, Any]:
+    """Return what decides which changes can be tried on a run, as plain values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            num_items = extract_batch_size(batch)
+        except Exception:  # it holds no tensor
+            num_items = 1
+    machine = describe_machine()
+    parameters = list(module.parameters())
+    loaders = [loader for one in _flatten(trainer.train_dataloader) for loader in loaders_of(one)]
+    planned = trainer.estimated_stepping_batches
+    return {
+        "device": trainer.strategy.root_device.type,
+        "world_size": trainer.world_size,
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "planned_steps": None if planned == float("inf") else planned * trainer.accumulate_grad_batches,
+        "items_per_step": num_items * trainer.world_size,
+        "threads": torch.get_num_threads(),
+        "cores": max(1, int(machine.cores)),
+        "bfloat16_units": _has_bfloat16_units(machine, trainer.strategy.root_device),
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
+        "num_children": len(called_children(module)),
+        "num_blocks": len(blocks_of(module)),
+        "switchable_optimizers": [type(one).__name__ for one in trainer.optimizers if has_implementations(one)],
+        "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
+        "loaders": [
+            {
+                "num_workers": loader.num_workers,
+                "pin_memory": loader.pin_memory,
+                "is_iterable": isinstance(loader.dataset, IterableDataset),
+            }
+            for loader in loaders
+        ],
+        "peak_bytes": _peak_bytes(trainer.strategy.root_device),
+    }
+
+
+def _flatten(loaders: Any) -> list[Any]:
+    if isinstance(loaders, dict):
+        return [one for value in loaders.values() for one in _flatten(value)]
+    if isinstance(loaders, list | tuple):
+        return [one for value in loaders for one in _flatten(value)]
+    return [loaders]
+
+
+def _has_bfloat16_units(machine: Machine, device: torch.device) -> bool:
+    """Return whether the device has units for bfloat16 matrix products, which are faster than float32 ones there."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool({"AVX512-BF16", "AMX-BF16"} & set(machine.instruction_sets))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

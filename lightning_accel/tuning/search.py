@@ -1,0 +1,369 @@
+"""The search for a faster variant of a run: each change alone, the winners together, each left out again, the proof."""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+from lightning_accel.tuning.comparison import Ratio, compare, steps_per_second
+from lightning_accel.tuning.factors import Factor, Refusal, factors_for
+from lightning_accel.tuning.journal import Journal
+from lightning_accel.tuning.parity import Verdict, are_equal, are_equivalent, record_losses
+from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.variant import TrialError, Variant
+
+_EXACT_STEPS = 10
+_UNTIL_ALONE, _UNTIL_TOGETHER = 0.45, 0.6  # shares of the budget after which no such measurement begins
+_SEEDS = range(5)
+
+
+@dataclass
+class Measurement:
+    """Hold what was measured of some changes against others.
+
+    Attributes:
+        ratio: how much faster a step is; None if the variant failed.
+        start_seconds: from its start, which includes compilation, until its steps took equally long.
+        over_run: how much faster the whole planned run is, its start included.
+        reason: why it failed, or why it is not taken.
+        seconds: how long the measurement took.
+    """
+
+    ratio: Ratio | None = None
+    start_seconds: float = 0.0
+    over_run: float = 0.0
+    reason: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, result: dict[str, Any]) -> "Measurement":
+        return cls(**result | {"ratio": result["ratio"] and Ratio(**result["ratio"])})
+
+    @property
+    def wins(self) -> bool:
+        return self.ratio is not None and self.ratio.is_faster and self.over_run > 1
+
+
+@dataclass
+class Outcome:
+    """Hold what a search has found.
+
+    Attributes:
+        facts: about the run as it was given.
+        steps_per_second: of the run as it was given.
+        alone: the measurement of each change alone.
+        refused: what was not tried.
+        chosen: the changes of the fastest variant whose losses agree; empty if none is faster.
+        without: how much slower the chosen changes are without each of them.
+        verdicts: on losses.
+        proof: the last measurement, of all chosen changes.
+        seconds: how long everything took.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps_per_second: float = 0.0
+    alone: dict[str, Measurement] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+    chosen: list[Factor] = field(default_factory=list)
+    without: dict[str, Measurement] = field(default_factory=dict)
+    verdicts: list[Verdict] = field(default_factory=list)
+    proof: Measurement | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_faster(self) -> bool:
+        return bool(self.chosen) and self.proof is not None and self.proof.wins
+
+    @property
+    def changes(self) -> Changes:
+        return together(self.chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def together(factors: Iterable[Factor]) -> Changes:
+    """Return the changes of all factors."""
+    return reduce(or_, (factor.changes for factor in factors), Changes())
+
+
+class Search:
+    """Find a faster variant of a project within a time.
+
+    Args:
+        project: what is tuned.
+        folder: where measurements and the files of trials are written; a search that was killed goes on from there.
+        budget: seconds for everything.
+        identity: plain values that tell this project on this machine from others.
+        progress: called with what is being done, the share of the budget that has passed, and the best factor so far.
+
+    Raises:
+        ValueError: if the folder holds measurements of another project.
+    """
+
+    def __init__(
+        self,
+        project: Project,
+        folder: Path,
+        budget: float,
+        identity: dict[str, Any],
+        progress: Callable[[str, float, float], None] = lambda what, share, best: None,
+    ) -> None:
+        self.project = project
+        self.folder = folder
+        self.budget = budget
+        self.progress = progress
+        self.outcome = Outcome()
+        self.journal = Journal(folder / "journal.jsonl", identity)
+        self._begin = time.monotonic() - self.journal.seconds()
+        self._best = 1.0
+        self._trials = 0
+        self._tried: list[Factor] = []
+        self._turn = 1.0
+        self._warm: dict[str, tuple[Variant, float]] = {}
+        shutil.rmtree(folder / "trials", ignore_errors=True)
+
+    def run(self) -> Outcome:
+        """Return the outcome; whatever ends it, :attr:`outcome` holds what was found so far.
+
+        Raises:
+            TrialError: if the run does not work as it is given.
+        """
+        try:
+            self._measure_baseline()
+            winners = self._try_alone()
+            chosen = self._try_together(winners) if len(winners) > 1 else winners
+            self._prove(chosen)
+        except KeyboardInterrupt:
+            self._hand_back_best()
+            raise
+        finally:
+            for variant, _ in self._warm.values():
+                variant.stop()
+            self.outcome.seconds = time.monotonic() - self._begin
+            shutil.rmtree(self.folder / "trials", ignore_errors=True)
+        return self.outcome
+
+    def _measure_baseline(self) -> None:
+        def measure() -> dict[str, Any]:
+            begin = time.monotonic()
+            baseline, start_seconds = self._warm_variant("the run as it is", Changes(), self._deadline(1.0))
+            steps = baseline.run_for(2.0, self._deadline(1.0))
+            return {
+                "facts": baseline.facts(),
+                "rate": steps_per_second(steps),
+                "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
+                "start_seconds": start_seconds,
+                "seconds": time.monotonic() - begin,
+            }
+
+        self._baseline = self.journal.result("baseline", measure)
+        self.outcome.facts = self._baseline["facts"]
+        self.outcome.steps_per_second = self._baseline["rate"]
+        self._turn = min(5.0, max(0.5, 5 / self._baseline["rate"]))
+
+    def _try_alone(self) -> list[Factor]:
+        """Return the fastest factor of each group that is faster than the baseline, the most effective first."""
+        best: dict[str, tuple[float, Factor]] = {}
+        for factor in factors_for(self._baseline["facts"], self._baseline["waited"]):
+            if isinstance(factor, Refusal):
+                self.outcome.refused.append(factor)
+                continue
+            if f"alone {factor.name}" not in self.journal and self._passed() > _UNTIL_ALONE:
+                self.outcome.refused.append(Refusal(factor.name, "the budget did not suffice"))
+                continue
+            self._tried.append(factor)
+            found = self._measure(f"alone {factor.name}", Changes(), factor.changes, most=8)
+            self.outcome.alone[factor.name] = found
+            if found.wins and found.over_run > best.get(factor.group, (1.0,))[0]:
+                best[factor.group] = (found.over_run, factor)
+                self._best = max(self._best, found.over_run)
+        return [factor for _, factor in sorted(best.values(), key=lambda pair: -pair[0])]
+
+    def _try_together(self, winners: list[Factor]) -> list[Factor]:
+        """Return the winners without those that the others make useless; or the best alone if they do not add up."""
+        chosen = list(winners)
+        while len(chosen) > 1:
+            found = self._measure(f"together {_names(chosen)}", Changes(), together(chosen), most=8)
+            if found.ratio is not None:
+                break
+            chosen.pop()  # they cannot work together: without the least effective
+        for factor in reversed(winners):
+            others = [other for other in chosen if other is not factor]
+            name = f"without {factor.name} of {_names(chosen)}"
+            if not others or factor not in chosen or (name not in self.journal and self._passed() > _UNTIL_TOGETHER):
+                continue
+            found = self._measure(name, together(chosen), together(others), most=8)
+            self.outcome.without[factor.name] = found
+            if found.ratio is not None and found.ratio.value > 0.995:
+                self._forget(together(chosen))
+                chosen = others
+        return chosen
+
+    def _prove(self, chosen: list[Factor]) -> None:
+        """Drop what changes losses, then measure what remains until its interval is narrow."""
+        chosen = self._drop_inexact(chosen)
+        while chosen and any(factor.kind != "exact" for factor in chosen):
+            verdict = self._compare_losses(chosen, _SEEDS, self._num_steps(), exactly=False)
+            self.outcome.verdicts.append(verdict)
+            if verdict.passed:
+                break
+            suspect = next((one for one in reversed(chosen) if one.kind == "rounding"), None)
+            suspect = suspect or next(one for one in reversed(chosen) if one.kind == "random")
+            chosen = [factor for factor in chosen if factor is not suspect]
+        self.outcome.chosen = chosen
+        if chosen:
+            self.outcome.proof = self._measure(
+                f"proof {_names(chosen)}", Changes(), together(chosen), least=8, most=40, width=0.03
+            )
+
+    def _hand_back_best(self) -> None:
+        """Choose the change that is the fastest alone, unless all were measured together already."""
+        faster = {name: found for name, found in self.outcome.alone.items() if found.wins}
+        if self.outcome.proof is not None or not faster:
+            return
+        name = max(faster, key=lambda one: faster[one].over_run)
+        self.outcome.chosen = [factor for factor in self._tried if factor.name == name]
+        self.outcome.proof = faster[name]
+        self.outcome.verdicts.append(Verdict(False, f"{name}: interrupted before losses were compared"))
+
+    def _drop_inexact(self, chosen: list[Factor]) -> list[Factor]:
+        exact = [factor for factor in chosen if factor.kind == "exact"]
+        if not exact:
+            return chosen
+        verdict = self._compare_losses(exact, [0], _EXACT_STEPS, exactly=True)
+        self.outcome.verdicts.append(verdict)
+        if verdict.passed:
+            return chosen
+        for factor in exact if len(exact) > 1 else []:
+            verdict = self._compare_losses([factor], [0], _EXACT_STEPS, exactly=True)
+            self.outcome.verdicts.append(verdict)
+            if not verdict.passed:
+                chosen = [other for other in chosen if other is not factor]
+        return chosen if len(exact) > 1 else [other for other in chosen if other is not exact[0]]
+
+    def _compare_losses(
+        self, factors: Sequence[Factor], seeds: Sequence[int], num_steps: int, exactly: bool
+    ) -> Verdict:
+        names = _names(factors)
+        how = "equal" if exactly else "equivalent"
+
+        def losses(changes: Changes, perturb: bool = False) -> list[list[float]]:
+            self._say(f"losses of {names}")
+            return record_losses(
+                self.project, changes, self._new_folder(), seeds, num_steps, self._deadline(1.0), perturb
+            )
+
+        def measure() -> dict[str, Any]:
+            begin = time.monotonic()
+            try:
+                name = f"losses {seeds[-1]} {num_steps}"
+                base = self.journal.result(name, lambda: {"losses": losses(Changes())})["losses"]
+                other = losses(together(factors))
+                if exactly:
+                    moved = self.journal.result(f"{name} perturbed", lambda: {"losses": losses(Changes(), True)})
+                    verdict = are_equal(base, moved["losses"], other)
+                else:
+                    verdict = are_equivalent(base, other)
+            except TrialError as error:
+                verdict = Verdict(False, str(error))
+            return asdict(verdict) | {"seconds": time.monotonic() - begin}
+
+        result = self.journal.result(f"{how} {names}", measure)
+        return Verdict(result["passed"], f"{names}: {result['reason']}")
+
+    def _measure(
+        self, name: str, against: Changes, changes: Changes, *, most: int, least: int = 4, width: float = 0.04
+    ) -> Measurement:
+        def measure() -> dict[str, Any]:
+            begin = time.monotonic()
+            found = Measurement()
+            deadline = self._deadline(0.3 if least == 4 else 1.0)
+            try:
+                reference, _ = self._warm_variant(name, against, deadline)
+                variant, found.start_seconds = self._warm_variant(name, changes, deadline)
+                found.ratio = compare(
+                    reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline
+                )
+                found.over_run = self._over_run(found)
+                found.reason = self._why_not(found)
+            except TrialError as error:
+                found.reason = str(error)
+                self._forget_ended()
+            if not name.startswith("together"):
+                self._forget(changes)
+            found.seconds = time.monotonic() - begin
+            return asdict(found)
+
+        return Measurement.of(self.journal.result(name, measure))
+
+    def _over_run(self, found: Measurement) -> float:
+        assert found.ratio is not None
+        planned = self._baseline["facts"]["planned_steps"]
+        if planned is None:
+            return found.ratio.value
+        training = planned / self._baseline["rate"]
+        extra = max(0.0, found.start_seconds - self._baseline["start_seconds"])
+        return training / (training / found.ratio.value + extra)
+
+    def _why_not(self, found: Measurement) -> str:
+        assert found.ratio is not None
+        if not found.ratio.is_faster:
+            return "not faster" if found.ratio.high < 1 else "no difference that the interval shows"
+        if found.over_run > 1:
+            return ""
+        gain = (1 - 1 / found.ratio.value) / self._baseline["rate"]
+        extra = found.start_seconds - self._baseline["start_seconds"]
+        return f"pays after {math.ceil(extra / gain)} steps; the run has {self._baseline['facts']['planned_steps']}"
+
+    def _warm_variant(self, name: str, changes: Changes, deadline: float) -> tuple[Variant, float]:
+        """Return a frozen variant and how long it took to warm up; one that was used before, if there is one."""
+        key = str(changes)
+        if key not in self._warm:
+            self._say(name)
+            variant = Variant(self.project, changes, self._new_folder())
+            variant.start()
+            try:
+                self._warm[key] = (variant, variant.warm_up(deadline))
+            except BaseException:
+                variant.stop()
+                raise
+        return self._warm[key]
+
+    def _forget(self, changes: Changes) -> None:
+        """End a variant, but for the baseline."""
+        if changes != Changes() and str(changes) in self._warm:
+            self._warm.pop(str(changes))[0].stop()
+
+    def _forget_ended(self) -> None:
+        for key, (variant, _) in list(self._warm.items()):
+            if not variant.is_alive:
+                self._warm.pop(key)[0].stop()
+
+    def _num_steps(self) -> int:
+        """Return the steps of each seed that a tenth of the budget allows, at least 12 and at most 60."""
+        affordable = 0.1 * self.budget * self._baseline["rate"] / len(_SEEDS)
+        return int(min(60, max(12, affordable)))
+
+    def _new_folder(self) -> Path:
+        self._trials += 1
+        return self.folder / "trials" / str(self._trials)
+
+    def _passed(self) -> float:
+        return (time.monotonic() - self._begin) / self.budget
+
+    def _deadline(self, share: float) -> float:
+        """Return when a share of the budget will have passed from now on, or all of it."""
+        return min(time.monotonic() + share * self.budget, self._begin + self.budget)
+
+    def _say(self, what: str) -> None:
+        self.progress(what, min(1.0, self._passed()), self._best)
+
+
+def _names(factors: Iterable[Factor]) -> str:
+    return ", ".join(factor.name for factor in factors)

@@ -1,0 +1,64 @@
+"""Run a variant in a process of its own: ``python -m lightning_accel.tuning.trial SPECIFICATION``.
+
+It is a module of its own so that strategies that start one process per rank start this again, not the caller's program.
+"""
+
+import json
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from lightning_accel._private.torch import draw_as_eager
+from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.recorder import StepRecorder, TrialEnd
+
+
+def run_trial(specification: dict[str, Any], folder: Path) -> None:
+    """Fit with the changes of the specification, again and again if there is no number of steps.
+
+    Args:
+        specification: ``project`` and ``changes`` as dicts; ``seeds``; ``num_steps``, for each of them, or None to go
+            on until the process is killed; ``perturb``.
+        folder: where everything is written.
+    """
+    project = Project(**specification["project"])
+    changes = Changes(**specification["changes"])
+    num_steps = specification["num_steps"]
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if num_steps is not None and changes.speedups.get("compile"):
+        draw_as_eager()
+    while True:
+        for seed in specification["seeds"]:
+            place = folder if num_steps is None else folder / f"seed_{seed}"
+            place.mkdir(exist_ok=True)
+            recorder = StepRecorder(place, num_steps, num_steps is not None, specification["perturb"])
+            try:
+                project.fit(changes, [recorder], place, seed)
+            except TrialEnd:
+                continue
+            if not recorder.num_recorded:
+                raise RuntimeError("the run ended without a training step")
+        if num_steps is not None:
+            return
+
+
+def main() -> int:
+    """Run the trial of the specification that the command line names; leave the reason if it fails."""
+    path = Path(sys.argv[1])
+    try:
+        run_trial(json.loads(path.read_text()), path.parent)
+    except BaseException as error:
+        traceback.print_exc()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            with write_atomically(path.parent / "error.json") as part:
+                part.write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

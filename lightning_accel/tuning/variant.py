@@ -1,0 +1,214 @@
+"""A variant of a run that trains in processes of its own, and that takes turns with others."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_accel.tuning.project import Changes, Project
+
+_POLL = 0.02  # seconds
+
+
+class TrialError(Exception):
+    """Say why a variant did not run."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold when a step began and ended, by ``time.monotonic``, how long it waited for data, and its loss."""
+
+    begin: float
+    end: float
+    waited: float
+    loss: float
+
+
+class Variant:
+    """Train with some changes in a group of processes that is frozen but for its turns.
+
+    A frozen group takes no time from others, and neither its loader's workers nor its ranks go on, so that its queues
+    are as full as they were when its turn ended.
+
+    Args:
+        project: what is fitted.
+        changes: with which changes.
+        folder: an empty folder for its files.
+        stall_timeout: seconds without a step after which it counts as hanging; ten times as long before the first.
+    """
+
+    def __init__(self, project: Project, changes: Changes, folder: Path, stall_timeout: float = 60.0) -> None:
+        self.project = project
+        self.changes = changes
+        self.folder = folder
+        self.stall_timeout = stall_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._read = 0
+        self._rest = ""
+
+    def start(self, seeds: Sequence[int] = (0,), num_steps: int | None = None, perturb: bool = False) -> None:
+        """Start to train, from the first seed again when the run ends unless there is a number of steps."""
+        self.folder.mkdir(parents=True)
+        specification = {
+            "project": self.project.to_dict(),
+            "changes": asdict(self.changes),
+            "seeds": list(seeds),
+            "num_steps": num_steps,
+            "perturb": perturb,
+        }
+        path = self.folder / "trial.json"
+        path.write_text(json.dumps(specification))
+        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        with open(self.folder / "output.txt", "wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_accel.tuning.trial", str(path.resolve())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
+        # when this process ends, however it does, the pipe closes, and nothing frozen stays behind
+        guard = f"read line; kill -KILL -{self._process.pid}"
+        self._guard = subprocess.Popen(["sh", "-c", guard], stdin=subprocess.PIPE, start_new_session=True)
+        if sys.platform == "linux":  # out of memory, the system ends the trial and nothing of the user's
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether its first process runs, frozen or not."""
+        return self._process is not None and self._process.poll() is None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the first step wrote, see :func:`lightning_accel.tuning.recorder.facts_of`."""
+        return json.loads((self.folder / "facts.json").read_text())
+
+    def warm_up(self, deadline: float) -> float:
+        """Let it run until its steps take as long as those before, then freeze it; return the seconds that it took.
+
+        Raises:
+            TrialError: if it fails, hangs, or is not ready at ``deadline``, a time of ``time.monotonic``.
+        """
+        begin = time.monotonic()
+        self._send(signal.SIGCONT)
+        steps: list[Step] = []
+        while not _is_steady(steps):
+            news = self._await_steps(begin if not steps else steps[-1].end, 10 if not steps else 1, deadline)
+            steps += news
+        self._send(signal.SIGSTOP)
+        return time.monotonic() - begin
+
+    def run_for(self, seconds: float, deadline: float) -> list[Step]:
+        """Let it run for some seconds and two whole steps at least, and return the steps that lie in them.
+
+        Raises:
+            TrialError: if it fails, hangs, or has no two steps before ``deadline``.
+        """
+        self.new_steps()
+        begin = time.monotonic()
+        self._send(signal.SIGCONT)
+        steps: list[Step] = []
+        last = begin
+        while time.monotonic() < begin + seconds or len(steps) < 2:
+            for step in self._await_steps(last, 1, deadline):
+                last = step.end
+                if step.begin >= begin:
+                    steps.append(step)
+        self._send(signal.SIGSTOP)
+        return steps
+
+    def wait(self, deadline: float) -> None:
+        """Wait until a variant with a number of steps has ended.
+
+        Raises:
+            TrialError: if it fails, hangs, or has not ended at ``deadline``.
+        """
+        assert self._process is not None
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                raise TrialError("not finished within the budget")
+            time.sleep(_POLL)
+        if self._process.returncode != 0:
+            raise TrialError(self._failure())
+
+    def new_steps(self) -> list[Step]:
+        """Return the steps that were written since the last call."""
+        path = self.folder / "steps.csv"
+        if not path.exists():
+            return []
+        with open(path) as file:
+            file.seek(self._read)
+            text = self._rest + file.read()
+            self._read = file.tell()
+        lines = text.split("\n")
+        self._rest = lines.pop()
+        return [Step(*map(float, line.split(","))) for line in lines]
+
+    def stop(self) -> None:
+        """End all its processes."""
+        if self._process is not None:
+            self._send(signal.SIGKILL)
+            self._process.wait()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.communicate()
+
+    def _await_steps(self, since: float, patience: float, deadline: float) -> list[Step]:
+        assert self._process is not None
+        while not (steps := self.new_steps()):
+            now = time.monotonic()
+            if self._process.poll() is not None:
+                raise TrialError(self._failure())
+            if now > since + self.stall_timeout * patience:
+                raise TrialError(f"hangs: no step for {self.stall_timeout * patience:.0f} s")
+            if now > deadline:
+                raise TrialError("not ready within its share of the budget")
+            time.sleep(_POLL)
+        return steps
+
+    def _failure(self) -> str:
+        assert self._process is not None
+        error = self.folder / "error.json"
+        if error.exists():
+            content = json.loads(error.read_text())
+            message = " ".join(content["message"].split())
+            kind = "out of memory" if is_out_of_memory(content) else content["kind"]
+            return f"{kind}: {message[:300]}"
+        status = self._process.returncode
+        if status < 0:
+            name = signal.Signals(-status).name
+            return f"killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+        return f"ended with status {status}, see {self.folder / 'output.txt'}"
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self._process.pid, number)
+
+
+_RANK_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_out_of_memory(error: Mapping[str, str]) -> bool:
+    """Return whether an exception, as its kind and message, is of memory that could not be allocated."""
+    return (
+        error["kind"] in ("OutOfMemoryError", "MemoryError")
+        or "can't allocate memory" in error["message"]
+        or "out of memory" in error["message"]
+    )
+
+
+def _is_steady(steps: Sequence[Step]) -> bool:
+    """Return whether the last steps took about as long as the few before, and compilation is over."""
+    if len(steps) < 4:
+        return False
+    *_, first, second, third = (step.end - step.begin for step in steps)
+    return max(first, second, third) < 1.5 * min(first, second, third) or len(steps) >= 20

@@ -1,0 +1,76 @@
+"""Runs that somebody else has written, most of which end badly; imported by the processes of trials."""
+
+import ctypes
+import os
+import time
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self, at_step_6=None):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.at_step_6 = at_step_6
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if batch_idx == 6 and self.at_step_6 is not None:
+            self.at_step_6()
+        time.sleep(0.01)
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def run(at_step_6, trainer_options, num_workers=0):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(60, 5, generator=generator), torch.arange(60) % 2)
+    trainer = L.Trainer(**{"max_epochs": 9, "accelerator": "cpu"} | trainer_options)
+    loaders = {"batch_size": 3, "num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return trainer, Net(at_step_6), DataLoader(data, shuffle=True, **loaders)
+
+
+def works(**trainer_options):
+    return run(None, trainer_options, num_workers=1)
+
+
+def raises(**trainer_options):
+    def fail():
+        raise RuntimeError("the batch has\nno label")
+
+    return run(fail, trainer_options)
+
+
+def crashes(**trainer_options):
+    return run(lambda: ctypes.string_at(0), trainer_options)
+
+
+def hangs(**trainer_options):
+    return run(lambda: time.sleep(1000), trainer_options)
+
+
+def takes_all_memory(**trainer_options):
+    return run(lambda: torch.empty(2**55, dtype=torch.uint8), trainer_options)
+
+
+def is_killed(**trainer_options):
+    return run(lambda: os.kill(os.getpid(), 9), trainer_options)
+
+
+def fills_the_disk(**trainer_options):
+    def fail():
+        raise OSError(28, os.strerror(28))
+
+    return run(fail, trainer_options)
+
+
+def returns_nothing(**trainer_options):
+    return None

@@ -1,0 +1,239 @@
+"""Decisions of a search whose variants are as fast as a table says."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from lightning_accel.tuning import search
+from lightning_accel.tuning.comparison import Ratio
+from lightning_accel.tuning.factors import Factor, factors_for
+from lightning_accel.tuning.parity import Verdict
+from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.search import Search
+from lightning_accel.tuning.variant import Step, TrialError
+from lightning_accel.tuning.writing import write_outcome
+
+FACTS = {
+    "device": "cpu",
+    "precision": "32-true",
+    "planned_steps": 10_000,
+    "items_per_step": 8,
+    "threads": 2,
+    "cores": 2,
+    "bfloat16_units": True,
+    "num_conv2d": 3,
+    "num_children": 1,
+    "num_blocks": 4,
+    "switchable_optimizers": ["Adam"],
+    "fused": False,
+    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
+}
+
+
+class World:
+    """Speeds of changes, which multiply; what fails; and how long each takes to start."""
+
+    def __init__(self, monkeypatch, facts=FACTS):
+        self.speed = {"compile": 1.5, "precision": 1.4, "channels_last": 0.8}
+        self.fails, self.unequal, self.start_seconds = {}, set(), {}
+        self.started, self.interrupt_at = [], None
+        world = self
+
+        class Stub:
+            def __init__(self, project, changes, folder):
+                self.changes = changes
+                self.is_alive = True
+
+            def start(self):
+                world.started.append(self.changes)
+                if len(world.started) == world.interrupt_at:
+                    raise KeyboardInterrupt
+
+            def warm_up(self, deadline):
+                names = world.names(self.changes)
+                for name in names:
+                    if name in world.fails:
+                        self.is_alive = False
+                        raise TrialError(world.fails[name])
+                return 5.0 + sum(world.start_seconds.get(name, 0) for name in names)
+
+            def run_for(self, seconds, deadline):
+                duration = 0.1 / world.speed_of(self.changes)
+                return [Step(0.0, duration, 0.2 * duration, 0.0)] * 4
+
+            def facts(self):
+                return facts
+
+            def stop(self):
+                self.is_alive = False
+
+        def compare(reference, variant, **_):
+            value = world.speed_of(variant.changes) / world.speed_of(reference.changes)
+            return Ratio(value, value * 0.98, value * 1.02, 5)
+
+        monkeypatch.setattr(search, "Variant", Stub)
+        monkeypatch.setattr(search, "compare", compare)
+        monkeypatch.setattr(search, "record_losses", lambda project, changes, *_: [world.names(changes)])
+        monkeypatch.setattr(search, "are_equal", self.judge)
+        monkeypatch.setattr(search, "are_equivalent", self.judge)
+
+    @staticmethod
+    def names(changes):
+        return [*changes.trainer, *changes.speedups]
+
+    def speed_of(self, changes):
+        product = 1.0
+        for name in self.names(changes):
+            product *= self.speed.get(name, 1.0)
+        return product
+
+    def judge(self, base, *others):
+        return Verdict(not self.unequal & set(others[-1][0]), "by the table")
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def run(folder, budget=600.0, identity=None):
+    one = Search(Project("nobody:runs", {}), folder, budget, identity or {"of": "a test"})
+    return one.run()
+
+
+def names(outcome):
+    return sorted(factor.group for factor in outcome.chosen)
+
+
+def test_winners_are_joined_and_losers_are_not(world, tmp_path):
+    outcome = run(tmp_path)
+    assert names(outcome) == ["compile", "precision"]
+    assert outcome.is_faster
+    assert outcome.proof.ratio.value == pytest.approx(1.5 * 1.4)
+    assert outcome.alone["channels_last"].reason == "not faster"
+    assert outcome.alone["optimizer=fused"].reason == "no difference that the interval shows"
+
+
+def test_what_the_others_make_useless_is_left_out_again(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(World, "speed_of", lambda self, changes: 1.5 if self.names(changes) else 1.0)
+    world.speed = {}
+    outcome = run(tmp_path)
+    assert len(outcome.chosen) == 1
+    assert len(outcome.without) > 2
+
+
+def test_a_failing_change_is_a_row_and_the_rest_goes_on(world, tmp_path):
+    world.fails = {"compile": "killed by SIGSEGV"}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["precision"]
+    assert outcome.alone["compile=children"].reason == "killed by SIGSEGV"
+    assert "killed by SIGSEGV" in (write_outcome(outcome, tmp_path, "a test", "today")[1]).read_text()
+
+
+def test_changes_whose_losses_deviate_are_dropped(world, tmp_path):
+    world.unequal = {"precision"}
+    assert names(run(tmp_path / "rounding")) == ["compile"]
+    world.unequal = {"compile"}
+    outcome = run(tmp_path / "exact")
+    assert names(outcome) == ["precision"]
+    assert [verdict.passed for verdict in outcome.verdicts] == [False, True]
+
+
+def test_compilation_has_to_pay_within_the_planned_run(monkeypatch, tmp_path):
+    """1000 steps take 100 s; a third of it is saved, but 40 s are compiled."""
+    world = World(monkeypatch, FACTS | {"planned_steps": 1000})
+    world.start_seconds = {"compile": 40}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["precision"]
+    found = outcome.alone["compile=children"]
+    assert found.over_run == pytest.approx(100 / (100 / 1.5 + 40))
+    assert found.reason == "pays after 1200 steps; the run has 1000"
+
+
+def test_nothing_is_handed_back_that_is_not_faster(world, tmp_path):
+    world.speed = {"precision": 1.01}
+    (tmp_path / "tuned.yaml").write_text("of an earlier search")
+    outcome = run(tmp_path)
+    assert not outcome.is_faster
+    assert "Nothing was found" in write_outcome(outcome, tmp_path, "a test", "today")[0].read_text()
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
+def test_a_run_that_does_not_work_as_it_is_ends_the_search(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(search.Variant, "warm_up", lambda self, deadline: (_ for _ in ()).throw(TrialError("no data")))
+    with pytest.raises(TrialError, match="no data"):
+        run(tmp_path)
+
+
+def test_an_interrupted_search_goes_on_and_decides_alike(world, tmp_path):
+    whole = run(tmp_path / "whole")
+    for interruption in range(3):
+        world.interrupt_at = len(world.started) + 3
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "parts")
+        assert len((tmp_path / "parts/journal.jsonl").read_text().splitlines()) > 1 + interruption
+    with open(tmp_path / "parts/journal.jsonl", "a") as file:
+        file.write('{"name": "half a li')
+    world.interrupt_at, before = None, len(world.started)
+    parts = run(tmp_path / "parts")
+    assert parts.changes == whole.changes
+    assert len(world.started) - before < before  # what was measured is not measured again
+    assert run(tmp_path / "parts").changes == whole.changes
+
+
+def test_an_interrupted_search_hands_back_the_best_so_far(world, tmp_path):
+    world.interrupt_at = 5
+    one = Search(Project("nobody:runs", {}), tmp_path, 600.0, {"of": "a test"})
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert names(one.outcome) == ["compile"]
+    assert one.outcome.is_faster
+    assert "interrupted" in one.outcome.verdicts[-1].reason
+
+
+def test_measurements_of_another_run_are_not_mixed(world, tmp_path):
+    run(tmp_path)
+    with pytest.raises(ValueError, match=r"another run.*--output"):
+        run(tmp_path, identity={"of": "another"})
+
+
+def test_the_overlay_says_what_each_line_gained(world, tmp_path):
+    overlay, report, whole, _ = write_outcome(run(tmp_path), tmp_path, "lightning-accel tune", "2030-01-02")
+    content = yaml.safe_load(overlay.read_text())
+    (callback,) = content["trainer"]["callbacks+"]
+    assert content["trainer"]["precision"] == "bf16-mixed"
+    assert callback["init_args"].pop("measured_on")
+    assert callback == {"class_path": "lightning_accel.callbacks.Speedups", "init_args": {"compile": "children"}}
+    lines = {line.strip().partition(":")[0]: line for line in overlay.read_text().splitlines()}
+    assert lines["precision"].endswith("# alone 1.40 (1.37 to 1.43), 2030-01-02")
+    assert lines["compile"].endswith("# alone 1.50 (1.47 to 1.53), 2030-01-02")
+    assert "**2.10 (2.06 to 2.14) times as fast**" in report.read_text()
+    assert json.loads(whole.read_text())["proof"]["ratio"]["value"] == pytest.approx(2.1)
+
+
+def tried(waited=0.2, **facts):
+    return {one.name for one in factors_for(FACTS | facts, waited) if isinstance(one, Factor)}
+
+
+def test_factors_are_those_that_the_run_admits():
+    everything = tried()
+    assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "optimizer=fused"} < everything
+    assert everything - tried(num_conv2d=0) == {"channels_last"}
+    assert everything - tried(bfloat16_units=False) == {"precision=bf16-mixed", "matmul_precision=medium"}
+    assert everything - tried(num_blocks=0) == {"compile=blocks"}
+    assert everything - tried(waited=0.001) == {"num_workers=1", "num_workers=2"}
+    assert everything - tried(loaders=[FACTS["loaders"][0] | {"is_iterable": True}]) == {
+        "num_workers=1",
+        "num_workers=2",
+    }
+    assert tried(loaders=[FACTS["loaders"][0] | {"num_workers": 4}]) - everything == {"num_workers=0"}
+    assert everything - tried(precision="bf16-mixed") == {"precision=bf16-mixed", "matmul_precision=medium"}
+    assert {"precision=16-mixed", "benchmark", "pin_memory"} < tried(device="cuda")
+    assert "threads=1" not in tried(device="cuda")
+
+
+def test_changes_are_joined_field_by_field():
+    joined = Changes({"precision": "a"}, {"threads": 1}) | Changes({"benchmark": True}, {"compile": "blocks"})
+    assert dataclasses.astuple(joined) == ({"precision": "a", "benchmark": True}, {"threads": 1, "compile": "blocks"})

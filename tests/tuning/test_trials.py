@@ -1,0 +1,136 @@
+"""Trials in processes of their own: turns, failures, losses, and what stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_accel.tuning import tune
+from lightning_accel.tuning.parity import are_equal, record_losses
+from lightning_accel.tuning.project import Changes, project_of
+from lightning_accel.tuning.variant import TrialError, Variant
+from tests.tuning import foreign_run
+
+pytestmark = pytest.mark.slow
+
+
+def soon():
+    return time.monotonic() + 120
+
+
+def test_turns_freeze_all_processes(tmp_path):
+    variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "trial")
+    variant.start()
+    try:
+        variant.warm_up(soon())
+        begin = time.monotonic()
+        steps = variant.run_for(0.3, soon())
+        end = time.monotonic()
+        assert len(steps) > 5
+        assert all(begin <= step.begin < step.end <= end for step in steps)
+        assert all(step.end - step.begin > 0.01 for step in steps)
+        assert [a.end for a in steps[:-1]] == [b.begin for b in steps[1:]]
+        time.sleep(0.2)
+        variant.new_steps()  # that ended between the last look and the freeze
+        assert group(variant) == ["T", "T"]  # stopped: it and its worker
+        time.sleep(0.3)
+        assert not variant.new_steps()
+        assert variant.run_for(0.1, soon())
+        assert variant.facts()["loaders"][0]["num_workers"] == 1
+    finally:
+        variant.stop()
+    for _ in range(100):
+        if set(group(variant)) <= {"Z"}:  # the worker's parent is gone
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"left behind in states {group(variant)}")
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def group(variant):
+    """Return the state of each process of a variant."""
+    found = subprocess.run(["ps", "-e", "-o", "stat=,pgid="], capture_output=True, text=True, check=True).stdout
+    pairs = [line.split() for line in found.splitlines()]
+    return [state[0] for state, pgid in pairs if int(pgid) == variant._process.pid]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (foreign_run.raises, "^RuntimeError: the batch has no label"),
+        (foreign_run.crashes, "^killed by SIGSEGV"),
+        (foreign_run.is_killed, "^killed by SIGKILL, as the system does when memory runs out"),
+        (foreign_run.takes_all_memory, "^out of memory: "),
+        (foreign_run.fills_the_disk, "No space left on device"),
+        (foreign_run.hangs, "^hangs: no step for 10 s"),
+        (foreign_run.returns_nothing, r"returns_nothing must return \(trainer, module, data\); got NoneType"),
+    ],
+)
+def test_a_trial_that_fails_says_why(tmp_path, make, reason):
+    variant = Variant(project_of(make), Changes(), tmp_path / "trial", stall_timeout=10)
+    variant.start()
+    try:
+        with pytest.raises(TrialError, match=reason):  # noqa: PT012  # it may fail in either
+            variant.warm_up(soon())
+            variant.run_for(5, soon())
+    finally:
+        variant.stop()
+
+
+def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path):
+    script = (
+        "import os, sys, time\n"
+        "from tests.tuning import foreign_run\n"
+        "from lightning_accel.tuning.project import Changes, project_of\n"
+        "from lightning_accel.tuning.variant import Variant\n"
+        "from pathlib import Path\n"
+        f"variant = Variant(project_of(foreign_run.works), Changes(), Path({str(tmp_path / 'trial')!r}))\n"
+        "variant.start()\n"
+        "variant.warm_up(time.monotonic() + 120)\n"
+        "print(variant._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    caller = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert caller.returncode == -signal.SIGKILL, caller.stderr
+    leader = int(caller.stdout)
+    for _ in range(100):
+        try:
+            os.killpg(leader, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the trial is still there")
+
+
+def test_losses_of_a_variant_are_those_of_the_run(tmp_path):
+    project = project_of(foreign_run.works)
+
+    def losses(name, changes=Changes(), perturb=False, steps=4):  # noqa: B008  # frozen
+        return record_losses(project, changes, tmp_path / name, [0, 1], steps, soon(), perturb)
+
+    base = losses("base")
+    assert [len(run) for run in base] == [4, 4]
+    assert base[0] != base[1]
+    moved = losses("moved", perturb=True)
+    assert moved != base
+    assert are_equal(base, moved, losses("fused", Changes(speedups={"optimizer": "fused"}))).passed
+    rounded = losses("rounded", Changes(trainer={"precision": "bf16-mixed"}))
+    assert not are_equal(base, moved, rounded).passed
+
+
+def test_a_run_that_cannot_start_is_one_message(command, run_folder):
+    (run_folder / "run.yaml").write_text("model: no_such_file.Net\ntrainer: {accelerator: cpu}\n")
+    done = command("tune", "--config", "run.yaml", "--budget", "2m")
+    assert done.status == 1
+    assert "no_such_file" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_function_that_processes_cannot_import_is_rejected():
+    with pytest.raises(ValueError, match=r"top level of a \.py file"):
+        tune(lambda **options: None)

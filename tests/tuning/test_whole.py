@@ -1,0 +1,58 @@
+"""A whole search, from the command line to the overlay that a fit takes."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_accel.tuning.comparison import Ratio
+from lightning_accel.tuning.factors import Factor
+from lightning_accel.tuning.project import Changes
+from lightning_accel.tuning.search import Measurement, Outcome
+from lightning_accel.tuning.writing import write_outcome
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+def test_tune_finds_what_fit_takes(command, run_folder):
+    """Which changes win depends on the machine; on one that is busy, none may."""
+    shutil.copytree(ROOT / "configs", run_folder / "configs")
+    run = ("--config", "configs/moe_digits.yaml", "--trainer.max_epochs", "200")
+    done = command("tune", *run, "--budget", "4m")
+    assert done.status == 0, done.err
+    report = (run_folder / "tuned/report.md").read_text()
+    assert "precision=" in report
+    assert "killed" not in report
+    assert sorted(path.name for path in run_folder.iterdir()) == ["configs", "tuned"]
+    overlay = run_folder / "tuned/tuned.yaml"
+    if overlay.exists():
+        assert yaml.safe_load(overlay.read_text())["trainer"]
+        assert command("fit", *run, "--config", overlay, "--trainer.fast_dev_run", "true").status == 0
+
+
+def test_fit_takes_an_overlay_after_its_config(command, run_folder, tmp_path):
+    """The overlay of any outcome: another machine's, here, which is warned of."""
+    found = Measurement(Ratio(1.5, 1.4, 1.6, 8), 5.0, 1.5)
+    factors = [
+        Factor("precision", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"})),
+        Factor("threads=1", "threads", "exact", Changes(speedups={"threads": 1, "optimizer": "fused"})),
+    ]
+    alone = {factor.name: found for factor in factors}
+    outcome = Outcome({"items_per_step": 1}, 1.0, alone, chosen=factors, proof=found)
+    overlay, *_ = write_outcome(outcome, tmp_path, "a test", "2030-01-02")
+    overlay.write_text(overlay.read_text().replace("measured_on: ", "measured_on: not "))
+    run = ["--config", str(ROOT / "configs/moe_digits.yaml"), "--config", str(overlay)]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        done = command("fit", *run, "--trainer.fast_dev_run", "true")
+    assert done.status == 0, done.err
+    assert any("measured on another machine" in str(one.message) for one in seen)
+    printed = command("fit", *run, "--print_config")
+    trainer = yaml.safe_load(printed.out)["trainer"]
+    assert trainer["precision"] == "bf16-mixed"
+    assert [one["class_path"].rpartition(".")[2] for one in trainer["callbacks"]] == ["ModelCheckpoint", "Speedups"]
+    assert trainer["callbacks"][1]["init_args"]["optimizer"] == "fused"
