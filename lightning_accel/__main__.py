@@ -21,7 +21,8 @@ subcommands:
 
   tune         find a faster variant of a run on this machine, proven to learn the same:
                lightning-accel tune --config X.yaml --budget 10m
-  doctor       describe this machine and measure what it reaches: lightning-accel doctor --help
+  doctor       describe this machine and measure what it reaches; with --config X train X for some seconds, and tell
+               where its time goes and what slows it: lightning-accel doctor --help
   build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help
 
 most used options, after the subcommand:

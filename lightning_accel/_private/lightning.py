@@ -1,6 +1,7 @@
 """Private names of Lightning that the package stands on."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -94,12 +95,25 @@ def set_version(logger: Any, version: int) -> None:
     logger._version = version
 
 
+def copy_into(logger: Any, folder: str) -> Any:
+    """Return a copy of a logger of files that writes to ``folder``, which is public only when it is made."""
+    copied = copy.copy(logger)
+    copied._save_dir = copied._root_dir = folder
+    copied._experiment = None
+    return copied
+
+
 # ---- the Trainer, its command line and its strategy
 
 
 def leave_subcommand_empty(cli: Any, subcommand: str) -> None:
     """Note that a subcommand takes no arguments of its method, as LightningCLI notes them for each parser unseen."""
     cli._subcommand_method_arguments[subcommand] = []
+
+
+def set_default_folder(trainer: L.Trainer, folder: str) -> None:
+    """Set what ``trainer.default_root_dir`` returns, which is public only when the Trainer is made."""
+    trainer._default_root_dir = folder  # type: ignore[attr-defined]  # set by a connector
 
 
 def distributes_samples_by_default(trainer: L.Trainer) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other way to see all operations
@@ -23,6 +24,7 @@ BatchNormBase = _BatchNorm  # of all batch norms, users' own included; the publi
 NormBase = _NormBase  # of all norms with running statistics
 ConvBase = _ConvNd  # of all convolutions
 ConvTransposeBase = _ConvTransposeNd
+DropoutBase = _DropoutNd  # of all dropouts
 LoaderIterator = _BaseDataLoaderIter  # the type of iter(DataLoader), whose documentation names none
 
 # ---- tensors
@@ -89,6 +91,17 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """Return the call of ``module`` with its hooks, without :func:`compiled_call`, which ``__call__`` prefers."""
     return module._call_impl
+
+
+def explain_compilation(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return graphs, breaks and reasons of a compilation, which the documentation names by this private module."""
+    return torch._dynamo.explain(call)(*args, **kwargs)
+
+
+def profile_with_stacks(activities: Sequence[Any]) -> torch.profiler.profile:
+    """Return a profile whose events have the Python stack, for which torch.profiler needs a private option."""
+    config = torch._C._profiler._ExperimentalConfig(verbose=True)
+    return torch.profiler.profile(activities=activities, with_stack=True, experimental_config=config)
 
 
 def compile_frozen(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

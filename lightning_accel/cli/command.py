@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -365,10 +365,14 @@ class _Progress(L.Callback):
     on_predict_start = _start
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], cli: Callable[[list[str], list[L.Callback]], object] = AccelCLI) -> int:
     """Run a command line; reduce an error before the first batch to one message on stderr and a nonzero status.
 
     An error in mid-run keeps its traceback, which the author of a module needs. With ``--debug`` all errors do.
+
+    Args:
+        arguments: the command line.
+        cli: what parses and runs it, with callbacks for its Trainer.
     """
     if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)  # as under python -m: finds the user's modules beside the config
@@ -376,11 +380,11 @@ def run(arguments: Sequence[str]) -> int:
     progress = _Progress()
     command = [argument for argument in arguments if argument != "--debug"]
     if len(command) < len(arguments):
-        AccelCLI(command, [progress])
+        cli(command, [progress])
         return 0
     try:
         require_config_files(command)
-        AccelCLI(command, [progress])
+        cli(command, [progress])
     except SystemExit as stop:  # --help and --print_config have printed their output
         if isinstance(stop.code, str):
             return _fail(stop.code, status=1)

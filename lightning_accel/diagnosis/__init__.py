@@ -1,5 +1,10 @@
 """What a machine and a run are slow at, and what to do about it."""
 
-from lightning_accel.diagnosis.doctor import Diagnosis, doctor
+from pathlib import Path
 
-__all__ = ["Diagnosis", "doctor"]
+from lightning_accel._lazy import lazy_getattr, names_in
+
+_MODULE_OF = names_in(Path(__file__).with_suffix(".pyi"))
+
+__all__ = sorted(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -33,9 +33,66 @@ def test_without_rich_the_tables_are_plain_text(command, quick, monkeypatch):
     assert "\n  all-reduce, 2 processes   1.5 GB/s, 80 µs at least (gloo)\n" in command("doctor").out
 
 
+MODULE = """
+import lightning as L, torch, time
+class Slow(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 10)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0].flatten(1)), batch[1])
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
+    def on_train_batch_end(self, *_):
+        time.sleep(0.03)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_examined_and_leaves_its_folder_untouched(command, quick, run_folder, monkeypatch):
+    (run_folder / "foreign_slow.py").write_text(MODULE)
+    config = """
+model: foreign_slow.Slow
+data: {class_path: DigitsDataModule, init_args: {batch_size: 32}}
+optimizer: {class_path: SGD, init_args: {lr: 0.1}}
+trainer:
+  max_epochs: 1
+  enable_progress_bar: false
+  logger: {class_path: CSVLogger, init_args: {save_dir: runs}}
+  callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: val/loss, dirpath: kept}}]
+"""
+    (run_folder / "x.yaml").write_text(config)
+    monkeypatch.syspath_prepend(run_folder)
+    done = command("doctor", "--config", "x.yaml", "--seconds", 0.5, "--json", "x.json")
+    assert done.status == 0, done.err
+    told = json.loads((run_folder / "x.json").read_text())
+    slow = next(one for one in told["findings"] if one["name"] == "slow hook")
+    assert slow["cost_ms"] == pytest.approx(30, rel=0.25)
+    assert told["run"]["batch_size"] == 32
+    assert told["run"]["flops"] == 2 * 2 * 32 * 64 * 10
+    assert "slow hook" in done.out
+    written = {str(path.relative_to(run_folder)) for path in run_folder.rglob("*") if path.is_file()}
+    assert {one for one in written if "__pycache__" not in one} == {
+        "foreign_slow.py", "x.yaml", "x.json", "figures/doctor_step.png"
+    }  # fmt: skip
+    sys.modules.pop("foreign_slow")
+
+
+def test_mistakes_of_a_run_are_told_as_those_of_fit(command, quick):
+    done = command("doctor", "--model", "MoEClassifier", "--model.num_expert", 4)
+    assert done.status == 2
+    assert "did you mean 'experts.num_experts'?" in done.err
+    done = command("doctor", "--model", "MoEClassifier", "--data", "DigitsDataModule", "--ckpt_path", "auto")
+    assert "leave --ckpt_path out" in done.err
+    limits = ("--trainer.limit_train_batches", 2, "--trainer.max_epochs", 1)
+    done = command("doctor", "--model", "Classifier", "--data", "DigitsDataModule", *limits)
+    assert "ended after 2 batches" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--seconds", 0], "--seconds must be positive; it is 0"),
         (["--folder", "nowhere"], "--folder nowhere is no folder"),
         (["--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written"),
     ],

@@ -190,6 +190,22 @@ def test_a_subcommand_without_arguments(monkeypatch):
     assert cli.trainer.global_step == 1
 
 
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_copies_of_loggers_write_elsewhere(tmp_path, kind):
+    logger = kind(tmp_path / "first", name="runs")
+    copied = private.copy_into(logger, str(tmp_path / "second"))
+    copied.log_metrics({"loss": 1.0}, 0)
+    copied.save()
+    assert not (tmp_path / "first").exists()
+    assert any(path.is_file() for path in (tmp_path / "second").rglob("*"))
+
+
+def test_default_folder(tmp_path):
+    trainer = L.Trainer(logger=False, enable_checkpointing=False)
+    private.set_default_folder(trainer, str(tmp_path))
+    assert trainer.default_root_dir == str(tmp_path)
+
+
 def test_flag_of_samplers():
     for flag in (True, False):
         trainer = L.Trainer(logger=False, enable_checkpointing=False, use_distributed_sampler=flag)

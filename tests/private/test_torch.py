@@ -82,6 +82,32 @@ def test_int8_products_are_summed_in_int32():
     assert private.multiply_int8(a, a).tolist() == [[320000] * 32] * 32
 
 
+def test_dropouts_have_one_base():
+    assert issubclass(nn.Dropout2d, private.DropoutBase)
+    assert not issubclass(nn.Linear, private.DropoutBase)
+
+
+def test_compilations_are_explained(capsys):
+    def broken(x):
+        x = x + 1
+        print("told")
+        return x + 1
+
+    explained = private.explain_compilation(broken, torch.ones(1))
+    assert len(explained.break_reasons) == 1
+    assert explained.break_reasons[0].user_stack[-1].name == "broken"
+
+
+def test_profiles_have_stacks():
+    def adds(x):
+        return x + 1
+
+    with private.profile_with_stacks([torch.profiler.ProfilerActivity.CPU]) as profiled:
+        adds(torch.ones(1))
+    (event,) = [event for event in profiled.events() if event.name == "aten::add"]
+    assert any("test_torch.py" in frame and "adds" in frame for frame in event.stack)
+
+
 def test_transforms():
     assert not private.in_transform()
     assert torch.vmap(lambda x: x + private.in_transform())(torch.zeros(2)).tolist() == [1, 1]

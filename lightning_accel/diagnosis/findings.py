@@ -1,0 +1,197 @@
+"""Findings: what a run is slow at, what it costs in ms a step, and what mends it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from torch import nn
+
+from lightning_accel._private.torch import BatchNormBase
+from lightning_accel.diagnosis.examination import Examined
+from lightning_accel.measure import Machine, Rates, action_times, part_times
+
+_NOTABLE = 0.03  # share of a step from which a cost is worth a line
+_SELDOM = 50  # Lightning's own log_every_n_steps
+_TINY_BATCH = 8
+_PADDED = {"bf16": 32, "fp16": 8}  # widths in elements: AMX tiles of 64 bytes; tensor cores
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Hold one cause of lost time.
+
+    Attributes:
+        name: of the kind of finding, such as ``slow loader``.
+        what: what was seen.
+        cost_ms: time that it takes of each step; 0 if it costs something else.
+        mend: what to do.
+    """
+
+    name: str
+    what: str
+    cost_ms: float
+    mend: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Finding]:
+    """Return the findings of a run, the most expensive first.
+
+    Args:
+        seen: what was seen of the run.
+        machine: the machine that it ran on.
+        rates: rates of that machine, measured with the threads of the run.
+    """
+    parts = part_times(seen.steps)
+    found = [
+        *_slow_loader(seen, parts, machine),
+        *_unpinned(seen, rates),
+        *_host_syncs(seen),
+        *_frequent_logging(seen),
+        *_slow_callbacks(seen, parts),
+        *_waiting(parts),
+        *_float64(seen, parts, rates),
+        *_too_many_threads(seen, machine),
+        *_graph_breaks(seen),
+        *_unused(seen),
+        *_tiny_batch_norms(seen),
+        *_training_in_validation(seen),
+        *_narrow_widths(seen, machine),
+    ]
+    return sorted(found, key=lambda finding: -finding.cost_ms)
+
+
+def _slow_loader(seen: Examined, parts: dict[str, float], machine: Machine) -> Iterator[Finding]:
+    step = sum(parts.values())
+    if parts["data"] < _NOTABLE * step:
+        return
+    workers = sum(facts["num_workers"] or 0 for facts in seen.loader_facts)
+    alone = "" if seen.loading_ms is None else f"; alone it takes {seen.loading_ms:.3g} ms a batch"
+    most = max(int(machine.cores) // seen.world_size, 1)
+    if not workers:
+        mend = f"num_workers=1 to {most}, persistent_workers=True; or prepare samples once, ahead"
+    elif workers > most:
+        mend = f"num_workers={most}: {workers} workers share {machine.cores:g} cores with the training"
+    else:
+        mend = "prepare samples once, ahead, or make __getitem__ faster; more workers where there are more cores"
+    what = f"the loader, with {workers} workers, is slower than the model: {parts['data'] / step:.0%} of a step{alone}"
+    yield Finding("slow loader", what, parts["data"], mend)
+
+
+def _unpinned(seen: Examined, rates: Rates) -> Iterator[Finding]:
+    unpinned = [facts for facts in seen.loader_facts if facts["pin_memory"] is False]
+    if seen.device.type != "cuda" or not unpinned:
+        return
+    cost = 0.0
+    if rates.pinned_bytes_per_s and rates.pageable_bytes_per_s:
+        cost = 1000 * seen.batch_bytes * (1 / rates.pageable_bytes_per_s - 1 / rates.pinned_bytes_per_s)
+    what = "batches are copied to the GPU from memory that is not pinned"
+    yield Finding("no pinned memory", what, max(cost, 0.0), "DataLoader(pin_memory=True)")
+
+
+def _host_syncs(seen: Examined) -> Iterator[Finding]:
+    for sync in seen.syncs:
+        verb = "prints a tensor" if sync.is_print else "reads a number of a tensor"
+        what = f"{sync.place} {verb} {sync.times:g} times a batch, and waits until it is computed"
+        mend = "print every so often" if sync.is_print else "keep it a tensor (detach()), or read it every so often"
+        yield Finding("host sync", what, sync.ms, mend)
+
+
+def _frequent_logging(seen: Examined) -> Iterator[Finding]:
+    if not any(seen.logged) or seen.log_every_n_steps >= _SELDOM:
+        return
+    with_it = [step.parts_ns()["logging"] / 1e6 for step, logged in zip(seen.steps, seen.logged, strict=True) if logged]
+    # where each step logs, what the Trainer does without loggers cannot be told apart, and is small
+    without = [step.parts_ns()["logging"] / 1e6 for step, one in zip(seen.steps, seen.logged, strict=True) if not one]
+    extra = fmean(with_it) - (fmean(without) if without else 0.0)
+    cost = extra * (1 / seen.log_every_n_steps - 1 / _SELDOM)
+    step = sum(part_times(seen.steps).values())
+    if cost >= _NOTABLE * step:
+        what = f"metrics go to the loggers every {seen.log_every_n_steps} steps, {extra:.3g} ms each time"
+        yield Finding("frequent logging", what, cost, f"Trainer(log_every_n_steps={_SELDOM})")
+
+
+def _slow_callbacks(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
+    for action, cost in action_times(seen.steps, "callbacks").items():
+        if cost >= _NOTABLE * sum(parts.values()):
+            yield Finding("slow hook", f"{action} runs in every step", cost, "run it every so often, or make it faster")
+
+
+def _waiting(parts: dict[str, float]) -> Iterator[Finding]:
+    if parts["waiting"] >= _NOTABLE * sum(parts.values()):
+        what = "this rank waits for slower ones"
+        mend = "give all ranks equal work: equal batches, equal devices, no work on one rank alone"
+        yield Finding("uneven ranks", what, parts["waiting"], mend)
+
+
+def _float64(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:
+    if not seen.float64 or seen.precision.startswith("64"):
+        return
+    double, single = rates.matmul.get("fp64"), rates.matmul.get("fp32")
+    saved = 1 - double / single if double and single and double < single else 0.0
+    what = f"float64, twice the memory, in {_listed(seen.float64)}, though precision is {seen.precision}"
+    # those parts at the ratio of the measured rates: an estimate
+    cost = saved * (parts["forward"] + parts["backward"])
+    yield Finding("float64", what, cost, "module.float(), and dtype=torch.float32 where data come from NumPy or lists")
+
+
+def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:
+    workers = sum(facts["num_workers"] or 0 for facts in seen.loader_facts)
+    if seen.device.type != "cpu" or seen.threads * seen.world_size <= machine.cores:
+        return
+    right = max(int(machine.cores) // seen.world_size, 1)
+    what = f"{seen.world_size} processes of {seen.threads} threads" + (f" and {workers} workers" if workers else "")
+    mend = f"OMP_NUM_THREADS={right}, or torch.set_num_threads({right})"
+    cost = max(seen.fewer_threads_saved_ms or 0.0, 0.0)
+    yield Finding("too many threads", f"{what} share {machine.cores:g} cores", cost, mend)
+
+
+def _graph_breaks(seen: Examined) -> Iterator[Finding]:
+    for each in seen.graph_breaks:
+        what = f"the compiled {each.name or 'module'} breaks its graph {each.breaks} times; first: {each.reason}"
+        yield Finding("graph breaks", what, 0.0, "rewrite that line in torch, or compile only the parts without such")
+
+
+def _unused(seen: Examined) -> Iterator[Finding]:
+    if seen.unused:
+        what = f"{len(seen.unused)} parameters get no gradient: {_listed(seen.unused)}"
+        mend = "remove them, or requires_grad_(False); DDP needs find_unused_parameters for them, or accel_ddp"
+        yield Finding("unused parameters", what, 0.0, mend)
+
+
+def _tiny_batch_norms(seen: Examined) -> Iterator[Finding]:
+    names = [name for name, each in seen.module.named_modules() if isinstance(each, BatchNormBase)]
+    if names and seen.batch_size is not None and seen.batch_size < _TINY_BATCH:
+        what = f"batch norms ({_listed(names)}) over {seen.batch_size} samples: their statistics are noise"
+        sync = "Trainer(sync_batchnorm=True), or " if seen.world_size > 1 else ""
+        yield Finding("tiny batch norms", what, 0.0, f"{sync}larger batches, or GroupNorm")
+
+
+def _training_in_validation(seen: Examined) -> Iterator[Finding]:
+    if seen.training_in_validation:
+        what = f"in train mode during validation: {_listed(seen.training_in_validation)}"
+        yield Finding("train mode in validation", what, 0.0, "do not call .train() in validation hooks or forward")
+
+
+def _narrow_widths(seen: Examined, machine: Machine) -> Iterator[Finding]:
+    kind = "bf16" if seen.precision.startswith("bf16") else "fp16" if seen.precision.startswith("16") else ""
+    has_tiles = seen.device.type == "cuda" or any(name.startswith("AMX") for name in machine.instruction_sets)
+    if not kind or not has_tiles:
+        return
+    width = 8 if seen.device.type == "cuda" else _PADDED[kind]
+    names = [
+        f"{name} ({each.in_features} to {each.out_features})"
+        for name, each in seen.module.named_modules()
+        if isinstance(each, nn.Linear) and (each.in_features % width or each.out_features % width)
+    ]
+    if names:
+        what = f"widths that are no multiples of {width} fill tiles badly: {_listed(names)}"
+        yield Finding("narrow widths", what, 0.0, f"pad them to multiples of {width}, vocabularies too")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name or "the module itself" for name in names[:3]) + more

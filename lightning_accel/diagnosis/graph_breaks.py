@@ -1,0 +1,58 @@
+"""Graph breaks of compiled submodules, as ``torch._dynamo.explain`` finds them for inputs of a training batch."""
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_accel._private.torch import compiled_call, compiled_original, explain_compilation, tree_map_only
+from lightning_accel.callbacks.recorded_calls import CallRecorder, Calls
+
+
+class GraphBreaks(NamedTuple):
+    """Hold a compiled submodule's name, how often its graph breaks, and the first reason with its place."""
+
+    name: str
+    breaks: int
+    reason: str
+
+
+class CompiledCalls:
+    """Record the first call of each compiled submodule between ``start`` and ``stop``, and explain it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.names = [
+            name
+            for name, each in module.named_modules()
+            if compiled_original(each) is not None or compiled_call(each) is not None
+        ]
+        self._recorder = CallRecorder()
+        self._stack = ExitStack()
+        self._calls: Calls = {}
+
+    def start(self) -> None:
+        self._recorder.watch(self.module, self.names)
+        self._calls = self._stack.enter_context(self._recorder.recording())
+
+    def stop(self) -> None:
+        self._stack.close()
+        self._recorder.close()
+        for name, calls in self._calls.items():  # without graphs and outputs, which hold memory
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (calls[0].args, calls[0].kwargs))
+            self._calls[name] = [calls[0]._replace(args=args, kwargs=kwargs, output=None)]
+
+    def explain(self) -> list[GraphBreaks]:
+        """Return the submodules with graph breaks; this compiles them anew."""
+        found = []
+        for name, (call,) in self._calls.items():
+            each = self.module.get_submodule(name)
+            plain = compiled_original(each) or each
+            explained = explain_compilation(plain.forward, *call.args, **call.kwargs)
+            if explained.break_reasons:  # there are none either where nothing was compiled
+                first = explained.break_reasons[0]
+                frame = first.user_stack[-1] if first.user_stack else None
+                place = f" at {frame.filename}:{frame.lineno}" if frame else ""
+                reason = next(iter(str(first.reason).strip().splitlines()), "unknown reason")
+                found.append(GraphBreaks(name, explained.graph_break_count, reason + place))
+        return found

@@ -1,0 +1,40 @@
+"""Picture of a step: a timeline of its parts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_accel.diagnosis.run_tables import NAMES
+from lightning_accel.measure import PARTS, Step
+from lightning_accel.ops.extras import require_module
+
+
+def draw_step(steps: Sequence[Step], path: Path) -> None:
+    """Draw the timeline of the step whose time is the median, a row for each part.
+
+    Args:
+        steps: at least one step.
+        path: the PNG file; its folder is created.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is not installed.
+        OSError: if the file cannot be written.
+    """
+    figures = require_module("matplotlib.figure")
+    step = sorted(steps, key=lambda each: each.wall_ns)[len(steps) // 2]
+    begin = step.segments[0].begin
+    parts = [part for part in PARTS if step.parts_ns()[part]]
+    figure = figures.Figure(figsize=(9, 0.6 + 0.35 * len(parts)), layout="constrained")
+    axes = figure.subplots()
+    for index, part in enumerate(parts):
+        bars = [
+            ((segment.begin - begin) / 1e6, (segment.end - segment.begin) / 1e6)
+            for segment in step.segments
+            if segment.part == part
+        ]
+        axes.broken_barh(bars, (index - 0.4, 0.8), facecolors=f"C{PARTS.index(part)}")
+    axes.set_yticks(range(len(parts)), [NAMES.get(part, part) for part in parts])
+    axes.invert_yaxis()
+    axes.set_xlim(0, step.wall_ns / 1e6)
+    axes.set_xlabel(f"ms of a step (the median of {len(steps)})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,64 @@
+"""Tables of a user's run: where its steps spend time and memory, and what slows it."""
+
+from collections.abc import Sequence
+
+from lightning_accel.diagnosis.examination import Examined
+from lightning_accel.diagnosis.findings import Finding
+from lightning_accel.diagnosis.table import Table, in_bytes, with_unit
+from lightning_accel.measure import part_times
+
+NAMES = {
+    "data": "waiting for data",
+    "transfer": "host to device",
+    "callbacks": "callbacks and hooks",
+    "waiting": "waiting for other ranks",
+    "rest": "the Trainer's loop",
+}
+
+
+def run_tables(seen: Examined, share: float | None, findings: Sequence[Finding]) -> list[Table]:
+    """Return the tables of a run.
+
+    Args:
+        seen: what was seen of it.
+        share: its operations per second as a share of the measured peak, None if unknown.
+        findings: what slows it.
+    """
+    return [_time(seen), _sizes(seen, share), _findings(findings)]
+
+
+def _time(seen: Examined) -> Table:
+    parts = part_times(seen.steps)
+    step = sum(parts.values())
+    rows = [
+        (NAMES.get(part, part), f"{spent:.3g}", f"{spent / step:.1%}") for part, spent in parts.items() if spent > 0
+    ]
+    rows.append(("a step", f"{step:.3g}", f"mean of {len(seen.steps)}"))
+    return Table("Where the time of a step goes", ("part", "ms", "share"), rows)
+
+
+def _sizes(seen: Examined, share: float | None) -> Table:
+    step = sum(part_times(seen.steps).values())
+    rows = [("processes", f"{seen.world_size} on {seen.device.type}, {seen.precision}")]
+    if seen.batch_size is not None:
+        rate = 1000 * seen.batch_size * seen.world_size / step
+        rows.append(("samples", f"{rate:.4g} a second, {seen.batch_size} a batch"))
+    if seen.loading_ms is not None:
+        waiting = part_times(seen.steps)["data"]
+        rows.append(("alone", f"loading {seen.loading_ms:.3g} ms a batch, training {step - waiting:.3g} ms"))
+    if seen.flops:
+        peak = "" if share is None else f", {share:.1%} of the measured peak"
+        rows.append(("operations", f"{with_unit(seen.flops, 'FLOP')} a batch{peak}"))
+    if seen.memory is not None:
+        rows += [(name.replace("_", " "), in_bytes(size)) for name, size in seen.memory.to_dict().items()]
+    return Table("The run", (), rows)
+
+
+def _findings(findings: Sequence[Finding]) -> Table:
+    rows = [
+        (finding.name, f"{finding.cost_ms:.3g}" if finding.cost_ms else "", f"{finding.what}. Mend: {finding.mend}")
+        for finding in findings
+    ]
+    if not rows:
+        return Table("Findings: none", (), [("nothing that the doctor knows of slows this run",)])
+    return Table("Findings", ("what", "ms a step", ""), rows)

@@ -1,0 +1,310 @@
+"""Slowness that is planted in a foreign module, and what the doctor says of it."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_accel.diagnosis import Diagnosis, Examined, TooShortError, doctor, examine, find_slowness
+from lightning_accel.diagnosis.picture import draw_step
+from lightning_accel.measure import Rates, Segment, Step, describe_machine, part_times
+from tests.planted import SLEPT, Rows, Sleeping, rows
+from tests.ranks import run_ranks
+
+RATES = Rates("cpu", 1, {"fp64": 1e9, "fp32": 2e9, "bf16": 4e9}, 1e10, None, None, None, None, {})
+
+
+def trainer_of(**options):
+    settings = {
+        "max_epochs": 50,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**settings | options)
+
+
+def findings(module, loader, max_steps=10, **options):
+    seen = examine(trainer_of(**options), module, loader, seconds=60, max_steps=max_steps)
+    found = find_slowness(seen, describe_machine(), RATES)
+    assert [one.cost_ms for one in found] == sorted((one.cost_ms for one in found), reverse=True)
+    return {one.name: one for one in found}, seen
+
+
+@pytest.fixture(autouse=True)
+def clear(run_folder):
+    """An empty folder, which must stay empty."""
+    SLEPT.clear()
+    yield
+    assert not [path for path in run_folder.rglob("*") if path.is_file()]
+
+
+def test_a_sound_run_has_no_findings():
+    class Sound(Sleeping):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+    found, seen = findings(Sound(forward=0.0), rows(8), log_every_n_steps=50)
+    assert set(found) <= {"slow loader", "slow hook"}, found  # of microseconds, in a step of a millisecond
+    assert seen.batch_size == 2
+    assert seen.flops == 2 * 2 * 3 + 2 * 2 * 3  # forward, and the weights' gradient
+    assert seen.memory.parameters == 16
+    assert len(seen.steps) == 10
+
+
+def test_a_sleeping_dataset_is_a_slow_loader():
+    found, seen = findings(Sleeping(), rows(8, seconds=0.02))
+    assert found["slow loader"].cost_ms == pytest.approx(20, rel=0.25)
+    assert seen.loading_ms == pytest.approx(20, rel=0.25)
+    assert "num_workers=" in found["slow loader"].mend
+
+
+def test_a_sleeping_hook_is_named():
+    found, _ = findings(Sleeping(callbacks=0.02), rows(8))
+    assert found["slow hook"].cost_ms == pytest.approx(20, rel=0.25)
+    assert "Sleeping.on_train_batch_end" in found["slow hook"].what
+
+
+class SleepingCSV(CSVLogger):
+    def log_metrics(self, metrics, step=None):
+        time.sleep(0.03)
+        super().log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_logging_at_each_step_costs_what_the_logger_takes(every, run_folder):
+    logger = SleepingCSV(str(run_folder / "logs"))
+    found, seen = findings(Sleeping(forward=0.001), rows(8), logger=logger, log_every_n_steps=every)
+    assert sum(seen.logged) == pytest.approx(10 / every, abs=1)
+    if every == 50:
+        assert "frequent logging" not in found
+    else:
+        assert found["frequent logging"].cost_ms == pytest.approx(30 * (1 / every - 1 / 50), rel=0.25)
+
+
+def test_items_and_prints_are_found_by_their_function(capsys):
+    class Reading(Sleeping):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.last = loss.item() + float(batch.sum())
+            print("loss", loss)
+            return loss
+
+    found = findings(Reading(), rows(8))[1].syncs
+    first = Reading.training_step.__code__.co_firstlineno
+    assert all(one.place.endswith(f"test_findings.py({first}): training_step") for one in found)
+    assert {one.is_print: one.times for one in found} == {False: 2.0, True: pytest.approx(5, abs=5)}
+    assert all(one.ms > 0 for one in found)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_float64_is_found_in_weights_and_batches(precision):
+    class Double(Rows):
+        def __getitem__(self, index):
+            return super().__getitem__(index).double()
+
+    loader = DataLoader(Double(8), batch_size=2)
+    found, seen = findings(Sleeping(forward=0.01).double(), loader, precision=precision)
+    assert seen.multiplies_in == "fp64"
+    if precision == "64-true":  # it is asked for
+        assert "float64" not in found
+        return
+    assert "in net.weight, net.bias, the batch, though precision is 32-true" in found["float64"].what
+    parts = part_times(seen.steps)
+    assert found["float64"].cost_ms == pytest.approx((parts["forward"] + parts["backward"]) / 2)
+
+
+class Unused(Sleeping):
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.drop(self.norm(batch)), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.drop.train()
+
+
+def test_what_the_modules_structure_tells():
+    found, _ = findings(Unused(), rows(8))
+    assert "branch.weight, branch.bias" in found["unused parameters"].what
+    assert "norm" in found["tiny batch norms"].what
+    assert "train mode in validation" not in found  # there is no validation
+
+
+def test_a_module_in_train_mode_is_seen_in_validation():
+    class Validated(Unused):
+        def train_dataloader(self):
+            return rows(8)
+
+        val_dataloader = train_dataloader
+
+    found, _ = findings(Validated(), None)
+    assert found["train mode in validation"].what.endswith("drop")
+
+
+def test_parameters_of_another_optimizer_are_used():
+    """Each backward pass of a GAN reaches the parameters of one network."""
+
+    class Two(Sleeping):
+        def __init__(self):
+            super().__init__(manual=True)
+            self.other = nn.Linear(3, 1)
+
+        def training_step(self, batch, batch_idx):
+            for net, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(net(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
+
+    assert "unused parameters" not in findings(Two(), rows(8))[0]
+
+
+def test_too_many_threads_are_measured_with_fewer(monkeypatch):
+    """Threads cost what they are planted to: each beyond the cores 10 ms."""
+
+    class Crowded(Sleeping):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.01 * torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("lightning_accel.diagnosis.examination.usable_cores", lambda: 1.0)
+    monkeypatch.setattr("lightning_accel.measure.machine.usable_cores", lambda root: 1.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found, seen = findings(Crowded(), rows(8))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert found["too many threads"].cost_ms == pytest.approx(20, rel=0.25)
+    assert part_times(seen.steps)["forward"] == pytest.approx(30, rel=0.25)
+
+
+def test_graph_breaks_of_a_compiled_part_are_counted():
+    class Net(nn.Module):
+        def forward(self, x):
+            x = x + 1
+            print("broken")
+            x = x + 1
+            print("broken")
+            return x + 1
+
+    class Compiled(Sleeping):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.compile(Net(), backend="eager")
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(self.shift(batch), batch_idx)
+
+    found, seen = findings(Compiled(), rows(8), max_steps=3)
+    assert seen.graph_breaks[0].breaks == 2
+    assert f"{Path(__file__).name}:" in found["graph breaks"].what
+
+
+def test_accumulated_batches_are_examined():
+    _, seen = findings(Sleeping(), rows(8), accumulate_grad_batches=3)
+    assert len(seen.steps) == 10
+    assert seen.memory.gradients == 16
+
+
+def test_a_run_that_is_too_short_says_so():
+    with pytest.raises(TooShortError, match="ended after 4 batches, and the doctor needs at least 8"):
+        findings(Sleeping(), rows(4), max_epochs=1)
+
+
+@pytest.mark.slow
+def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, run_folder, capsys, tmp_path_factory):
+    monkeypatch.setattr("lightning_accel.diagnosis.diagnosing.measure_rates", lambda folder, device=None: RATES)
+    found = doctor(lambda: (trainer_of(), Sleeping(callbacks=0.01, forward=0.01), rows(8)), seconds=0.2)
+    assert isinstance(found, Diagnosis)
+    assert found.share_of_peak == pytest.approx(found.run.flops / sum(part_times(found.run.steps).values()) * 1e3 / 2e9)
+    found.print()
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("callbacks and hooks", "slow hook", "of the measured peak", "optimizer states"))
+    target = tmp_path_factory.mktemp("told")
+    found.write_json(target / "x.json")
+    told = json.loads((target / "x.json").read_text())
+    assert told["findings"][0]["name"] == "slow hook"
+    assert sum(told["run"]["parts_ms"].values()) == pytest.approx(told["run"]["step_ms"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib is needed"):
+        found.draw(target)
+
+
+def seen_without_a_run(**facts):
+    step = Step((Segment("forward", "", 0, 10_000_000), Segment("waiting", "", 10_000_000, 14_000_000)))
+    module = nn.Sequential(nn.Linear(30, 64), nn.Linear(64, 65))
+    settings = {"world_size": 1, "precision": "32-true", "batch_size": 64, "log_every_n_steps": 50, "threads": 1}
+    known = {"device": torch.device("cpu"), "module": module, "steps": [step], "logged": [False]}
+    return Examined(**known | settings | facts)
+
+
+def test_unpinned_batches_cost_the_difference_of_the_rates():
+    facts = {"class": "DataLoader", "num_workers": 0, "pin_memory": False}
+    rates = replace(RATES, pinned_bytes_per_s=20e9, pageable_bytes_per_s=5e9)
+    cuda = {"device": torch.device("cuda"), "batch_bytes": 10**8}
+    (found,) = [
+        one
+        for one in find_slowness(seen_without_a_run(**cuda, loader_facts=[facts]), describe_machine(), rates)
+        if one.name == "no pinned memory"
+    ]
+    assert found.cost_ms == pytest.approx(20 - 5)
+    for other in ({"loader_facts": [facts]}, cuda | {"loader_facts": [facts | {"pin_memory": True}]}):
+        names = [one.name for one in find_slowness(seen_without_a_run(**other), describe_machine(), rates)]
+        assert "no pinned memory" not in names
+
+
+def test_waiting_for_ranks_is_a_finding():
+    (found,) = find_slowness(seen_without_a_run(world_size=2), replace(describe_machine(), cores=4), RATES)
+    assert (found.name, found.cost_ms) == ("uneven ranks", 4.0)
+
+
+def test_widths_matter_where_there_are_tiles():
+    amx = replace(describe_machine(), instruction_sets=("AVX2", "AMX", "AMX-BF16"), cores=4)
+    named = {one.name: one for one in find_slowness(seen_without_a_run(precision="bf16-mixed"), amx, RATES)}
+    assert named["narrow widths"].what.endswith("0 (30 to 64), 1 (64 to 65)")
+    for machine, precision in ((replace(amx, instruction_sets=("AVX2",)), "bf16-mixed"), (amx, "32-true")):
+        found = find_slowness(seen_without_a_run(precision=precision), machine, RATES)
+        assert "narrow widths" not in [one.name for one in found]
+
+
+def check_ranks(rank):
+    trainer = trainer_of(strategy="ddp", devices=2)
+    seen = examine(trainer, Sleeping(forward=0.02 * rank), rows(16), seconds=60, max_steps=5)
+    return None if seen is None else (seen.world_size, part_times(seen.steps)["waiting"])
+
+
+@pytest.mark.slow
+def test_of_two_ranks_the_first_tells():
+    (world_size, waiting), nothing = run_ranks(check_ranks)
+    assert nothing is None
+    assert world_size == 2
+    assert waiting == pytest.approx(20, rel=0.25)
+
+
+def test_the_timeline_has_a_row_for_each_part(tmp_path_factory):
+    segments = [("data", 0, 2), ("forward", 2, 5), ("rest", 5, 6), ("forward", 6, 9)]
+    step = Step(tuple(Segment(part, "action", begin * 10**6, end * 10**6) for part, begin, end in segments))
+    path = tmp_path_factory.mktemp("drawn") / "figures" / "step.png"
+    draw_step([step], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
