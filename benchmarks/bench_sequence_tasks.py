@@ -24,6 +24,7 @@ import torch
 from sequence_tasks import TASKS, TaskDataModule
 
 from lightning_accel import SequenceDataModule, SequenceModel
+from lightning_accel.data import GeneratedSequences
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models import RecurrentLayers
 
@@ -42,10 +43,12 @@ class Recipe(NamedTuple):
 
 CELLS = {"gru": {"cell": "gru"}, "lstm": {"cell": "lstm"}}
 ALL_CELLS = {"rnn": {"cell": "rnn"}, **CELLS}
-FRESH = {"num_sequences": 80_000, "val_share": 0.02, "test_share": 0.03}  # as many as 1200 steps of 64 see
+SHARES = {"val_share": 0.02, "test_share": 0.03}
+FRESH = 80_000  # sequences: as many as 1200 steps of 64 see
 RECIPES = {
     "adding": Recipe(
-        {"task": "adding", "length": 100, **FRESH}, 1200, {"hidden_dim": 64},
+        {"task": "adding", "generated": GeneratedSequences(length=100, num_sequences=FRESH), **SHARES},
+        1200, {"hidden_dim": 64},
         {**CELLS, "mingru, 2 layers": {"cell": "mingru", "num_layers": 2}},
         {"gru": 6.9e-4, "lstm": 0.170, "mingru, 2 layers": 2.1e-4},
     ),
@@ -78,13 +81,17 @@ RECIPES = {
         {"gru": 53, "lstm": 113, "mingru, 2 layers": 40},
     ),
     "selective_copying": Recipe(
-        {"task": "selective_copying", "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 4500,
+        {"task": "selective_copying", "global_batch_size": 32, **SHARES,
+         "generated": GeneratedSequences(num_sequences=2 * FRESH)},
+        4500,
         {"cell": "mingru", "hidden_dim": 192, "residual": True},
         {"mingru": {}, "mingru, 2 layers": {"num_layers": 2}, "mingru, 3 layers": {"num_layers": 3}},
         {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=2e-2,
     ),
     "selective_copying, gated by the state": Recipe(
-        {"task": "selective_copying", "global_batch_size": 32, **FRESH, "num_sequences": 160_000}, 3000,
+        {"task": "selective_copying", "global_batch_size": 32, **SHARES,
+         "generated": GeneratedSequences(num_sequences=2 * FRESH)},
+        3000,
         {"cell": "gru", "hidden_dim": 128, "residual": True},
         {"gru, 3 layers": {"num_layers": 3}}, {}, lr=5e-3,
     ),
@@ -148,7 +155,7 @@ def accepted_up_to(model: SequenceModel, data: SequenceDataModule) -> int:
 def check() -> None:
     """The tasks say what they should, by another way."""
     for task in ("adding", "parity", "parity_steps"):
-        data = make_data(task, num_sequences=200, seed=5)
+        data = make_data(task, generated=GeneratedSequences(num_sequences=200), seed=5)
         data.setup()
         for x, lengths, target, _ in data.test_dataloader():
             for row, steps, expected in zip(x, lengths.tolist(), target, strict=True):

@@ -94,7 +94,7 @@ def shortened(name: str) -> dict[str, Any]:
         config["model"]["init_args"]["stages"][0]["epochs"] = 2
         config["data"]["init_args"].update(copies=20, batch_size=200)
     if name == "rnn_adding":
-        config["data"]["init_args"].update(num_sequences=300, length=20)
+        config["data"]["init_args"]["generated"] = {"num_sequences": 300, "length": 20}
     skipped = ("Quantization", "Export") if name.startswith("compress") else ()
     trainer["callbacks"] = [one for one in trainer["callbacks"] if one["class_path"].rpartition(".")[2] not in skipped]
     return config

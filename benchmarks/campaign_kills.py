@@ -51,7 +51,8 @@ SUBJECTS: dict[str, Subject] = {
     "experts, validated within epochs": Subject("moe_digits", {**_DIGITS, "val_check_interval": 5}, every_n_steps=4),
     "recurrent": Subject("rnn_digits", _STEPS, {"layers": {"bidirectional": True, "hidden_dim": 16}}),
     "recurrent, adding": Subject(
-        "rnn_adding", _STEPS, {"layers": {"cell": "lstm", "hidden_dim": 8}}, {"num_sequences": 800, "length": 20}),
+        "rnn_adding", _STEPS, {"layers": {"cell": "lstm", "hidden_dim": 8}},
+        {"generated": {"num_sequences": 800, "length": 20}}),
     "recurrent, lines": Subject("rnn_jsonl", {**_DIGITS, "max_epochs": 2}, {"layers": {"hidden_dim": 16}}),
     "graphs": Subject(
         "relational_csl", {**_STEPS, "check_val_every_n_epoch": 2},

@@ -505,8 +505,8 @@ def _sequences() -> Iterable[Case]:
         gzip_of_blank_3_GB=blanks,
     )
     steps = _values({"target": [0]}).replace('"a"', "[0, 1]").replace('"b"', "[1, 0]")
-    labelling: Read = lambda path: sequences(path, target_kind="labelling")  # noqa: E731
-    regression: Read = lambda path: sequences(path, target_kind="regression")  # noqa: E731
+    labelling: Read = lambda path: sequences(path, layout={"target_kind": "labelling"})  # noqa: E731
+    regression: Read = lambda path: sequences(path, layout={"target_kind": "regression"})  # noqa: E731
     yield Case("sequences: one label too few", _file(name, steps), labelling, False)
     yield Case("sequences: a class for a number", _file(name, whole), regression, False)
     yield Case(

@@ -42,8 +42,8 @@ TASKS = {
 class TaskDataModule(SequenceDataModule):
     """SequenceDataModule of one of TASKS, with as many sequences of each split as for its own generated task."""
 
-    def __init__(self, task: str, num_sequences: int = 10_000, **options: Any) -> None:
-        super().__init__(task="adding", num_sequences=num_sequences, **options)
+    def __init__(self, task: str, **options: Any) -> None:
+        super().__init__(task="adding", **options)
         self.name = task
 
     def _read(self) -> SequenceSplits:

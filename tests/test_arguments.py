@@ -12,7 +12,6 @@ EXCEPTIONS = {
     "callbacks.early_stopping.EarlyStopping",  # deprecated
     # yet to be grouped
     "data.graphs.datamodule.GraphDataModule",
-    "data.sequences.datamodule.SequenceDataModule",
 }
 
 

@@ -64,7 +64,7 @@ class _Parser(LightningArgumentParser):
         return super().add_class_arguments(theclass, nested_key, **kwargs)
 
     def parse_object(self, obj: Namespace | dict[str, Any], *args: Any, **kwargs: Any) -> Namespace:
-        values = vars(obj) if isinstance(obj, Namespace) else obj
+        values = obj.as_dict() if isinstance(obj, Namespace) else obj  # vars() marks names of methods, as "values"
         if not self._new_names.keys().isdisjoint(values):
             obj = rename(values, self._new_names, self._owner)
         return super().parse_object(obj, *args, **kwargs)

@@ -8,7 +8,9 @@ from lightning_accel.data.pictures.digits import DigitsDataModule
 from lightning_accel.data.pictures.idx import IdxDataModule, read_idx
 from lightning_accel.data.sequences.batch import SequenceBatch
 from lightning_accel.data.sequences.datamodule import SequenceDataModule
+from lightning_accel.data.sequences.files import SequenceLayout
 from lightning_accel.data.sequences.length_sampler import LengthBatchSampler, length_batch_loader
+from lightning_accel.data.sequences.splits import GeneratedSequences
 from lightning_accel.data.tables.datamodule import CSVFormat, TabularDataModule
 from lightning_accel.data.text.datamodule import TextDataModule
 
@@ -21,11 +23,13 @@ __all__ = [
     "BarsAndStripesDataModule",
     "CSVFormat",
     "DigitsDataModule",
+    "GeneratedSequences",
     "GraphDataModule",
     "IdxDataModule",
     "LengthBatchSampler",
     "SequenceBatch",
     "SequenceDataModule",
+    "SequenceLayout",
     "TabularDataModule",
     "TextDataModule",
     "length_batch_loader",

@@ -440,6 +440,27 @@ def test_old_names_of_arguments_work_in_configs_and_options(command):
     assert "no option 'fators'" in result.err
 
 
+def test_saved_config_with_old_flat_options_of_sequences(command, run_folder):
+    """One of the options is called values, as a method of the parser's namespaces is."""
+    flat = {"length": None, "test_length": None, "num_sequences": None, "target_kind": "regression", "target": "y"}
+    flat |= {"values": [], "id_column": "who", "step_column": None}
+    old = {"class_path": "lightning_accel.SequenceDataModule", "init_args": flat}
+    (run_folder / "old.yaml").write_text(yaml.safe_dump({"data": old}))
+
+    def layout(*options):
+        with pytest.warns(FutureWarning, match=r"SequenceDataModule: \w+ is now called"):
+            result = command("fit", "--model=SequenceModel", "--config=old.yaml", *options, "--print_config")
+        assert result.status == 0, result.err
+        shown = yaml.safe_load(result.out)["data"]["init_args"]
+        assert set(shown["generated"].values()) == {None}
+        assert not shown.keys() & flat.keys()
+        return shown["layout"]
+
+    expected = {"target_kind": "regression", "target": "y", "values": [], "id_column": "who", "step_column": None}
+    assert layout() == expected
+    assert layout("--data.values=[x]") == layout("--data.layout.values=[x]") == expected | {"values": ["x"]}
+
+
 @pytest.mark.usefixtures("own")
 def test_old_names_of_options_of_a_dataclass_work_in_configs_and_options(command):
     old = {"class_path": "own_module.Grouped", "init_args": {"factors": [1.0, 2.0], "size": 4, "bias": False}}

@@ -111,7 +111,7 @@ def test_a_text_is_one_name_not_a_name_for_each_letter(tmp_path):
     data.setup()
     assert data.feature_names == ["a=0", "a=1", "a=2"]
     (tmp_path / "s.csv").write_text("id,step,key,v,target\n" + "".join(f"{i},0,x{i},{i},{i % 2}\n" for i in range(40)))
-    sequences = SequenceDataModule(tmp_path / "s.csv", values="v")
+    sequences = SequenceDataModule(tmp_path / "s.csv", layout={"values": "v"})
     sequences.setup()
     assert sequences.feature_names == ["v"]
     assert TextDataModule(prompts="once", suffixes="txt").prompts == ["once"]

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import ExactResume, SequenceDataModule, SequenceModel
 from lightning_accel.callbacks import WeightedAccumulation
+from lightning_accel.data import GeneratedSequences
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models import RecurrentLayers
 from lightning_accel.models.rnn import forecast
@@ -397,7 +398,12 @@ class TestTruncation:
     def test_a_datamodule_that_cuts_sequences_is_trained_on_and_resumed_within_one(self, tmp_path, callbacks):
         def run(max_steps, ckpt_path=None):
             torch.manual_seed(1)
-            data = SequenceDataModule(task="adding", length=32, num_sequences=80, global_batch_size=20, chunk_steps=6)
+            data = SequenceDataModule(
+                task="adding",
+                generated=GeneratedSequences(length=32, num_sequences=80),
+                global_batch_size=20,
+                chunk_steps=6,
+            )
             model = SequenceModel(layers=RecurrentLayers(hidden_dim=8, cell="lstm"), optimizer=SGD)
             fitted = trainer(max_epochs=-1, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
             fitted.fit(model, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)

@@ -1,6 +1,6 @@
 """Sequences of unequal lengths. Shapes: B sequences, T steps of the longest, F features, K values of a target."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +14,10 @@ from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.sequences.dataset import SequenceDataset
-from lightning_accel.data.sequences.files import Layout, TargetKind
+from lightning_accel.data.sequences.files import SequenceLayout, TargetKind
 from lightning_accel.data.sequences.length_sampler import LengthBatchSampler
 from lightning_accel.data.sequences.splits import (
+    GeneratedSequences,
     Length,
     SequenceSplits,
     TaskName,
@@ -27,6 +28,7 @@ from lightning_accel.data.sequences.splits import (
 )
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 
 
@@ -55,16 +57,10 @@ class SequenceDataModule(L.LightningDataModule):
         task: a generated task, if there is no ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows,
             ``digits_pixels``, as 64 pixels, ``digits_permuted``, as 64 pixels in a fixed random order; ``adding``, the
             sum of two marked numbers.
-        length: steps of a generated sequence, or a pair of their minimum and maximum; by default 100.
-        test_length: like ``length``, for test sequences; by default equal to ``length``.
-        num_sequences: number of generated sequences, for training, validation and test together; by default 10,000.
-        target_kind: target in a file: a class (``classification``) or one or K numbers (``regression``) for each
-            sequence, a class for each step (``labelling``; steps without one do not count), or none (``forecasting``).
-        target: column or field of the target.
-        values: columns of the features, or the field of the sequence; by default all columns without another role, or
-            the field ``values``, ``tokens``, ``input_ids`` or ``text``.
-        id_column: column with the id of a row's sequence, or field with the id of a line.
-        step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
+        generated: number and lengths of the sequences of ``adding``, see
+            :class:`lightning_accel.data.GeneratedSequences`.
+        layout: target of a file, and which of its columns or fields hold what, see
+            :class:`lightning_accel.data.SequenceLayout`.
         global_batch_size: sequences per step, over all processes; with ``max_tokens``, the largest number.
         max_tokens: largest number of steps of a batch, including padding.
         chunk_steps: steps per chunk of training sequences, for truncated back-propagation through time.
@@ -94,20 +90,18 @@ class SequenceDataModule(L.LightningDataModule):
     target_std: list[float] | None
     predict_ids: list[str]
 
-    @renamed_arguments(batch_size="global_batch_size")
+    @renamed_arguments(
+        batch_size="global_batch_size",
+        **{name: f"generated.{name}" for name in options_of(GeneratedSequences())},
+        **{name: f"layout.{name}" for name in options_of(SequenceLayout())},
+    )
     def __init__(
         self,
         path: str | Path | None = None,
         task: TaskName | None = None,
         *,
-        length: Length | None = None,
-        test_length: Length | None = None,
-        num_sequences: int | None = None,
-        target_kind: TargetKind = "classification",
-        target: str = "target",
-        values: str | Sequence[str] = (),
-        id_column: str = "id",
-        step_column: str | None = "step",
+        generated: GeneratedSequences = GeneratedSequences(),
+        layout: SequenceLayout = SequenceLayout(),
         global_batch_size: int = 64,
         max_tokens: int | None = None,
         chunk_steps: int | None = None,
@@ -121,21 +115,23 @@ class SequenceDataModule(L.LightningDataModule):
         require_at_least(1, global_batch_size=global_batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
         require_at_least(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
-        if target_kind not in get_args(TargetKind):
-            raise ValueError(f"target_kind must be one of {', '.join(get_args(TargetKind))}; got {target_kind!r}")
+        generated, layout = read_options(GeneratedSequences, generated), read_options(SequenceLayout, layout)
+        if layout.target_kind not in get_args(TargetKind):
+            kinds = ", ".join(get_args(TargetKind))
+            raise ValueError(f"layout.target_kind must be one of {kinds}; got {layout.target_kind!r}")
         self.path = None if path is None else existing_file(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
-        self.layout = Layout(target_kind, target, tuple(list_of_names(values)), id_column, step_column)
+        self.layout = replace(layout, values=tuple(list_of_names(layout.values)))
         if self.task not in (None, *get_args(TaskName)):
             raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
-        length_or_usual = 100 if length is None else length
+        length = 100 if generated.length is None else generated.length
         self.lengths: tuple[Length, Length] | None = None
         if self.task == "adding":
-            self.lengths = length_or_usual, length_or_usual if test_length is None else test_length
-        generated = {"length": length, "test_length": test_length, "num_sequences": num_sequences}
-        self._require_effect([name for name, value in generated.items() if value is not None])
-        self.num_sequences = 10_000 if num_sequences is None else num_sequences
+            self.lengths = length, length if generated.test_length is None else generated.test_length
+        given = [f"generated.{name}" for name, value in options_of(generated).items() if value is not None]
+        self._require_effect(given)
+        self.num_sequences = 10_000 if generated.num_sequences is None else generated.num_sequences
         self.global_batch_size = global_batch_size
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps
@@ -150,10 +146,10 @@ class SequenceDataModule(L.LightningDataModule):
         if given and self.lengths is None:
             what = f"the file {self.path}" if self.task is None else f"task={self.task!r}"
             raise ValueError(f"{', '.join(given)} would have no effect on {what}, which is not generated")
-        if self.path is None and (self.layout != Layout() or self.predict_path is not None):
+        if self.path is None and (self.layout != SequenceLayout() or self.predict_path is not None):
             raise ValueError(
-                "target_kind, target, columns and predict_path describe files; without a path, "
-                f"task={self.task!r} alone is read. Give path, or leave them out"
+                f"layout and predict_path describe files; without a path, task={self.task!r} alone is read. "
+                "Give path, or leave them out"
             )
 
     def setup(self, stage: str | None = None) -> None:

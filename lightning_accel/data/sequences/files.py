@@ -28,14 +28,24 @@ _TOKEN_BYTES = 256  # per token of the vocabulary, as in a narrow embedding
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Describe which columns of a table, or fields of a JSON line, hold what, as ``SequenceDataModule`` takes it."""
+class SequenceLayout:
+    """Describe which columns of a table, or fields of a JSON line, hold what.
 
-    kind: TargetKind = "classification"
+    Args:
+        target_kind: a class (``classification``) or one or K numbers (``regression``) for each sequence, a class for
+            each step (``labelling``; steps without one do not count), or none (``forecasting``).
+        target: column or field of the target.
+        values: columns of the features, or the field of the sequence; by default all columns without another role, or
+            the field ``values``, ``tokens``, ``input_ids`` or ``text``.
+        id_column: column with the id of a row's sequence, or field with the id of a line.
+        step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
+    """
+
+    target_kind: TargetKind = "classification"
     target: str = "target"
-    values: Sequence[str] = ()
-    id: str = "id"
-    step: str | None = "step"
+    values: str | Sequence[str] = ()
+    id_column: str = "id"
+    step_column: str | None = "step"
 
 
 @dataclass
@@ -49,7 +59,7 @@ class FileSequences:
     target: Any = None  # Series (R,) of classes, or (N,) for labelling, None for a step without one; or (R, K) float64
 
 
-def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> FileSequences:
+def read_sequences(path: Path, layout: SequenceLayout, with_target: bool = True) -> FileSequences:
     """Read sequences from a file, by its suffix, which ``.gz`` may follow.
 
     ``.jsonl`` and ``.ndjson`` files have one object per line, ``.csv`` and ``.parquet`` files one row per step.
@@ -59,7 +69,7 @@ def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> File
             names the line or the row.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-    with_target = with_target and layout.kind != "forecasting"
+    with_target = with_target and layout.target_kind != "forecasting"
     match suffixes[-1:]:
         case [".jsonl" | ".ndjson"]:
             return _read_json_lines(path, layout, with_target)
@@ -70,7 +80,7 @@ def read_sequences(path: Path, layout: Layout, with_target: bool = True) -> File
     )
 
 
-def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSequences:
+def _read_json_lines(path: Path, layout: SequenceLayout, with_target: bool) -> FileSequences:
     """Read lines such as ``{"id": "a7", "values": [[0.1, 2], [0.3, 1]], "target": "walk"}``."""
     sequences: list[np.ndarray] = []
     targets, ids, places = [], [], []
@@ -84,7 +94,7 @@ def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
         if field in _TOKEN_FIELDS and len(sequences[-1]) and (largest := int(sequences[-1].max())) >= most_tokens:
             what = f"a vocabulary up to the token {largest} in {where}, of {_TOKEN_BYTES} bytes each,"
             require_allowed((largest + 1) * _TOKEN_BYTES, path, what, "number the tokens from 0 without gaps")
-        ids.append(str(entry.get(layout.id, where.split()[1])))
+        ids.append(str(entry.get(layout.id_column, where.split()[1])))
         places.append(where)
         if with_target:
             require_field(entry, layout.target, where)
@@ -96,15 +106,17 @@ def _read_json_lines(path: Path, layout: Layout, with_target: bool) -> FileSeque
     return FileSequences(steps, lengths, ids, names, _join_targets(targets, places, layout) if with_target else None)
 
 
-def _sequence_field(entry: dict[str, Any], layout: Layout, where: str) -> str:
+def _sequence_field(entry: dict[str, Any], layout: SequenceLayout, where: str) -> str:
     if len(layout.values) > 1:
-        raise ValueError(f"values must name one field of {where}, which holds the sequence; got {list(layout.values)}")
+        raise ValueError(
+            f"layout.values must name one field of {where}, which holds the sequence; got {list(layout.values)}"
+        )
     for name in layout.values or _SEQUENCE_FIELDS:
         if name in entry or layout.values:
             return name
     raise ValueError(
-        f"{where} has no field {', '.join(_SEQUENCE_FIELDS)}; name the field of the sequence in values. Its fields: "
-        f"{listed(list(entry))}"
+        f"{where} has no field {', '.join(_SEQUENCE_FIELDS)}; name the field of the sequence in layout.values. "
+        f"Its fields: {listed(list(entry))}"
     )
 
 
@@ -137,14 +149,14 @@ def _concatenate(sequences: Sequence[np.ndarray], places: Sequence[str]) -> np.n
     return steps.astype(np.int64, copy=False) if steps.dtype.kind in "iu" and steps.dtype != np.uint8 else steps
 
 
-def _validated_target(found: Any, length: int, layout: Layout, where: str) -> Any:
+def _validated_target(found: Any, length: int, layout: SequenceLayout, where: str) -> Any:
     field = f"{layout.target!r} in {where}"
-    if layout.kind == "labelling":
+    if layout.target_kind == "labelling":
         if not isinstance(found, list) or len(found) != length:
             got = f"{len(found)} of them" if isinstance(found, list) else f"{shown(found)}"
             raise ValueError(f"{field} must be a list with a class for each of its {length} steps; got {got}")
         return found
-    if layout.kind == "regression":
+    if layout.target_kind == "regression":
         numbers = np.array(found) if isinstance(found, int | float | list) else np.array(None)
         if numbers.dtype.kind not in "biuf" or numbers.ndim > 1 or not (np.abs(numbers) <= LARGEST).all():
             raise ValueError(f"{field} must be a number, or a list of numbers; got {shown(found)}")
@@ -152,39 +164,39 @@ def _validated_target(found: Any, length: int, layout: Layout, where: str) -> An
     if not isinstance(found, str | int | float) or found != found:
         raise ValueError(
             f"{field} must be a class, a text or a number; got {shown(found)}. For a target that is a list, set "
-            "target_kind to labelling or regression"
+            "layout.target_kind to labelling or regression"
         )
     return found
 
 
-def _join_targets(targets: Sequence[Any], places: Sequence[str], layout: Layout) -> Any:
-    if layout.kind == "regression":
+def _join_targets(targets: Sequence[Any], places: Sequence[str], layout: SequenceLayout) -> Any:
+    if layout.target_kind == "regression":
         for target, place in zip(targets, places, strict=True):
             if len(target) != len(targets[0]):
                 raise ValueError(
                     f"all targets must be equally long; {place} has {len(target)}, {places[0]} {len(targets[0])}"
                 )
         return np.stack(targets).astype(np.float64)
-    if layout.kind == "labelling":
+    if layout.target_kind == "labelling":
         targets = [label for labels in targets for label in labels]
     return pd.Series(targets, name=layout.target, dtype=object)
 
 
-def _read_long_table(path: Path, layout: Layout, with_target: bool) -> FileSequences:
+def _read_long_table(path: Path, layout: SequenceLayout, with_target: bool) -> FileSequences:
     """Read a table with one row per step, in any order; rows of a sequence share its target unless it labels steps."""
     targets = [layout.target] if with_target else []
-    as_written = [layout.id, *([] if layout.kind == "regression" else targets)]
+    as_written = [layout.id_column, *([] if layout.target_kind == "regression" else targets)]
     table = read_table(path, text_columns=as_written)
-    steps = [] if layout.step is None else [layout.step]
-    require_columns(table, [layout.id, *steps, *targets, *layout.values], path)
-    others = [layout.id, *steps, layout.target]
+    steps = [] if layout.step_column is None else [layout.step_column]
+    require_columns(table, [layout.id_column, *steps, *targets, *layout.values], path)
+    others = [layout.id_column, *steps, layout.target]
     names = list(layout.values) or [name for name in table.columns if name not in others]
     if not names:
         raise ValueError(f"{path} has no column left for values beside {listed(others)}")
-    remedy = "Fill what is missing, leave the row out, or name the columns of the features in values"
+    remedy = "Fill what is missing, leave the row out, or name the columns of the features in layout.values"
     values = np.stack([_present_numbers(table[name], path, remedy) for name in names], axis=1)
     sequence, ids = pd.factorize(
-        as_text(require_present(table[layout.id], path, "Name the sequence of each row"), path)
+        as_text(require_present(table[layout.id_column], path, "Name the sequence of each row"), path)
     )
     order = _row_order(table, sequence, layout, path)
     sequence = sequence[order]
@@ -197,18 +209,20 @@ def _present_numbers(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     return as_numbers(require_present(column, path, remedy), path, remedy)
 
 
-def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: Layout, path: Path) -> np.ndarray:
-    if layout.step is None:
+def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: SequenceLayout, path: Path) -> np.ndarray:
+    if layout.step_column is None:
         return np.argsort(sequence, kind="stable")
-    step = _sort_key(require_present(table[layout.step], path, "Number the steps, or set step_column to null"), path)
+    step = _sort_key(
+        require_present(table[layout.step_column], path, "Number the steps, or set layout.step_column to null"), path
+    )
     order = np.lexsort((step, sequence))
     same = (np.diff(sequence[order]) == 0) & (step[order][1:] == step[order][:-1])
     if same.any():
         first, second = sorted(order[same.argmax() :][:2].tolist())
         raise ValueError(
-            f"{path} has two rows of {layout.id} {shown(table[layout.id][first])} with {layout.step} "
-            f"{cut(table[layout.step][first])}: rows {first + 1} and {second + 1}. Each step of a sequence "
-            f"may stand once"
+            f"{path} has two rows of {layout.id_column} {shown(table[layout.id_column][first])} with "
+            f"{layout.step_column} {cut(table[layout.step_column][first])}: rows {first + 1} and {second + 1}. "
+            f"Each step of a sequence may stand once"
         )
     return order
 
@@ -225,10 +239,12 @@ def _sort_key(column: pd.Series, path: Path) -> np.ndarray:
     return dates.to_numpy()
 
 
-def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, layout: Layout, path: Path) -> Any:
-    if layout.kind == "labelling":
+def _table_target(
+    column: pd.Series, sequence: np.ndarray, order: np.ndarray, layout: SequenceLayout, path: Path
+) -> Any:
+    if layout.target_kind == "labelling":
         return column.iloc[order].reset_index(drop=True)
-    if layout.kind == "regression":
+    if layout.target_kind == "regression":
         column = _present_numbers(column, path, "Give every row the target of its sequence")
     else:
         column = require_present(
@@ -240,8 +256,8 @@ def _table_target(column: pd.Series, sequence: np.ndarray, order: np.ndarray, la
         first = int(changed.argmax())
         raise ValueError(
             f"the target column {layout.target!r} of {path} must be the same in all rows of a sequence; rows "
-            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id}, hold {cut(values[first])} and "
-            f"{cut(values[first + 1])}. For a target of each step, set target_kind to labelling"
+            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id_column}, hold {cut(values[first])} and "
+            f"{cut(values[first + 1])}. For a target of each step, set layout.target_kind to labelling"
         )
     values = values[np.flatnonzero(np.diff(sequence, prepend=-1))].reset_index(drop=True)
-    return values.to_numpy()[:, None] if layout.kind == "regression" else values
+    return values.to_numpy()[:, None] if layout.target_kind == "regression" else values

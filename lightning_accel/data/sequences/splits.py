@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequences.dataset import SequenceDataset
-from lightning_accel.data.sequences.files import FileSequences, Layout, TargetKind, read_sequences
+from lightning_accel.data.sequences.files import FileSequences, SequenceLayout, TargetKind, read_sequences
 from lightning_accel.data.tables.files import read_classes, read_known_classes, split_in_three
 from lightning_accel.ops.extras import import_on_use
 
@@ -22,6 +22,21 @@ TaskName = Literal["digits_rows", "digits_pixels", "digits_permuted", "adding"]
 Length = int | tuple[int, int]
 
 _BYTES = 256
+
+
+@dataclass(frozen=True)
+class GeneratedSequences:
+    """Hold how many sequences are generated, and of how many steps.
+
+    Args:
+        length: steps of a sequence, or a pair of their minimum and maximum; by default 100.
+        test_length: like ``length``, for test sequences; by default equal to ``length``.
+        num_sequences: number of sequences, for training, validation and test together; by default 10,000.
+    """
+
+    length: Length | None = None
+    test_length: Length | None = None
+    num_sequences: int | None = None
 
 
 @dataclass
@@ -48,7 +63,9 @@ def generated_splits(
     held_out = [max(1, round(share * num_sequences)) for share in shares]
     counts = [num_sequences - sum(held_out), *held_out]
     if counts[0] < 1:
-        raise ValueError(f"num_sequences must leave some to train on; got {num_sequences}, of which {held_out} do not")
+        raise ValueError(
+            f"generated.num_sequences must leave some to train on; got {num_sequences}, of which {held_out} do not"
+        )
     train, val, test = (
         adding_problem(count, (length, length) if isinstance(length, int) else length, 3 * seed + part)
         for part, (count, length) in enumerate(zip(counts, (lengths[0], *lengths), strict=True))
@@ -119,17 +136,17 @@ def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceDataset:
     return SequenceDataset(images.reshape(-1, features), lengths, target=torch.from_numpy(labels).long())
 
 
-def file_splits(path: Path, layout: Layout, shares: tuple[float, float], seed: int) -> SequenceSplits:
+def file_splits(path: Path, layout: SequenceLayout, shares: tuple[float, float], seed: int) -> SequenceSplits:
     """Read and split the sequences of a file, its values standardized over the training steps."""
     read = read_sequences(path, layout)
     target, labels, classes = _encode_target(read, layout, path)
-    stratify = target.numpy() if layout.kind == "classification" and target is not None else None
+    stratify = target.numpy() if layout.target_kind == "classification" and target is not None else None
     train, val, test = split_in_three(stratify, len(read.lengths), shares, seed, path)
     val, test = (part[np.argsort(read.lengths[part], kind="stable")] for part in (val, test))
     mean, std = _fit_scale(read, train, path)
     digest = _digest(read, np.concatenate([train, val]), target, labels)
     rows = SequenceDataset(_to_steps(read, mean, std), torch.from_numpy(read.lengths), target, labels)
-    splits = SequenceSplits(rows.select(train), rows.select(val), rows.select(test), layout.kind, classes)
+    splits = SequenceSplits(rows.select(train), rows.select(val), rows.select(test), layout.target_kind, classes)
     splits.test_ids, splits.digest = [read.ids[row] for row in test], digest
     if mean is None:
         splits.vocab_size = _BYTES if read.steps.dtype == np.uint8 else int(read.steps.max()) + 1
@@ -163,7 +180,7 @@ def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.n
     return fitted.mean(axis=0), np.where(std > 0, std, 1)  # 1 for a constant column
 
 
-def file_to_predict(path: Path, layout: Layout, splits: SequenceSplits) -> tuple[SequenceDataset, list[str]]:
+def file_to_predict(path: Path, layout: SequenceLayout, splits: SequenceSplits) -> tuple[SequenceDataset, list[str]]:
     """Read the sequences of another file and their ids, without targets, standardized like those of ``splits``.
 
     Raises:
@@ -190,16 +207,16 @@ def _to_steps(read: FileSequences, mean: np.ndarray | None, std: np.ndarray | No
 
 
 def _encode_target(
-    read: FileSequences, layout: Layout, path: Path
+    read: FileSequences, layout: SequenceLayout, path: Path
 ) -> tuple[Tensor | None, Tensor | None, list[str] | None]:
-    match layout.kind:
+    match layout.target_kind:
         case "forecasting":
             return None, None, None
         case "regression":
             target = torch.from_numpy(read.target.astype(np.float32))
             return target.squeeze(1) if target.shape[1] == 1 else target, None, None
         case "classification":
-            advice = "for a target that is a quantity, set target_kind to regression"
+            advice = "for a target that is a quantity, set layout.target_kind to regression"
             numbers, classes = read_classes(read.target, path, advice)
             return torch.from_numpy(numbers), None, classes
         case "labelling":

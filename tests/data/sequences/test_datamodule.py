@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_accel import DigitsDataModule, PredictionWriter, SequenceDataModule
+from lightning_accel.data import GeneratedSequences, SequenceLayout
 from lightning_accel.data.sequences.batch import IGNORED, collate_sequences
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.length_sampler import Chunk, LengthBatchSampler
@@ -163,7 +164,7 @@ def sequence_of(lines, start):
 
 def test_constant_targets_have_a_unit(make):
     lines = [{"values": [i, 1], "target": [i / 7, 5.0]} for i in range(20)]
-    data = make(lines, target_kind="regression")
+    data = make(lines, layout=SequenceLayout("regression"))
     assert data.target_mean[1] == 5
     assert data.target_std[1] == 1
     assert data.target_std[0] > 0
@@ -199,7 +200,7 @@ def test_what_a_model_is_told(make, options, expected):
         }
         for i, line in enumerate(lines_of_values())
     ]
-    data = make(lines, **options)
+    data = make(lines, layout=SequenceLayout(**options))
     names = ("target_kind", "num_features", "vocab_size", "num_classes", "num_targets", "class_names")
     assert tuple(getattr(data, name) for name in names) == expected
     batch = next(iter(data.train_dataloader()))
@@ -244,12 +245,17 @@ def test_digits_are_split_as_images_are():
 
 
 def test_parts_of_generated_tasks_differ_and_tests_are_longer():
-    data = SequenceDataModule(task="adding", length=(3, 40), test_length=(41, 256), num_sequences=200)
+    data = SequenceDataModule(task="adding", generated=GeneratedSequences((3, 40), (41, 256), num_sequences=200))
     data.setup()
     assert [len(rows) for rows in rows_of(data)] == [140, 20, 40]
     assert (int(data.train_rows.lengths.min()), int(data.train_rows.lengths.max())) == (3, 40)
     assert (int(data.test_rows.lengths.min()) > 40, int(data.test_rows.lengths.max()) > 100) == (True, True)
-    thirds = SequenceDataModule(task="adding", length=(5, 9), num_sequences=30, val_share=1 / 3, test_share=1 / 3)
+    thirds = SequenceDataModule(
+        task="adding",
+        generated=GeneratedSequences(length=(5, 9), num_sequences=30),
+        val_share=1 / 3,
+        test_share=1 / 3,
+    )
     thirds.setup()
     assert int(thirds.test_rows.lengths.max()) <= 9
     sums = [set(rows.target.tolist()) for rows in rows_of(thirds)]
@@ -319,7 +325,7 @@ def test_tables_to_predict_may_hold_other_columns(make, tmp_path):
 
 
 def test_without_a_file_to_predict_the_test_sequences_are(make):
-    data = make(target_kind="forecasting", global_batch_size=99)
+    data = make(layout=SequenceLayout("forecasting"), global_batch_size=99)
     (batch,) = data.predict_dataloader()
     assert batch.x.equal(data.test_rows[list(range(12))].x)
     lengths = {line["id"]: len(line["values"]) for line in lines_of_values()}
@@ -363,7 +369,7 @@ def test_checkpoint_keeps_what_was_fitted(make):
 
 def test_generated_tasks_may_be_tested_at_other_lengths_but_not_resumed():
     def adding(fn, **options):
-        data = SequenceDataModule(task="adding", num_sequences=20, **options)
+        data = SequenceDataModule(task="adding", generated=GeneratedSequences(num_sequences=20, **options))
         data.setup()
         data.trainer = SimpleNamespace(state=SimpleNamespace(fn=fn))
         return data
@@ -380,15 +386,24 @@ def test_generated_tasks_may_be_tested_at_other_lengths_but_not_resumed():
     ("options", "said"),
     [
         ({"task": "addition"}, r"task must be one of digits_rows, .*; got 'addition'"),
-        ({"length": 9}, r"length would have no effect on task='digits_rows', which is not generated"),
-        ({"target_kind": "regression"}, r"describe files; without a path, task='digits_rows' alone is read"),
+        (
+            {"generated": {"length": 9}},
+            r"generated\.length would have no effect on task='digits_rows', which is not generated",
+        ),
+        (
+            {"layout": {"target_kind": "regression"}},
+            r"layout and predict_path describe files; without a path, task='digits_rows' alone is read",
+        ),
         ({"predict_path": __file__}, r"describe files; without a path"),
         ({"path": __file__, "task": "adding"}, r"give path or task, not both"),
         (
-            {"path": __file__, "num_sequences": 5},
-            r"num_sequences would have no effect on the file .*test_datamodule.py",
+            {"path": __file__, "generated": {"num_sequences": 5}},
+            r"generated\.num_sequences would have no effect on the file .*test_datamodule.py",
         ),
-        ({"target_kind": "regresion"}, r"target_kind must be one of classification, .*; got 'regresion'"),
+        (
+            {"layout": {"target_kind": "regresion"}},
+            r"layout\.target_kind must be one of classification, .*; got 'regresion'",
+        ),
         ({"global_batch_size": 0}, r"global_batch_size must be at least 1; got 0"),
         ({"max_tokens": 0}, r"max_tokens must be at least 1; got 0"),
         ({"chunk_steps": 0}, r"chunk_steps must be at least 1; got 0"),
@@ -401,14 +416,37 @@ def test_options_are_checked_at_once(options, said):
         SequenceDataModule(**options)
 
 
+def test_old_names_of_grouped_options_warn(make):
+    def renamed(make, *arguments, **old):
+        with pytest.warns(FutureWarning) as warned:
+            data = make(*arguments, **old)
+        said = [str(one.message) for one in warned if "SequenceDataModule: " in str(one.message)]
+        return data, dict(message.partition(": ")[2].partition(";")[0].split(" is now called ") for message in said)
+
+    old = {"length": (3, 9), "test_length": 12, "num_sequences": 30}
+    data, names = renamed(SequenceDataModule, task="adding", **old)
+    assert names == {name: f"generated.{name}" for name in old}
+    assert (data.lengths, data.num_sequences) == (((3, 9), 12), 30)
+    old = {"target_kind": "regression", "target": "y", "values": "x", "id_column": "who", "step_column": "when"}
+    lines = [{"who": f"w{i}", "x": [i, 1], "y": i / 7} for i in range(20)]
+    data, names = renamed(make, lines, **old)
+    assert names == {name: f"layout.{name}" for name in old}
+    assert data.layout == SequenceLayout("regression", "y", ("x",), "who", "when")
+    assert data.predict_ids[0].startswith("w")
+
+
 @pytest.mark.parametrize(
     ("lines", "options", "said"),
     [
         ([{"values": [1], "target": i % 2} for i in range(5)], {}, r"'1' has 2 rows; each needs 3"),
-        ([{"values": [1], "target": i / 7} for i in range(5)], {}, r"set target_kind to regression"),
+        ([{"values": [1], "target": i / 7} for i in range(5)], {}, r"set layout\.target_kind to regression"),
         ([{"values": [1], "target": 0}] * 5, {}, r"one class only, '0'"),
-        ([{"values": [1], "target": 0}] * 2, {"target_kind": "regression"}, r"too few rows to split as asked"),
-        ([{"values": [1], "target": [None]}] * 9, {"target_kind": "labelling"}, r"holds no label"),
+        (
+            [{"values": [1], "target": 0}] * 2,
+            {"layout": {"target_kind": "regression"}},
+            r"too few rows to split as asked",
+        ),
+        ([{"values": [1], "target": [None]}] * 9, {"layout": {"target_kind": "labelling"}}, r"holds no label"),
         ([{"values": [1], "goal": 1}], {}, r"has no field 'target'\. Its fields: values, goal"),
         (None, {"max_tokens": 4}, r"max_tokens=4 holds no sequence of 5 steps"),
     ],
@@ -490,7 +528,13 @@ def test_options_are_read_from_a_command_line(monkeypatch):
         SequenceDataModule,
         run=False,
         save_config_callback=None,
-        args=["--data.task=adding", "--data.length=[3,9]", "--data.test_length=12", "--data.max_tokens=99"],
+        args=[
+            "--data.task=adding",
+            "--data.generated.length=[3,9]",
+            "--data.generated.test_length=12",
+            "--data.layout.values=[]",
+            "--data.max_tokens=99",
+        ],
         seed_everything_default=1,
     )
     assert cli.datamodule.lengths == ((3, 9), 12)

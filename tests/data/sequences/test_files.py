@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lightning_accel.data.sequences.files import Layout, read_sequences
+from lightning_accel.data.sequences.files import SequenceLayout, read_sequences
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def write(tmp_path):
 @pytest.fixture
 def read(write):
     def read(content, name="walks.jsonl", with_target=True, **layout):
-        return read_sequences(write(content, name), Layout(**layout), with_target)
+        return read_sequences(write(content, name), SequenceLayout(**layout), with_target)
 
     return read
 
@@ -47,7 +47,7 @@ def test_json_lines_of_values(read, name):
     assert found.target.tolist() == ["x", "y", "x"]
     assert found.names == ["values_0", "values_1"]
     assert read(lines, name, with_target=False).target is None
-    assert read([{"values": [[1]]}], kind="forecasting").target is None
+    assert read([{"values": [[1]]}], target_kind="forecasting").target is None
 
 
 def test_json_lines_of_numbers_tokens_and_text(read):
@@ -61,11 +61,11 @@ def test_json_lines_of_numbers_tokens_and_text(read):
 
 
 def test_json_lines_of_every_kind_of_target(read):
-    assert read([{"values": [1], "target": 2}] * 2, kind="regression").target.tolist() == [[2], [2]]
-    assert read([{"values": [1], "target": [2, 0.5]}], kind="regression").target.tolist() == [[2, 0.5]]
+    assert read([{"values": [1], "target": 2}] * 2, target_kind="regression").target.tolist() == [[2], [2]]
+    assert read([{"values": [1], "target": [2, 0.5]}], target_kind="regression").target.tolist() == [[2, 0.5]]
     labels = read(
         [{"values": [1, 2], "target": ["A", None]}, {"values": [], "target": []}, {"values": [3], "target": ["B"]}],
-        kind="labelling",
+        target_kind="labelling",
     ).target
     assert labels.tolist() == ["A", None, "B"]
 
@@ -91,16 +91,16 @@ def test_long_tables_are_sorted_by_step(read, name):
         [[1], [2], [3]],
         [[10], [11]],
     ]
-    assert parts(read(table(y=0), name, step=None, values=["x"])) == [[[2], [1], [3]], [[11], [10]]]
+    assert parts(read(table(y=0), name, step_column=None, values=["x"])) == [[[2], [1], [3]], [[11], [10]]]
 
 
 def test_long_tables_of_every_kind_of_target(read):
-    numbers = read(table(target=[1.5, 2, 1.5, 2, 1.5]), "walks.csv", kind="regression")
+    numbers = read(table(target=[1.5, 2, 1.5, 2, 1.5]), "walks.csv", target_kind="regression")
     assert numbers.target.tolist() == [[1.5], [2]]
-    labels = read(table(target=["p", "q", None, "r", "s"]), "walks.csv", kind="labelling").target
+    labels = read(table(target=["p", "q", None, "r", "s"]), "walks.csv", target_kind="labelling").target
     assert labels.fillna("none").tolist() == ["none", "p", "s", "r", "q"]
     assert read(table(), "walks.csv", with_target=False).target is None
-    assert read(table().drop(columns="target"), "walks.csv", kind="forecasting").names == ["x"]
+    assert read(table().drop(columns="target"), "walks.csv", target_kind="forecasting").names == ["x"]
 
 
 @pytest.mark.parametrize("name", ["walks.csv", "walks.parquet"])
@@ -118,7 +118,7 @@ def test_dates_of_several_time_zones_are_sorted_by_time(read):
 
 def test_own_names(read):
     text = "who,when,v\nA,1,1.5\nA,0,2.5\n"
-    layout = {"id": "who", "step": "when", "kind": "forecasting"}
+    layout = {"id_column": "who", "step_column": "when", "target_kind": "forecasting"}
     assert parts(read(text, "walks.csv", **layout)) == [[[2.5], [1.5]]]
 
 
@@ -132,10 +132,14 @@ GOOD = {"values": [1], "target": 0}
         ("\n \n", {}, r"walks.jsonl is empty"),
         ('{"values": [1]\n', {}, r"line 1 of .* is no JSON: .*one whole object"),
         ("[1, 2]\n", {}, r"line 1 of .* must hold an object.*got '\[1, 2\]'"),
-        ([{"signal": [1]}], {}, r"line 1 of .* has no field values, tokens.*name the field.*Its fields: signal"),
+        (
+            [{"signal": [1]}],
+            {},
+            r"line 1 of .* has no field values, tokens.*name the field.* in layout.values.*Its fields: signal",
+        ),
         ([GOOD, {"target": 0}], {}, r"line 2 of .* has no field 'values'. Its fields: target"),
         ([GOOD], {"values": ["value"]}, r"no field 'value'; did you mean 'values'\?"),
-        ([GOOD], {"values": ["a", "b"]}, r"values must name one field.*\['a', 'b'\]"),
+        ([GOOD], {"values": ["a", "b"]}, r"layout.values must name one field.*\['a', 'b'\]"),
         ([{"values": [1], "targets": 0}], {}, r"line 1 of .* has no field 'target'; did you mean 'targets'"),
         ([{**GOOD, "id": "k"}] * 2, {}, r"two lines with id 'k'"),
         ([GOOD, {**GOOD, "values": [[1], [1, 2]]}], {}, r"line 2 of .* equally long .*entry 1, .* is \[1, 2\]"),
@@ -157,12 +161,20 @@ GOOD = {"values": [1], "target": 0}
         ([{"tokens": [-1], "target": 0}], {}, r"whole numbers from 0; got \[-1\]"),
         ([{"tokens": [1.0], "target": 0}], {}, r"must be a list of whole numbers.*; got \[1.0\]"),
         ([{**GOOD, "target": None}], {}, r"'target' in line 1 of .* must be a class.*got None"),
-        ([{**GOOD, "target": [1]}], {}, r"must be a class.*got \[1\].*set target_kind to labelling or regression"),
-        ([{**GOOD, "target": "a"}], {"kind": "regression"}, r"must be a number, or a list of numbers; got 'a'"),
-        ([{**GOOD, "target": float("nan")}], {"kind": "regression"}, r"must be a number.*got nan"),
-        ([GOOD, {**GOOD, "target": [1, 2]}], {"kind": "regression"}, r"equally long; line 2 of .* has 2, line 1 .* 1"),
-        ([GOOD], {"kind": "labelling"}, r"a class for each of its 1 steps; got 0"),
-        ([{**GOOD, "target": [1, 2]}], {"kind": "labelling"}, r"a class for each of its 1 steps; got 2 of them"),
+        (
+            [{**GOOD, "target": [1]}],
+            {},
+            r"must be a class.*got \[1\].*set layout.target_kind to labelling or regression",
+        ),
+        ([{**GOOD, "target": "a"}], {"target_kind": "regression"}, r"must be a number, or a list of numbers; got 'a'"),
+        ([{**GOOD, "target": float("nan")}], {"target_kind": "regression"}, r"must be a number.*got nan"),
+        (
+            [GOOD, {**GOOD, "target": [1, 2]}],
+            {"target_kind": "regression"},
+            r"equally long; line 2 of .* has 2, line 1 .* 1",
+        ),
+        ([GOOD], {"target_kind": "labelling"}, r"a class for each of its 1 steps; got 0"),
+        ([{**GOOD, "target": [1, 2]}], {"target_kind": "labelling"}, r"a class for each of its 1 steps; got 2 of them"),
     ],
     ids=str,
 )
@@ -174,20 +186,24 @@ def test_bad_json_lines_are_refused(read, lines, layout, said):
 @pytest.mark.parametrize(
     ("columns", "layout", "said"),
     [
-        ({}, {"step": "steps"}, r"no column 'steps'; did you mean 'step'\?"),
+        ({}, {"step_column": "steps"}, r"no column 'steps'; did you mean 'step'\?"),
         ({}, {"values": ["xx"]}, r"no column 'xx'"),
         ({"x": None}, {}, r"no column left for values beside id, step, target"),
         ({"step": [2, 1, 1, 0, 2]}, {}, r"two rows of id 'b' with step 2: rows 1 and 5"),
         ({"step": [2, 1, 1, 0, None]}, {}, r"'step' of .* lacks 1 of 5 values, the first in row 5"),
         ({"step": list("12x45")}, {}, r"'step' of .* must hold numbers, or dates.*got '1' in row 1"),
         ({"id": ["b", "a", None, "a", "b"]}, {}, r"'id' of .* lacks 1 of 5 values, the first in row 3"),
-        ({"x": [1, 2, None, 4, 5]}, {}, r"'x' of .* lacks 1 of 5 values, the first in row 3.*Fill.*in values"),
-        ({"x": [1, 2, "a", 4, 5]}, {}, r"'x' of .* must hold numbers.*got 'a' in row 3.*in values"),
+        ({"x": [1, 2, None, 4, 5]}, {}, r"'x' of .* lacks 1 of 5 values, the first in row 3.*Fill.*in layout.values"),
+        ({"x": [1, 2, "a", 4, 5]}, {}, r"'x' of .* must hold numbers.*got 'a' in row 3.*in layout.values"),
         ({"target": list("uvuvw")}, {}, r"same in all rows.*rows 1 and 5, of one id, hold u and w.*labelling"),
-        ({"target": [1, 2, 1, 3, 1]}, {"kind": "regression"}, r"rows 4 and 2, of one id, hold 3.0 and 2.0"),
+        ({"target": [1, 2, 1, 3, 1]}, {"target_kind": "regression"}, r"rows 4 and 2, of one id, hold 3.0 and 2.0"),
         ({"target": ["u", None, "u", "v", "u"]}, {}, r"'target' of .* lacks 1 of 5 values, the first in row 2"),
-        ({"target": [1, 2, 1, None, 1]}, {"kind": "regression"}, r"'target' of .* lacks 1 of 5.*row 4"),
-        ({"target": list("uvuvu")}, {"kind": "regression"}, r"'target' of .* must hold numbers.*got 'u' in row 1"),
+        ({"target": [1, 2, 1, None, 1]}, {"target_kind": "regression"}, r"'target' of .* lacks 1 of 5.*row 4"),
+        (
+            {"target": list("uvuvu")},
+            {"target_kind": "regression"},
+            r"'target' of .* must hold numbers.*got 'u' in row 1",
+        ),
     ],
     ids=str,
 )
@@ -214,4 +230,4 @@ def test_bad_texts_are_refused(read, text, name, layout, said):
 def test_what_is_not_text_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=f"{name} cannot be (read as UTF-8 text|unpacked: Not a gzipped file)"):
-        read_sequences(tmp_path / name, Layout())
+        read_sequences(tmp_path / name, SequenceLayout())
