@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_accel import GraphDataModule, RelationalGNN
+from lightning_accel.data import GeneratedGraphs, GraphLayout
 from lightning_accel.models import ConvolutionLayers, Marking
 
 Options = dict[str, Any]
@@ -77,7 +78,10 @@ class Counter(RelationalGNN):
 def train(case: Case, options: Options, seed: int, num_graphs: int, epochs: int) -> tuple[Counter, GraphDataModule]:
     L.seed_everything(seed, verbose=False)
     data = GraphDataModule(
-        task="substructures", target=[case.target], family=case.family, num_graphs=num_graphs, global_batch_size=32
+        task="substructures",
+        layout=GraphLayout(target=[case.target]),
+        generated=GeneratedGraphs(case.family, num_graphs),
+        global_batch_size=32,
     )
     model = Counter(case.lr, **(case.options | options))
     trainer = L.Trainer(

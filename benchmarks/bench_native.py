@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, Dataset
 
 from lightning_accel import DynamicRNN, GraphDataModule, RelationalGNN
-from lightning_accel.data import AddRelationalTriples
+from lightning_accel.data import AddRelationalTriples, GraphBatches, GraphLayout
 from lightning_accel.models import ConvolutionLayers
 from lightning_accel.nn import RBM, RBMStack
 from lightning_accel.ops import Triples, find_triples, gated_scan
@@ -106,7 +106,7 @@ def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, 
             f"find_triples alone, {kind}, {num_nodes} nodes",
             Work(call, lambda dtype, call=call: floats(call(), dtype)),
         )
-    counting = GraphDataModule(task="substructures", target=["triangle"], global_batch_size=32)
+    counting = GraphDataModule(task="substructures", layout=GraphLayout(target=["triangle"]), global_batch_size=32)
     counting.setup("fit")
     batches = [next(iter(counting.train_dataloader())) for _ in range(4)]
     graphs = batches[0].to_data_list()
@@ -153,7 +153,9 @@ def parts_of_a_large_graph(share: float, rows: int) -> list[Data]:
     num_nodes = 50_000
     graph = Data(draw((num_nodes, 32), torch.device("cpu")), ring_with_shortcuts(num_nodes, share))
     graph.y = torch.arange(num_nodes) % 4
-    data = GraphDataModule(dataset=OneGraph(graph), global_batch_size=rows, num_neighbors=[10, 10])
+    data = GraphDataModule(
+        dataset=OneGraph(graph), global_batch_size=rows, batches=GraphBatches(num_neighbors=[10, 10])
+    )
     data.setup("fit")
     return [batch for batch, _ in zip(data.train_dataloader(), range(4), strict=False)]
 

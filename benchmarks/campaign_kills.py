@@ -60,7 +60,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "graphs, counting": Subject(
         "relational_counting", {**_STEPS, "check_val_every_n_epoch": 1}, {"layers": {"num_layers": 0, "dim": 8}},
-        {"target": ["triangle"]},
+        {"layout": {"target": ["triangle"]}},
     ),
     "belief network": Subject(
         "dbn_digits", {**_DIGITS, "max_epochs": 6, "check_val_every_n_epoch": 1, "limit_train_batches": 6},

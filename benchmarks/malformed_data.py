@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_accel import GraphDataModule, SequenceDataModule, TabularDataModule, TextDataModule
-from lightning_accel.data import IdxDataModule, read_idx
+from lightning_accel.data import GraphLayout, IdxDataModule, read_idx
 
 LONG = "z" * 3_000_000
 MOST_SHOWN = 2000  # characters of a message, whatever the file holds
@@ -566,7 +566,7 @@ def _with_nodes(path: Path) -> object:
     """Read a table of edges beside one of nodes, which is right."""
     nodes = path.parent / "nodes.csv"
     nodes.write_text("node,y\n" + "".join(f"{i},{'ab'[i % 2]}\n" for i in range(40)))
-    return graphs(path, nodes_path=nodes)
+    return graphs(path, layout=GraphLayout(nodes_path=nodes))
 
 
 def _graph6(n: int, lead: str = "", size: int | None = None) -> str:

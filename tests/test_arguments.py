@@ -10,8 +10,6 @@ import lightning_accel
 MOST = 12
 EXCEPTIONS = {
     "callbacks.early_stopping.EarlyStopping",  # deprecated
-    # yet to be grouped
-    "data.graphs.datamodule.GraphDataModule",
 }
 
 

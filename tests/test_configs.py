@@ -86,7 +86,7 @@ def test_run_reaches_what_it_promises(command, name, figure, least, most):
 def test_circular_skip_links_of_each_fold(command, run_folder, fold, options, expected):
     """Of five folds; without marks one class of ten is told, for good."""
     path = next(path for path in CONFIGS if path.stem == "relational_csl")
-    options = [f"--data.fold={fold}", *options]
+    options = [f"--data.split.fold={fold}", *options]
     assert command("fit", "--config", path, *options).status == 0
     result = command("test", "--config", path, "--ckpt_path=best", *options)
     assert float(result.out.split("test/accuracy")[1].split()[1]) == pytest.approx(expected)

@@ -16,6 +16,10 @@ from lightning_accel.data.text.datamodule import TextDataModule
 
 if TYPE_CHECKING:
     from lightning_accel.data.graphs.datamodule import GraphDataModule as GraphDataModule
+    from lightning_accel.data.graphs.options import GeneratedGraphs as GeneratedGraphs
+    from lightning_accel.data.graphs.options import GraphBatches as GraphBatches
+    from lightning_accel.data.graphs.options import GraphLayout as GraphLayout
+    from lightning_accel.data.graphs.options import GraphSplitOptions as GraphSplitOptions
     from lightning_accel.data.graphs.transform import AddRelationalTriples as AddRelationalTriples
 
 __all__ = [
@@ -23,8 +27,12 @@ __all__ = [
     "BarsAndStripesDataModule",
     "CSVFormat",
     "DigitsDataModule",
+    "GeneratedGraphs",
     "GeneratedSequences",
+    "GraphBatches",
     "GraphDataModule",
+    "GraphLayout",
+    "GraphSplitOptions",
     "IdxDataModule",
     "LengthBatchSampler",
     "SequenceBatch",
@@ -41,6 +49,10 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "AddRelationalTriples": "lightning_accel.data.graphs.transform",
+        **dict.fromkeys(
+            ("GeneratedGraphs", "GraphBatches", "GraphLayout", "GraphSplitOptions"),
+            "lightning_accel.data.graphs.options",
+        ),
         "GraphDataModule": "lightning_accel.data.graphs.datamodule",
     },
 )

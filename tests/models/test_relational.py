@@ -10,7 +10,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
 from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
-from lightning_accel.data import AddRelationalTriples
+from lightning_accel.data import AddRelationalTriples, GeneratedGraphs, GraphBatches, GraphLayout
 from lightning_accel.models import ConvolutionLayers, Marking
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
@@ -323,7 +323,10 @@ def test_of_nodes_those_of_target_index_count():
 
 @pytest.mark.parametrize(
     ("options", "least"),
-    [({"task": "karate"}, 0.8), ({"task": "karate", "num_neighbors": [5, 5], "global_batch_size": 4}, 0.8)],
+    [
+        ({"task": "karate"}, 0.8),
+        ({"task": "karate", "batches": GraphBatches(num_neighbors=[5, 5]), "global_batch_size": 4}, 0.8),
+    ],
 )
 def test_nodes_of_the_datamodule(options, least):
     data = GraphDataModule(**options)
@@ -479,7 +482,12 @@ def test_bfloat16_counts_triangles_as_well():
     found = {}
     for precision in ("32-true", "bf16-mixed"):
         torch.manual_seed(1)
-        data = GraphDataModule(task="substructures", target="triangle", num_graphs=600, global_batch_size=30)
+        data = GraphDataModule(
+            task="substructures",
+            layout=GraphLayout(target="triangle"),
+            generated=GeneratedGraphs(num_graphs=600),
+            global_batch_size=30,
+        )
         model = RelationalGNN(
             layers=ConvolutionLayers(dim=16, num_layers=0),
             triple_readout=True,

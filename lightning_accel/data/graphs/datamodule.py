@@ -5,7 +5,8 @@ nodes of one graph.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,11 +22,19 @@ from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import require_same_data
 from lightning_accel.data.graphs.dataset import GraphDataset, NeighbourDataset, NodeDataset
 from lightning_accel.data.graphs.features import Features, Scale, apply_features, features_of, fit_scale, scale_features
-from lightning_accel.data.graphs.files import FileGraphs, GraphLayout, read_graphs
+from lightning_accel.data.graphs.files import FileGraphs, read_graphs
+from lightning_accel.data.graphs.options import (
+    GeneratedGraphs,
+    GraphBatches,
+    GraphLayout,
+    GraphSplitOptions,
+    require_choices,
+    require_effect,
+    require_sizes,
+)
 from lightning_accel.data.graphs.sampler import GraphBudgetBatchSampler
 from lightning_accel.data.graphs.splits import (
     GraphSplits,
-    TargetKind,
     TaskName,
     dataset_splits,
     file_splits,
@@ -33,62 +42,13 @@ from lightning_accel.data.graphs.splits import (
     keep_targets,
 )
 from lightning_accel.data.graphs.substructures import SUBSTRUCTURES
-from lightning_accel.data.graphs.tasks import Family, Level
+from lightning_accel.data.graphs.tasks import Level, TargetKind
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.tables.files import existing_file
+from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
-
-_PARTS = {"path", "dataset", "karate", "substructures"}
-_SOURCES: dict[str, set[str]] = {  # the sources (path, dataset, or a task) for which an option has an effect
-    **{name: {"dataset"} for name in ("val_dataset", "test_dataset")},
-    **{name: {"path"} for name in ("nodes_path", "predict_path")},
-    **{name: {"substructures"} for name in ("family", "num_graphs")},
-    "level": {"path", "dataset", "substructures"},
-    "target_kind": {"path", "dataset"},
-    "target": {"path", "substructures"},
-    "fold": {"csl", "dataset"},
-    "num_neighbors": {"path", "dataset", "karate"},
-    "val_share": _PARTS,
-    "test_share": _PARTS,
-}
-_DEFAULTS: dict[str, Any] = {"fold": 0, "family": "erdos_renyi"}
-
-
-def _require_effect(source: str, options: Mapping[str, Any]) -> None:
-    """Raise a ValueError if an option would have no effect with a ``path``, a ``dataset`` or a task."""
-    idle = [
-        name
-        for name, value in options.items()
-        if source not in _SOURCES[name] and value is not None and value != _DEFAULTS.get(name)
-    ]
-    if idle:
-        what = source if source in ("path", "dataset") else f"task={source!r}"
-        raise ValueError(
-            f"{', '.join(idle)} would have no effect with {what}; {idle[0]} is for "
-            f"{', '.join(sorted(_SOURCES[idle[0]]))}. Leave it out"
-        )
-    parts = [options[name] is not None for name in ("val_dataset", "test_dataset")]
-    shares = [name for name in ("val_share", "test_share") if options[name] is not None]
-    if parts[0] != parts[1]:
-        raise ValueError("val_dataset and test_dataset go together, beside dataset; got one of them")
-    if parts[0] and shares:
-        raise ValueError(f"{', '.join(shares)} would have no effect beside val_dataset and test_dataset; leave it out")
-
-
-def _require_sizes(
-    global_batch_size: int | None, max_nodes: int | None, max_edges: int | None, num_neighbors: Sequence[int] | None
-) -> None:
-    """Raise a ValueError if a size is out of range."""
-    require_at_least(1, global_batch_size=global_batch_size, max_nodes=max_nodes, max_edges=max_edges)
-    if num_neighbors is not None:
-        if not num_neighbors or any(most < 1 and most != -1 for most in num_neighbors):
-            raise ValueError(
-                f"num_neighbors must be numbers of 1 or more, or -1 for all, one for each step; got {num_neighbors}"
-            )
-        if max_nodes is not None or max_edges is not None:
-            raise ValueError("max_nodes and max_edges would have no effect with num_neighbors; set global_batch_size")
-
 
 Items = GraphDataset | NodeDataset | NeighbourDataset
 
@@ -103,18 +63,18 @@ class GraphDataModule(L.LightningDataModule):
     ``loss(out[i], y[i])`` with ``i = batch.target_index``, and ``predict`` returns ``out[i]``.
 
     **Files.** ``.csv`` and ``.parquet`` files have one edge per row, of one graph: ``source`` and ``target``,
-    optionally ``type``, and numeric columns as edge features. ``nodes_path`` is a table with ``node``, the target and
-    node features; its text columns are one-hot encoded. ``.jsonl`` files have one graph per line, ``{"edges": [[0, 1],
-    [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "edge_attr": [0, 1], "y": "ring", "id": "a7"}``; only ``edges`` is
-    required, and no further field but the target is allowed; whole numbers in ``edge_attr`` are types, lists or
-    fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a blank. The reverse of
-    each edge is added where a file lacks it; give directed graphs as a data set of PyG. Features are standardized to
-    mean 0 and variance 1 over the training data, except those of only zeros and ones.
+    optionally ``type``, and numeric columns as edge features. ``layout.nodes_path`` is a table with ``node``, the
+    target and node features; its text columns are one-hot encoded. ``.jsonl`` files have one graph per line,
+    ``{"edges": [[0, 1], [1, 2]], "num_nodes": 3, "x": [[0.5], [1], [2]], "edge_attr": [0, 1], "y": "ring", "id":
+    "a7"}``; only ``edges`` is required, and no further field but the target is allowed; whole numbers in ``edge_attr``
+    are types, lists or fractions are features. ``.g6`` files (graph6) have one graph per line, its target after a
+    blank. The reverse of each edge is added where a file lacks it; give directed graphs as a data set of PyG. Features
+    are standardized to mean 0 and variance 1 over the training data, except those of only zeros and ones.
 
     **Data sets** of PyG are not standardized. Whole numbers in ``x`` are one-hot encoded; whole numbers in
     ``edge_attr``, or ``edge_type`` if there is no ``edge_attr``, are edge types. A single graph with node targets is
-    split by its ``train_mask``, ``val_mask`` and ``test_mask``; without a ``val_mask``, ``val_share`` of the training
-    nodes validate. Other masks are an error.
+    split by its ``train_mask``, ``val_mask`` and ``test_mask``; without a ``val_mask``, ``split.val_share`` of the
+    training nodes validate. Other masks are an error.
 
     **Splits** consist of whole graphs, stratified by class; a single graph with node targets is split by nodes. Its
     nodes may lack their target, or be NaN in some of several. The same graphs and ``seed`` give the same splits.
@@ -131,30 +91,16 @@ class GraphDataModule(L.LightningDataModule):
         task: a generated task, if there is no ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links
             with ten skips in five folds; ``substructures``, counts of seven small graphs in random graphs; ``karate``,
             Zachary's club and its two factions. See ``tasks``.
-        dataset: data set of PyG, such as ``torch_geometric.datasets.TUDataset``; with ``val_dataset`` and
-            ``test_dataset``, the training graphs.
-        val_dataset: validation graphs; needs ``dataset`` and ``test_dataset``.
-        test_dataset: test graphs.
+        dataset: data set of PyG, such as ``torch_geometric.datasets.TUDataset``; with ``split.val_dataset`` and
+            ``split.test_dataset``, the training graphs.
         transform: transform of PyG, called once for each graph, in ``setup``.
-        level: whether a target belongs to a ``graph`` or a ``node``; by default, nodes if ``y`` of a data set has an
-            entry for each node, or if the table of nodes has the target, else graphs.
-        target_kind: a class (``classification``) or numbers (``regression``); by default classes, for a data set with
-            floating ``y`` numbers.
-        target: column or field of the target in a file, by default ``y``, or several with one number each; for
-            ``substructures``, which of them to count, by default all seven.
-        nodes_path: table of nodes that accompanies an edge list.
-        fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
-        family: random graphs of ``substructures``: ``erdos_renyi`` or ``regular``.
-        num_graphs: number of graphs of ``substructures``, for training, validation and test; by default 5,000.
-        global_batch_size: graphs per step, or seed nodes with ``num_neighbors``, over all processes; by default 64, or
-            as many as ``max_nodes`` and ``max_edges`` allow. A single graph with node targets is one batch.
-        max_nodes: largest number of nodes of a batch, over all processes; each process gets about an equal share.
-        max_edges: largest number of edges (columns of ``edge_index``) of a batch, likewise.
-        num_neighbors: for a single large graph with node targets, how many neighbours to sample of a seed node, of each
-            of those, and so on, -1 for all; batches hold all edges among them. ``n_id`` maps a batch's nodes to those
-            of the graph.
-        val_share: share of the graphs, or nodes, that validate; by default .1, for ``substructures`` .2.
-        test_share: share of the graphs, or nodes, that test; by default .2, for ``substructures`` .5.
+        layout: where targets are, and how files store graphs, see :class:`lightning_accel.data.GraphLayout`.
+        generated: which graphs of ``substructures`` there are, see :class:`lightning_accel.data.GeneratedGraphs`.
+        split: what validates and tests, see :class:`lightning_accel.data.GraphSplitOptions`.
+        batches: budgets of nodes and edges, and sampled neighbours, see :class:`lightning_accel.data.GraphBatches`.
+        global_batch_size: graphs per step, or seed nodes with ``batches.num_neighbors``, over all processes; by
+            default 64, or as many as ``batches.max_nodes`` and ``max_edges`` allow. A single graph with node
+            targets is one batch.
         seed: seed of the generated graphs, the split, the order and the neighbours.
         num_workers: workers that load batches.
         predict_path: file to predict, in the format of ``path``, with or without targets; by default the test graphs,
@@ -164,8 +110,8 @@ class GraphDataModule(L.LightningDataModule):
         FileNotFoundError: if a file does not exist.
         TypeError: in ``setup``, if a data set does not hold :class:`torch_geometric.data.Data`.
         ValueError: if an option is out of range, or has no effect; in ``setup``, if data are not as described, or a
-            graph exceeds ``max_nodes`` or ``max_edges``; in ``load_state_dict``, if the checkpoint was trained on other
-            graphs.
+            graph exceeds ``batches.max_nodes`` or ``max_edges``; in ``load_state_dict``, if the checkpoint was
+            trained on other graphs.
     """
 
     level: Level
@@ -183,29 +129,31 @@ class GraphDataModule(L.LightningDataModule):
     relation_names: list[str] | None
     predict_ids: list[str]
 
-    @renamed_arguments(batch_size="global_batch_size")
+    @renamed_arguments(
+        batch_size="global_batch_size",
+        **{
+            name: f"{group}.{name}"
+            for group, held in (
+                ("layout", GraphLayout()),
+                ("generated", GeneratedGraphs()),
+                ("split", GraphSplitOptions()),
+                ("batches", GraphBatches()),
+            )
+            for name in options_of(held)
+        },
+    )
     def __init__(
         self,
         path: str | Path | None = None,
         task: TaskName | None = None,
         *,
         dataset: Dataset | None = None,
-        val_dataset: Dataset | None = None,
-        test_dataset: Dataset | None = None,
         transform: Callable[..., Any] | None = None,
-        level: Level | None = None,
-        target_kind: TargetKind | None = None,
-        target: str | Sequence[str] | None = None,
-        nodes_path: str | Path | None = None,
-        fold: int = 0,
-        family: Family = "erdos_renyi",
-        num_graphs: int | None = None,
+        layout: GraphLayout = GraphLayout(),
+        generated: GeneratedGraphs = GeneratedGraphs(),
+        split: GraphSplitOptions = GraphSplitOptions(),
         global_batch_size: int | None = None,
-        max_nodes: int | None = None,
-        max_edges: int | None = None,
-        num_neighbors: Sequence[int] | None = None,
-        val_share: float | None = None,
-        test_share: float | None = None,
+        batches: GraphBatches = GraphBatches(),
         seed: int = 0,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
@@ -217,50 +165,45 @@ class GraphDataModule(L.LightningDataModule):
         self.task: TaskName | None = "csl" if not named else task
         if self.task not in (None, *get_args(TaskName)):
             raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
-        names = (target,) if isinstance(target, str) else tuple(target or ())
-        _require_effect(
-            self.task or named[0],
-            {
-                "val_dataset": val_dataset, "test_dataset": test_dataset, "level": level, "target_kind": target_kind,
-                "target": names or None, "nodes_path": nodes_path, "fold": fold,
-                "family": family, "num_graphs": num_graphs, "num_neighbors": num_neighbors, "val_share": val_share,
-                "test_share": test_share, "predict_path": predict_path,
-            },
-        )  # fmt: skip
-        for name, value, choices in (
-            ("level", level, (None, *get_args(Level))), ("target_kind", target_kind, (None, *get_args(TargetKind))),
-            ("family", family, get_args(Family)),
-        ):  # fmt: skip
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}; got {value!r}")
-        _require_sizes(global_batch_size, max_nodes, max_edges, num_neighbors)
+        layout, generated = read_options(GraphLayout, layout), read_options(GeneratedGraphs, generated)
+        split, batches = read_options(GraphSplitOptions, split), read_options(GraphBatches, batches)
+        groups = {"layout": layout, "generated": generated, "split": split, "batches": batches}
+        given = {f"{group}.{name}": value for group, held in groups.items() for name, value in options_of(held).items()}
+        names = tuple(list_of_names(layout.target or ()))
+        require_effect(self.task or named[0], {**given, "layout.target": names or None, "predict_path": predict_path})
+        require_choices(given)
+        require_sizes(global_batch_size, batches)
         require_at_least(0, seed=seed, num_workers=num_workers)
-        named_shares = {"val_share": val_share, "test_share": test_share}
+        named_shares = {"val_share": split.val_share, "test_share": split.test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
         usual = (0.2, 0.5) if self.task == "substructures" else (0.1, 0.2)  # the former of Chen et al. 2020
-        self.shares = (usual[0] if val_share is None else val_share, usual[1] if test_share is None else test_share)
+        val, test = (usual[i] if share is None else share for i, share in enumerate(named_shares.values()))
+        self.shares = (val, test)
         require_shares(*self.shares)
-        if self.task == "csl" and not 0 <= fold < 5:
-            raise ValueError(f"fold of csl must be from 0 to 4; got {fold}")
+        if self.task == "csl" and not 0 <= split.fold < 5:
+            raise ValueError(f"split.fold of csl must be from 0 to 4; got {split.fold}")
         if self.task == "substructures" and (unknown := set(names) - set(SUBSTRUCTURES)):
-            raise ValueError(f"target must be among {', '.join(SUBSTRUCTURES)}; got {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"layout.target must be among {', '.join(SUBSTRUCTURES)}; got {', '.join(sorted(unknown))}"
+            )
         self.path, self.predict_path, nodes = (
-            None if file is None else existing_file(file) for file in (path, predict_path, nodes_path)
+            None if file is None else existing_file(file) for file in (path, predict_path, layout.nodes_path)
         )
         if nodes is not None and self.predict_path is not None:
-            raise ValueError("predict_path has no effect beside nodes_path: all nodes of the graph are predicted")
-        self.layout = GraphLayout(level, names or ("y",), nodes)
-        self.datasets = [part for part in (dataset, val_dataset, test_dataset) if part is not None]
+            raise ValueError(
+                "predict_path has no effect beside layout.nodes_path: all nodes of the graph are predicted"
+            )
+        self.layout = replace(layout, nodes_path=nodes)
+        self.datasets = [part for part in (dataset, split.val_dataset, split.test_dataset) if part is not None]
         self.transform = transform
         self.counted = names or tuple(SUBSTRUCTURES)
-        self.kind = target_kind
-        self.fold = fold
-        self.family = family
-        self.num_graphs = (5000 if self.task == "substructures" else 0) if num_graphs is None else num_graphs
+        self.fold = split.fold
+        self.family = generated.family
+        usual_number = 5000 if self.task == "substructures" else 0
+        self.num_graphs = usual_number if generated.num_graphs is None else generated.num_graphs
         self.global_batch_size = global_batch_size
-        self.max_nodes = max_nodes
-        self.max_edges = max_edges
-        self.num_neighbors = None if num_neighbors is None else list(num_neighbors)
+        self.max_nodes, self.max_edges = batches.max_nodes, batches.max_edges
+        self.num_neighbors = None if batches.num_neighbors is None else list(batches.num_neighbors)
         self.seed = seed
         self.num_workers = num_workers
 
@@ -277,14 +220,15 @@ class GraphDataModule(L.LightningDataModule):
         self._describe(splits, features, read)
         if self.num_neighbors is not None and not splits.of_nodes:
             raise ValueError(
-                f"num_neighbors needs one graph whose nodes have targets; {where} has {len(splits.graphs)} graphs and "
-                f"level {splits.level}. Set global_batch_size, or max_nodes and max_edges"
+                "batches.num_neighbors needs one graph whose nodes have targets; "
+                f"{where} has {len(splits.graphs)} graphs and level {splits.level}. Set global_batch_size, "
+                "or batches.max_nodes and max_edges"
             )
         sizes = self.global_batch_size, self.max_nodes, self.max_edges
         if splits.of_nodes and self.num_neighbors is None and any(sizes):
             raise ValueError(
-                f"global_batch_size, max_nodes and max_edges would have no effect on the one graph of {where}, which "
-                "is a batch by itself; set num_neighbors for batches of parts of it"
+                f"global_batch_size, batches.max_nodes and max_edges would have no effect on the one graph of {where}, "
+                "which is a batch by itself; set batches.num_neighbors for batches of parts of it"
             )
         rows = [self._rows(splits, part) for part in (splits.train, splits.val, splits.test)]
         self._sampler(rows[0], shuffle=True)  # raises for a graph beyond a budget
@@ -309,8 +253,8 @@ class GraphDataModule(L.LightningDataModule):
             return splits, None, None
         if self.path is not None:
             read = read_graphs(self.path, self.layout)
-            kind = self.kind or "classification"
-            splits = file_splits(read, self.path, kind, self.layout.target, self.shares, self.seed)
+            kind = self.layout.target_kind or "classification"
+            splits = file_splits(read, self.path, kind, self.layout.columns, self.shares, self.seed)
             source = list(splits.graphs)
             splits.graphs = [self._transform_graph(graph) for graph in source]
             return splits, read, source
@@ -320,7 +264,7 @@ class GraphDataModule(L.LightningDataModule):
         drawn = [getattr(dataset, "transform", None) is not None for dataset in self.datasets]
         source = [None if own else graph for own, part in zip(drawn, given, strict=True) for graph in part]
         where = self._source_name()
-        options = self.layout.level, self.kind, self.shares, self.seed, self.fold, self.named_shares
+        options = self.layout.level, self.layout.target_kind, self.shares, self.seed, self.fold, self.named_shares
         return dataset_splits(parts, where, *options), None, source
 
     def _transform_graph(self, graph: Any) -> Data:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_accel.data.bounds import require_allowed
+from lightning_accel.data.graphs.options import GraphLayout
 from lightning_accel.data.graphs.tasks import Level
 from lightning_accel.data.quoting import did_you_mean, shown
 from lightning_accel.data.tables.files import (
@@ -36,15 +37,6 @@ else:
 _NODE_BYTES = 64  # memory of a node without attributes: features, indices in batches, and their copies
 _FILL = "Fill what is missing, or remove the column"
 _FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
-
-
-@dataclass(frozen=True)
-class GraphLayout:
-    """Describe how files store graphs, as ``GraphDataModule`` takes it."""
-
-    level: Level | None = None
-    target: Sequence[str] = ("y",)
-    nodes_path: Path | None = None
 
 
 @dataclass
@@ -110,30 +102,31 @@ def _read_tables(path: Path, layout: GraphLayout) -> FileGraphs:
     if layout.nodes_path is None or layout.level == "graph":
         raise ValueError(
             f"{path} holds the edges of one graph, whose nodes have targets: give a table with the columns node and "
-            f"{layout.target[0]} in nodes_path, and leave level out. Several graphs go in a .jsonl file"
+            f"{layout.columns[0]} in layout.nodes_path, and leave layout.level out. Several graphs go in a .jsonl file"
         )
+    nodes_path = Path(layout.nodes_path)
     edges = read_table(path, text_columns=["source", "target", "type"])
     require_columns(edges, ["source", "target"], path)
-    nodes = read_table(layout.nodes_path, text_columns=["node", *layout.target])
-    require_columns(nodes, ["node", *layout.target], layout.nodes_path)
-    names = _text_column(nodes, "node", layout.nodes_path)
+    nodes = read_table(nodes_path, text_columns=["node", *layout.columns])
+    require_columns(nodes, ["node", *layout.columns], nodes_path)
+    names = _text_column(nodes, "node", nodes_path)
     place = {name: row for row, name in enumerate(names)}
     if len(place) < len(names):
         twice = Counter(names).most_common(1)[0][0]
-        raise ValueError(f"{layout.nodes_path} has two rows of node {shown(twice)}; each node may stand once")
+        raise ValueError(f"{nodes_path} has two rows of node {shown(twice)}; each node may stand once")
     ends = [_text_column(edges, name, path) for name in ("source", "target")]
     for column in ends:
         for row, name in enumerate(column, start=1):
             if name not in place:
                 raise ValueError(
-                    f"row {row} of {path} has the node {shown(name)}, which {layout.nodes_path} does not list; add the "
+                    f"row {row} of {path} has the node {shown(name)}, which {nodes_path} does not list; add the "
                     "node, or remove the edge"
                 )
     graph = Data(edge_index=torch.tensor([[place[name] for name in column] for column in ends]), num_nodes=len(names))
     attributes, relation_names = _edge_attributes(edges, path)
-    features, feature_names = _node_features(nodes, layout.nodes_path, layout.target)
+    features, feature_names = _node_features(nodes, nodes_path, layout.columns)
     graph.update({key: value for key, value in (("edge_attr", attributes), ("x", features)) if value is not None})
-    chosen = nodes[list(layout.target)].astype(object)
+    chosen = nodes[list(layout.columns)].astype(object)
     target = chosen.where(chosen.notna(), None).to_numpy().tolist()
     return FileGraphs([graph], ["0"], "node", [names], target, feature_names, relation_names)
 
@@ -204,7 +197,7 @@ def _read_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
 
 
 def _reject_unknown_fields(entry: dict[str, Any], layout: GraphLayout, where: str) -> None:
-    known = list(dict.fromkeys([*_FIELDS, *layout.target, "y"]))
+    known = list(dict.fromkeys([*_FIELDS, *layout.columns, "y"]))
     if unknown := [name for name in entry if name not in known]:
         raise ValueError(
             f"{where} has the field {shown(unknown[0])}, which would not be read{did_you_mean(unknown[0], known)} "
@@ -252,11 +245,11 @@ def _as_tensor(values: np.ndarray, name: str) -> Tensor:
 
 
 def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: int, where: str) -> list[list[Any]]:
-    for name in layout.target:
+    for name in layout.columns:
         require_field(entry, name, where)
-    values = [entry[name] for name in layout.target]
+    values = [entry[name] for name in layout.columns]
     if level == "node":
-        for name, value in zip(layout.target, values, strict=True):
+        for name, value in zip(layout.columns, values, strict=True):
             if not isinstance(value, list) or len(value) != n:
                 got = f"{len(value)} entries" if isinstance(value, list) else shown(value)
                 raise ValueError(

@@ -18,6 +18,7 @@ from lightning_accel.data.graphs.files import FileGraphs
 from lightning_accel.data.graphs.tasks import (
     Family,
     Level,
+    TargetKind,
     csl_fold,
     csl_graphs,
     karate_club,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 else:
     pd = import_on_use("pandas")
 
-TargetKind = Literal["classification", "regression"]
 TaskName = Literal["csl", "substructures", "karate"]
 
 _MASKS = ("train_mask", "val_mask", "test_mask")
@@ -193,12 +193,12 @@ def _encode(
     if kind == "classification":
         if table.shape[1] != 1:
             raise ValueError(
-                f"a class of each is one value; {path} has {table.shape[1]} in {', '.join(names)}. Set target_kind to "
-                "regression, or name one in target"
+                f"a class of each is one value; {path} has {table.shape[1]} in {', '.join(names)}. Set "
+                "layout.target_kind to regression, or name one in layout.target"
             )
         read = read_known_classes if gaps else read_classes
         numbers, classes = read(
-            table[0].rename(name), path, "for a target that is a quantity, set target_kind to regression"
+            table[0].rename(name), path, "for a target that is a quantity, set layout.target_kind to regression"
         )
         return torch.from_numpy(numbers), classes
     titles = [*names, *[name] * table.shape[1]]
@@ -282,7 +282,7 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
     if y.ndim > 1 or (y != y.round()).any():
         raise ValueError(
             f"y of {where} must hold one class each; got shape {tuple(graphs[0].y.shape)} of {y.dtype}. For quantities "
-            "set target_kind to regression; choose one of several classes with a transform"
+            "set layout.target_kind to regression; choose one of several classes with a transform"
         )
     present = y[y >= 0].unique().long()
     if len(present) < 2:
@@ -309,7 +309,7 @@ def _masks_of(graphs: Sequence[Data], split_by_nodes: bool, where: str) -> list[
     if found and not split_by_nodes:
         raise ValueError(
             f"graphs of {where} have {', '.join(found)}, which would have no effect: masks split the nodes of one "
-            f"graph, given as dataset alone. Give val_dataset and test_dataset without masks, or {remedy}"
+            f"graph, given as dataset alone. Give split.val_dataset and split.test_dataset without masks, or {remedy}"
         )
     if found and not {"train_mask", "test_mask"} <= {*found}:
         lacking = [name for name in _MASKS if name not in found]

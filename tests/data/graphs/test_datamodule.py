@@ -11,13 +11,15 @@ from torch_geometric.datasets import FakeDataset, KarateClub
 from torch_geometric.nn import GINConv, global_add_pool
 
 from lightning_accel.callbacks import ExactResume, PredictionWriter
+from lightning_accel.data import GeneratedGraphs, GraphBatches, GraphLayout, GraphSplitOptions
 from lightning_accel.data.graphs.datamodule import GraphDataModule
 from lightning_accel.data.graphs.dataset import NeighbourDataset
+from tests.data.graphs.grouped import grouped
 from tests.ranks import run_ranks
 
 
 def ready(*arguments, **options):
-    data = GraphDataModule(*arguments, **options)
+    data = GraphDataModule(*arguments, **grouped(options))
     data.setup()
     return data
 
@@ -75,31 +77,40 @@ def test_the_karate_club_is_one_graph():
     [
         ({"task": "cls"}, "task must be one of csl, .*got 'cls'"),
         ({"task": "csl", "dataset": KarateClub()}, "one of them; got task and dataset"),
-        ({"fold": 5}, "fold of csl must be from 0 to 4; got 5"),
-        ({"num_graphs": 100}, "num_graphs would have no effect with task='csl'"),
-        ({"val_share": 0.1}, "val_share would have no effect with task='csl'"),
-        ({"task": "karate", "fold": 1}, "fold would have no effect with task='karate'; fold is for csl, dataset"),
+        ({"fold": 5}, "split.fold of csl must be from 0 to 4; got 5"),
+        ({"num_graphs": 100}, "generated.num_graphs would have no effect with task='csl'"),
+        ({"val_share": 0.1}, "split.val_share would have no effect with task='csl'"),
+        (
+            {"task": "karate", "fold": 1},
+            "split.fold would have no effect with task='karate'; split.fold is for csl, dataset",
+        ),
         ({"task": "substructures", "num_neighbors": [3]}, "num_neighbors would have no effect"),
-        ({"task": "karate", "level": "node"}, "level would have no effect"),
+        ({"task": "karate", "level": "node"}, "layout.level would have no effect"),
         ({"task": "karate", "predict_path": "x.csv"}, "predict_path would have no effect"),
         (
             {"task": "karate", "num_neighbors": [0]},
             r"numbers of 1 or more, or -1 for all, one for each step; got \[0\]",
         ),
         ({"task": "karate", "num_neighbors": [3], "max_nodes": 9}, "would have no effect with num_neighbors"),
-        ({"task": "substructures", "level": "edge"}, "level must be one of graph, node; got 'edge'"),
-        ({"task": "substructures", "family": "tree"}, "family must be one of erdos_renyi, regular; got 'tree'"),
-        ({"task": "substructures", "target": "cycle_6"}, "target must be among triangle, .*; got cycle_6"),
+        ({"task": "substructures", "level": "edge"}, "layout.level must be one of graph, node; got 'edge'"),
+        (
+            {"task": "substructures", "family": "tree"},
+            "generated.family must be one of erdos_renyi, regular; got 'tree'",
+        ),
+        ({"task": "substructures", "target": "cycle_6"}, "layout.target must be among triangle, .*; got cycle_6"),
         ({"task": "karate", "val_share": 0.5, "test_share": 0.5}, "val_share=0.5, test_share=0.5"),
         ({"global_batch_size": 0}, "global_batch_size must be at least 1; got 0"),
-        ({"max_edges": 0}, "max_edges must be at least 1; got 0"),
+        ({"max_edges": 0}, "batches.max_edges must be at least 1; got 0"),
         ({"seed": -1}, "at least 0; got -1"),
-        ({"dataset": KarateClub(), "val_dataset": KarateClub()}, "val_dataset and test_dataset go together"),
+        (
+            {"dataset": KarateClub(), "val_dataset": KarateClub()},
+            "split.val_dataset and split.test_dataset go together",
+        ),
     ],
 )
 def test_options_are_refused_before_anything_is_read(options, said):
     with pytest.raises(ValueError, match=said):
-        GraphDataModule(**options)
+        GraphDataModule(**grouped(options))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +127,7 @@ def test_options_are_refused_before_anything_is_read(options, said):
 )
 def test_what_cannot_be_is_refused_in_setup(options, said):
     with pytest.raises(ValueError, match=said):
-        GraphDataModule(**options).setup()
+        GraphDataModule(**grouped(options)).setup()
 
 
 class Given(Dataset):
@@ -310,7 +321,9 @@ def test_a_plain_module_trains_validates_tests_and_predicts(tmp_path):
 
 @pytest.mark.parametrize("neighbours", [None, [3, 3]])
 def test_predictions_of_nodes_are_in_order(tmp_path, neighbours):
-    data = GraphDataModule(task="karate", num_neighbors=neighbours, global_batch_size=5 if neighbours else None)
+    data = GraphDataModule(
+        task="karate", batches=GraphBatches(num_neighbors=neighbours), global_batch_size=5 if neighbours else None
+    )
     trained = trainer(tmp_path, callbacks=[PredictionWriter()])
     trained.predict(Plain(34, 2, "node"), datamodule=data)
     table = pd.read_csv(tmp_path / "predictions.csv")
@@ -345,18 +358,22 @@ def test_a_run_stopped_in_mid_epoch_goes_on_with_the_next_batch(tmp_path, kind, 
     torch.manual_seed(0)
     whole = Plain(*shape)
     trainer(tmp_path, max_epochs=2, callbacks=[SaveAfterTwo(), *callbacks]).fit(
-        whole, datamodule=GraphDataModule(**options)
+        whole, datamodule=GraphDataModule(**grouped(options))
     )
     resumed = Plain(*shape)
     saved = {"ckpt_path": tmp_path / "second.ckpt", "weights_only": True}
     callbacks = [ExactResume()] if exact else []
-    trainer(tmp_path, max_epochs=2, callbacks=callbacks).fit(resumed, datamodule=GraphDataModule(**options), **saved)
+    trainer(tmp_path, max_epochs=2, callbacks=callbacks).fit(
+        resumed, datamodule=GraphDataModule(**grouped(options)), **saved
+    )
     assert len(whole.seen) == 6
     assert resumed.seen == whole.seen[2:]
     for parameter, same in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert parameter.equal(same)
     with pytest.raises(ValueError, match="trained on other graphs than those of the task"):
-        trainer(tmp_path, max_epochs=2).fit(Plain(*shape), datamodule=GraphDataModule(**options, seed=3), **saved)
+        trainer(tmp_path, max_epochs=2).fit(
+            Plain(*shape), datamodule=GraphDataModule(**grouped(options), seed=3), **saved
+        )
 
 
 def test_a_checkpoint_of_other_graphs_is_refused():
@@ -388,7 +405,10 @@ def test_options_are_read_from_a_command_line(monkeypatch):
             seed_everything_default=1,
         ).datamodule
 
-    assert data("--data.task=substructures", "--data.target=[triangle,cycle_4]").counted == ("triangle", "cycle_4")
+    assert data("--data.task=substructures", "--data.layout.target=[triangle,cycle_4]").counted == (
+        "triangle",
+        "cycle_4",
+    )
     made = data(
         "--data.dataset=torch_geometric.datasets.FakeDataset",
         "--data.dataset.num_graphs=30",
@@ -398,7 +418,33 @@ def test_options_are_read_from_a_command_line(monkeypatch):
     )
     made.setup()
     assert made.num_features == 64 + 100
-    assert data("--data.task=karate", "--data.num_neighbors=[15,10]").num_neighbors == [15, 10]
+    assert data("--data.task=karate", "--data.batches.num_neighbors=[15,10]").num_neighbors == [15, 10]
+
+
+def test_old_names_of_options_work():
+    with pytest.warns(FutureWarning) as warned:
+        old = GraphDataModule(
+            task="substructures",
+            target="triangle",
+            level="node",
+            num_graphs=40,
+            family="regular",
+            val_share=0.3,
+            max_nodes=99,
+        )
+    said = {str(one.message).partition(";")[0] for one in warned}
+    assert {
+        "GraphDataModule: target is now called layout.target",
+        "GraphDataModule: max_nodes is now called batches.max_nodes",
+    } < said
+    new = GraphDataModule(
+        task="substructures",
+        layout=GraphLayout(target="triangle", level="node"),
+        generated=GeneratedGraphs("regular", 40),
+        split=GraphSplitOptions(0.3),
+        batches=GraphBatches(99),
+    )
+    assert vars(old) == vars(new)
 
 
 def check_processes_share_graphs(rank, folder):
@@ -414,7 +460,7 @@ def check_processes_share_graphs(rank, folder):
     if rank == 0:
         assert pd.read_csv(f"{folder}/two.csv")["id"].astype(str).tolist() == data.predict_ids
     for number, neighbours in enumerate((None, [3, 3])):
-        nodes = GraphDataModule(task="karate", num_neighbors=neighbours)
+        nodes = GraphDataModule(task="karate", batches=GraphBatches(num_neighbors=neighbours))
         module = Plain(34, 2, "node")
         writer = PredictionWriter(f"{folder}/nodes{number}.csv")
         trainer(folder, **options, callbacks=[writer]).predict(module, datamodule=nodes)

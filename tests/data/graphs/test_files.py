@@ -5,8 +5,10 @@ import networkx as nx
 import pytest
 import torch
 
+from lightning_accel.data import GraphBatches, GraphLayout
 from lightning_accel.data.graphs.datamodule import GraphDataModule
-from lightning_accel.data.graphs.files import GraphLayout, read_graphs
+from lightning_accel.data.graphs.files import read_graphs
+from tests.data.graphs.grouped import grouped
 
 RING, PATH = [[0, 1], [1, 2], [0, 2]], [[0, 1], [1, 2]]
 
@@ -40,7 +42,7 @@ def write(tmp_path):
 @pytest.fixture
 def make(write):
     def make(found=None, name="graphs.jsonl", **options):
-        data = GraphDataModule(write(name, lines() if found is None else found), **options)
+        data = GraphDataModule(write(name, lines() if found is None else found), **grouped(options))
         data.setup()
         return data
 
@@ -219,7 +221,7 @@ def test_graph6(write):
         (write("f.txt", "B"), {}, "need a .csv or .parquet"),
     ):
         with pytest.raises(ValueError, match=said):
-            GraphDataModule(path, **more).setup()
+            GraphDataModule(path, **grouped(more)).setup()
 
 
 EDGES = "source,target,type,weight\n" + "".join(
@@ -229,7 +231,7 @@ ATOMS = "node,y,element,charge\n" + "".join(f"{i},{'xy'[i % 2]},{'CNO'[i % 3]},{
 
 
 def test_tables_of_edges_and_nodes(write):
-    data = GraphDataModule(write("edges.csv", EDGES), nodes_path=write("atoms.csv", ATOMS))
+    data = GraphDataModule(write("edges.csv", EDGES), layout=GraphLayout(nodes_path=write("atoms.csv", ATOMS)))
     data.setup()
     assert data.feature_names == ["element=C", "element=N", "element=O", "charge"]
     assert (data.relation_names, data.edge_dim, data.num_relations) == (["double", "single"], 3, None)
@@ -246,7 +248,7 @@ def test_tables_of_edges_and_nodes(write):
 def test_one_network_with_labels_of_some_nodes(write):
     edges = write("edges.csv", "source,target\n" + "".join(f"{i},{(i + 1) % 30}\n" for i in range(30)))
     nodes = write("nodes.csv", "node,y,age\n" + "".join(f"{i},{'' if i < 6 else 'xy'[i % 2]},{i}\n" for i in range(30)))
-    data = GraphDataModule(edges, nodes_path=nodes)
+    data = GraphDataModule(edges, layout=GraphLayout(nodes_path=nodes))
     data.setup()
     assert (data.level, data.class_names, data.num_relations) == ("node", ["x", "y"], None)
     parts = [rows.rows.tolist() for rows in (data.train_rows, data.val_rows, data.test_rows)]
@@ -261,7 +263,9 @@ def test_one_network_with_labels_of_some_nodes(write):
     assert ages.mean().abs() < 1e-6
     assert ages.std(correction=0) == pytest.approx(1)
     assert data.predict_ids == [str(i) for i in range(30)]
-    sampled = GraphDataModule(edges, nodes_path=nodes, num_neighbors=[2, 2], global_batch_size=5)
+    sampled = GraphDataModule(
+        edges, layout=GraphLayout(nodes_path=nodes), batches=GraphBatches(num_neighbors=[2, 2]), global_batch_size=5
+    )
     sampled.setup()
     seen = []
     for batch in sampled.train_dataloader():
@@ -290,14 +294,14 @@ def test_types_alone_are_relations(write):
         ({"edges": EDGES + "1,2,single,\n"}, "column 'weight' .* lacks 1 of 31 values, the first in row 31"),
         ({"edges": EDGES + ",2,single,1\n"}, "column 'source' .* the first in row 31"),
         ({"nodes": ATOMS + "e,x,C,\n"}, "column 'charge' .* the first in row 31"),
-        ({"nodes": None}, "whose nodes have targets: give a table with the columns node and y in nodes_path"),
+        ({"nodes": None}, "whose nodes have targets: give a table with the columns node and y in layout.nodes_path"),
     ],
 )
 def test_a_wrong_table_is_named(write, change, said):
     content = {"edges": EDGES, "nodes": ATOMS} | change
     paths = {name: text and write(f"{name}.csv", text) for name, text in content.items()}
     with pytest.raises(ValueError, match=said):
-        GraphDataModule(paths["edges"], nodes_path=paths["nodes"]).setup()
+        GraphDataModule(paths["edges"], layout=GraphLayout(nodes_path=paths["nodes"])).setup()
 
 
 def test_a_file_to_predict_is_read_as_the_training_graphs_were(make, write):

@@ -5,6 +5,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_accel.data.graphs.datamodule import GraphDataModule
+from tests.data.graphs.grouped import grouped
 from tests.data.graphs.test_datamodule import Given, given
 
 
@@ -18,7 +19,7 @@ def network(*masks: str) -> Data:
 
 
 def ready(graphs, **options):
-    data = GraphDataModule(dataset=Given(graphs), **options)
+    data = GraphDataModule(dataset=Given(graphs), **grouped(options))
     data.setup()
     return data
 
@@ -51,7 +52,7 @@ def test_masks_of_several_graphs_are_refused():
         ready([network(*masks) for _ in range(20)])
     with pytest.raises(ValueError, match="have train_mask, which would have no effect"):
         ready(given(train_mask=lambda graph: torch.ones(3).bool()))
-    with pytest.raises(ValueError, match="Give val_dataset and test_dataset without masks"):
+    with pytest.raises(ValueError, match=r"Give split\.val_dataset and split\.test_dataset without masks"):
         ready([network(*masks)], val_dataset=Given([network()]), test_dataset=Given([network()]))
 
 
@@ -112,7 +113,7 @@ def test_options_without_effect_on_masks_are_refused(masks, options, said):
 
 def test_fold_is_refused_with_graphs_of_three_datasets():
     parts = {name: Given(given(4)) for name in ("dataset", "val_dataset", "test_dataset")}
-    data = GraphDataModule(**parts, fold=1)
+    data = GraphDataModule(**grouped({**parts, "fold": 1}))
     with pytest.raises(ValueError, match="fold=1 would have no effect"):
         data.setup()
 
