@@ -62,7 +62,7 @@ def folder(run_folder, monkeypatch):
 
 def test_snippets_were_found():
     assert (len(SCRIPTS), len(COMMANDS)) == (12, 21)
-    assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "my_ops/add.cpp"]
+    assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "project.py", "my_ops/add.cpp"]
 
 
 def takes_long(script):

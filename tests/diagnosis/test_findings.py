@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
@@ -196,6 +197,24 @@ def test_too_many_threads_are_measured_with_fewer(monkeypatch):
         torch.set_num_threads(before)
     assert found["too many threads"].cost_ms == pytest.approx(20, rel=0.25)
     assert part_times(seen.steps)["forward"] == pytest.approx(30, rel=0.25)
+
+
+def test_files_of_callbacks_go_elsewhere(run_folder):
+    """The fixture finds those that do not."""
+
+    class Writing(Sleeping):
+        def on_train_start(self):
+            folders = [Path(self.trainer.default_root_dir), Path(self.trainer.log_dir)]
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "mine.txt").write_text("written")
+            self.folders = folders
+
+    module = Writing()
+    trainer = trainer_of(logger=CSVLogger("logs"), enable_checkpointing=True, callbacks=[ModelCheckpoint("kept")])
+    seen = examine(trainer, module, rows(8), seconds=1e-3, max_steps=50)
+    assert len(seen.steps) == 4  # as soon as there are three, without those that had instruments
+    assert all(run_folder not in folder.parents and folder != run_folder for folder in module.folders)
 
 
 def test_graph_breaks_of_a_compiled_part_are_counted():
