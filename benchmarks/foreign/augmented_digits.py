@@ -42,7 +42,7 @@ class DigitsDataset(Dataset):
         return (torch.from_numpy(array).unsqueeze(0) - 0.3) / 0.35, int(self.targets[index])
 
 
-class DigitsDataModule(L.LightningDataModule):
+class AugmentedDigitsData(L.LightningDataModule):
     def __init__(self, batch_size: int = 64):
         super().__init__()
         self.batch_size = batch_size
@@ -104,7 +104,7 @@ class ConvNet(L.LightningModule):
 
 def make(**trainer_options):
     trainer = L.Trainer(**{"max_epochs": 10} | trainer_options)
-    return trainer, ConvNet(), DigitsDataModule()
+    return trainer, ConvNet(), AugmentedDigitsData()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class DDPM(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
 
 
-class DigitsDataModule(L.LightningDataModule):
+class DiffusionData(L.LightningDataModule):
     def __init__(self, batch_size: int = 32):
         super().__init__()
         self.batch_size = batch_size
@@ -118,7 +118,7 @@ class DigitsDataModule(L.LightningDataModule):
 
 def make(**trainer_options):
     trainer = L.Trainer(**{"max_epochs": 20} | trainer_options)
-    return trainer, DDPM(), DigitsDataModule()
+    return trainer, DDPM(), DiffusionData()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class DigitsDataModule(L.LightningDataModule):
+class GANData(L.LightningDataModule):
     def __init__(self, batch_size: int = 128):
         super().__init__()
         self.batch_size = batch_size
@@ -117,7 +117,7 @@ class GAN(L.LightningModule):
 
 def make(**trainer_options):
     trainer = L.Trainer(**{"max_epochs": 20} | trainer_options)
-    return trainer, GAN(), DigitsDataModule()
+    return trainer, GAN(), GANData()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class GPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=0.1, betas=(0.9, 0.95))
 
 
-class TextDataModule(L.LightningDataModule):
+class CharDataModule(L.LightningDataModule):
     def __init__(self, batch_size: int = 16, block_size: int = 128):
         super().__init__()
         self.batch_size, self.block_size = batch_size, block_size
@@ -77,7 +77,7 @@ class TextDataModule(L.LightningDataModule):
 
 def make(**trainer_options):
     trainer = L.Trainer(**{"max_epochs": 5, "gradient_clip_val": 1.0} | trainer_options)
-    return trainer, GPT(), TextDataModule()
+    return trainer, GPT(), CharDataModule()
 
 
 if __name__ == "__main__":

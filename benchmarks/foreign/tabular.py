@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 
-class TabularDataModule(L.LightningDataModule):
+class HousesData(L.LightningDataModule):
     def __init__(self, batch_size: int = 512, num_samples: int = 30_000):
         super().__init__()
         self.save_hyperparameters()
@@ -78,7 +78,7 @@ class TabularMLP(L.LightningModule):
 
 def make(**trainer_options):
     trainer = L.Trainer(**{"max_epochs": 10} | trainer_options)
-    return trainer, TabularMLP(), TabularDataModule()
+    return trainer, TabularMLP(), HousesData()
 
 
 if __name__ == "__main__":

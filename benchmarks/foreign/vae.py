@@ -60,7 +60,7 @@ class VAE(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
 
 
-class DigitsDataModule(L.LightningDataModule):
+class VAEData(L.LightningDataModule):
     def __init__(self, batch_size: int = 64):
         super().__init__()
         self.batch_size = batch_size
@@ -80,7 +80,7 @@ class DigitsDataModule(L.LightningDataModule):
 
 def make(**trainer_options):
     trainer = L.Trainer(**{"max_epochs": 30} | trainer_options)
-    return trainer, VAE(), DigitsDataModule()
+    return trainer, VAE(), VAEData()
 
 
 if __name__ == "__main__":
