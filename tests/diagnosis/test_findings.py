@@ -70,6 +70,7 @@ def test_a_sleeping_dataset_is_a_slow_loader():
     assert "num_workers=" in found["slow loader"].mend
 
 
+@pytest.mark.slow
 def test_a_sleeping_hook_is_named():
     found, _ = findings(Sleeping(callbacks=0.02), rows(8))
     assert found["slow hook"].cost_ms == pytest.approx(20, rel=0.25)
@@ -82,6 +83,7 @@ class SleepingCSV(CSVLogger):
         super().log_metrics(metrics, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 50])
 def test_logging_at_each_step_costs_what_the_logger_takes(every, run_folder):
     logger = SleepingCSV(str(run_folder / "logs"))
@@ -108,6 +110,7 @@ def test_items_and_prints_are_found_by_their_function(capsys):
     assert all(one.ms > 0 for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_float64_is_found_in_weights_and_batches(precision):
     class Double(Rows):
@@ -146,6 +149,7 @@ def test_what_the_modules_structure_tells():
     assert "train mode in validation" not in found  # there is no validation
 
 
+@pytest.mark.slow
 def test_a_module_in_train_mode_is_seen_in_validation():
     class Validated(Unused):
         def train_dataloader(self):
@@ -157,6 +161,7 @@ def test_a_module_in_train_mode_is_seen_in_validation():
     assert found["train mode in validation"].what.endswith("drop")
 
 
+@pytest.mark.slow
 def test_parameters_of_another_optimizer_are_used():
     """Each backward pass of a GAN reaches the parameters of one network."""
 
@@ -178,6 +183,7 @@ def test_parameters_of_another_optimizer_are_used():
     assert "unused parameters" not in findings(Two(), rows(8))[0]
 
 
+@pytest.mark.slow
 def test_too_many_threads_are_measured_with_fewer(monkeypatch):
     """Threads cost what they are planted to: each beyond the cores 10 ms."""
 
@@ -199,6 +205,7 @@ def test_too_many_threads_are_measured_with_fewer(monkeypatch):
     assert part_times(seen.steps)["forward"] == pytest.approx(30, rel=0.25)
 
 
+@pytest.mark.slow
 def test_files_of_callbacks_go_elsewhere(run_folder):
     """The fixture finds those that do not."""
 
@@ -217,6 +224,7 @@ def test_files_of_callbacks_go_elsewhere(run_folder):
     assert all(run_folder not in folder.parents and folder != run_folder for folder in module.folders)
 
 
+@pytest.mark.slow
 def test_graph_breaks_of_a_compiled_part_are_counted():
     class Net(nn.Module):
         def forward(self, x):
@@ -239,6 +247,7 @@ def test_graph_breaks_of_a_compiled_part_are_counted():
     assert f"{Path(__file__).name}:" in found["graph breaks"].what
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_examined():
     _, seen = findings(Sleeping(), rows(8), accumulate_grad_batches=3)
     assert len(seen.steps) == 10

@@ -82,6 +82,7 @@ def test_modules_with_a_trainer():
     assert not private.has_trainer(module)
 
 
+@pytest.mark.slow
 def test_compiled_modules():
     module = BoringModel()
     assert not private.is_compiled(module)

@@ -87,6 +87,7 @@ def test_dropouts_have_one_base():
     assert not issubclass(nn.Linear, private.DropoutBase)
 
 
+@pytest.mark.slow
 def test_compilations_are_explained(capsys):
     def broken(x):
         x = x + 1
