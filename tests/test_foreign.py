@@ -68,6 +68,7 @@ def test_two_steps_run(train, name):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", PROJECTS)
 def test_losses_fall(train, name):
     values = train(name, max_steps=40, limit_val_batches=0, enable_checkpointing=False)
