@@ -142,6 +142,7 @@ class Unused(Sleeping):
         self.drop.train()
 
 
+@pytest.mark.slow
 def test_what_the_modules_structure_tells():
     found, _ = findings(Unused(), rows(8))
     assert "branch.weight, branch.bias" in found["unused parameters"].what
