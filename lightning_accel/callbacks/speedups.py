@@ -26,23 +26,19 @@ class Speedups(L.Callback):
     ``lightning-accel tune`` finds the settings and writes them to a config. Each is None, and left as the run has it,
     by default. What is an argument of the Trainer, such as ``precision`` or ``benchmark``, is not repeated here.
 
-    Losses stay equal up to rounding, with these exceptions: compiled layers, and datasets in other workers, draw other
-    random numbers; shuffled loaders whose workers are kept draw other orders from the second epoch on;
-    ``matmul_precision`` rounds the operands of float32 matrix products.
+    Losses stay equal up to rounding, with these exceptions: compiled layers, layers whose memory has another order
+    (``channels_last``), and datasets in other workers, draw other random numbers; shuffled loaders whose workers are
+    kept draw other orders from the second epoch on; ``matmul_precision`` rounds operands of float32 matrix products.
 
     Args:
         threads: threads of an operation on the CPU, in each process.
         num_workers: processes that load batches of each DataLoader, kept over epochs. Loaders of an IterableDataset,
             which would yield each item once a worker, are left as they are.
-        prefetch_factor: batches that each of these processes loads ahead.
         pin_memory: load batches to page-locked memory, from which copies to a GPU are asynchronous.
-        optimizer: the implementation of each optimizer that has both: ``fused``, one kernel for all parameters, or
-            ``foreach``, one for each operation.
+        fused_optimizer: step each optimizer that has a fused implementation by one kernel for all parameters.
         channels_last: store the weights of 2D convolutions with channels as the last dimension, which their inputs
             follow.
         compile: compile the ``children`` of the LightningModule, or its repeated ``blocks``, with torch.compile.
-        compile_mode: ``default``, ``reduce-overhead`` or ``max-autotune``.
-        compile_dynamic: compile for all shapes from the beginning; by default once a second shape is met.
         matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on the CPU).
         keep_freed_memory: keep memory that tensors on the CPU free, in place of returning it to the operating system,
             which clears each page before it is used again. It needs glibc, and lasts until the process ends.
@@ -56,13 +52,10 @@ class Speedups(L.Callback):
         self,
         threads: int | None = None,
         num_workers: int | None = None,
-        prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
-        optimizer: Literal["fused", "foreach"] | None = None,
+        fused_optimizer: bool = False,
         channels_last: bool = False,
         compile: CompileScope | None = None,  # the name of torch.compile
-        compile_mode: str = "default",
-        compile_dynamic: bool | None = None,
         matmul_precision: Literal["high", "medium"] | None = None,
         keep_freed_memory: bool = False,
         measured_on: str | None = None,
@@ -70,22 +63,12 @@ class Speedups(L.Callback):
         for name, value, least in (("threads", threads, 1), ("num_workers", num_workers, 0)):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}")
-        if prefetch_factor is not None and not (prefetch_factor >= 1 and num_workers):
-            raise ValueError(
-                "prefetch_factor must be at least 1, with num_workers of at least 1; got "
-                f"{prefetch_factor} with {num_workers}"
-            )
-        if compile is None and (compile_mode != "default" or compile_dynamic is not None):
-            raise ValueError("compile_mode and compile_dynamic have no effect without compile: children or blocks")
         self.threads = threads
         self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
         self.pin_memory = pin_memory
-        self.optimizer = optimizer
+        self.fused_optimizer = fused_optimizer
         self.channels_last = channels_last
         self.compile = compile
-        self.compile_mode = compile_mode
-        self.compile_dynamic = compile_dynamic
         self.matmul_precision = matmul_precision
         self.keep_freed_memory = keep_freed_memory
         self.measured_on = measured_on
@@ -118,10 +101,11 @@ class Speedups(L.Callback):
             modules = blocks_of(pl_module) if self.compile == "blocks" else called_children(pl_module)
             if not modules:
                 warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
-            _compile(modules, self.compile_mode, self.compile_dynamic)
+            _compile(modules)
         for optimizer in trainer.optimizers:
-            if self.optimizer is not None and has_implementations(optimizer):
-                _use_implementation(optimizer, self.optimizer)
+            if self.fused_optimizer and has_fused_step(optimizer):
+                for settings in (optimizer.defaults, *optimizer.param_groups):
+                    settings.update(fused=True, foreach=False)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._before:
@@ -151,7 +135,7 @@ class Speedups(L.Callback):
         # a DataLoader takes no other value after its __init__, though nothing reads it before the first iterator
         loader.__dict__["persistent_workers"] = self.num_workers > 0
         if self.num_workers:
-            loader.prefetch_factor = self.prefetch_factor or loader.prefetch_factor or 2
+            loader.prefetch_factor = loader.prefetch_factor or 2
         else:
             loader.prefetch_factor = None
             loader.timeout = 0
@@ -179,7 +163,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [block for block in find_blocks(module) if any(True for _ in block.children())]
 
 
-def _compile(modules: Sequence[nn.Module], mode: str, dynamic: bool | None) -> None:
+def _compile(modules: Sequence[nn.Module]) -> None:
     """Compile modules in place, those of torch.nn, too, whose frames torch.compile leaves out unless it wraps them.
 
     Wrapped modules share one cache, which has to have room for all of them (github.com/pytorch/pytorch/issues/124269).
@@ -187,18 +171,12 @@ def _compile(modules: Sequence[nn.Module], mode: str, dynamic: bool | None) -> N
     allow_recompilations(8 + len(modules))
     for module in modules:
         with wrapped_frames() if type(module).__module__.startswith("torch.") else nullcontext():
-            module.compile(mode=mode, dynamic=dynamic)
+            module.compile()
 
 
-def has_implementations(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer can be switched between its fused and its foreach implementation."""
+def has_fused_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer can be switched to a fused implementation."""
     return "fused" in optimizer.defaults and "foreach" in optimizer.defaults
-
-
-def _use_implementation(optimizer: torch.optim.Optimizer, name: str) -> None:
-    chosen = {"fused": name == "fused", "foreach": name == "foreach"}
-    for settings in (optimizer.defaults, *optimizer.param_groups):
-        settings.update(chosen)
 
 
 def _to_channels_last(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning import Callback
+    from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
     from lightning_accel.diagnosis import Diagnosis
 
@@ -50,19 +50,26 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def _examine(arguments: list[str], options: argparse.Namespace) -> int:
+    from lightning_accel.cli.bare_run import BareRun
     from lightning_accel.cli.command import run
-    from lightning_accel.cli.examined_run import ExaminedRun
-    from lightning_accel.diagnosis import diagnose
+    from lightning_accel.cli.errors import UsageError
+    from lightning_accel.diagnosis import Examined, TooShortError, diagnose, examine
 
-    runs: list[ExaminedRun] = []
+    seen: list[Examined | None] = []
 
-    def examine(command: list[str], callbacks: list["Callback"]) -> None:
-        runs.append(ExaminedRun(command, callbacks, options.seconds))
+    def fit(trainer: "Trainer", module: "LightningModule", data: "LightningDataModule | None") -> None:
+        try:
+            seen.append(examine(trainer, module, data, seconds=options.seconds))
+        except TooShortError as error:
+            raise UsageError(str(error)) from error
 
-    status = run(["fit", *arguments], examine)
-    if status or not runs or runs[0].examined is None:  # an error, --print_config, or a process beside the first
+    def examined_run(command: list[str], callbacks: list["Callback"]) -> None:
+        BareRun(command, callbacks, fit)
+
+    status = run(["fit", *arguments], examined_run)
+    if status or not seen or seen[0] is None:  # an error, --print_config, or a process beside the first
         return status
-    found = diagnose(runs[0].examined, options.folder)
+    found = diagnose(seen[0], options.folder)
     _report(found, options)
     try:
         print(f"timeline of a step: {found.draw(options.folder)}")

@@ -3,15 +3,16 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 import yaml
 
-from lightning_accel.cli.command import AccelCLI
+from lightning_accel.cli.bare_run import BareRun
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.tuning.program import tune
-from lightning_accel.tuning.project import Changes
+from lightning_accel.tuning.project import Changes, fit_isolated
 from lightning_accel.tuning.variant import TrialError
 
 
@@ -21,15 +22,8 @@ def fit_config(
     """Fit a config with changes, see :class:`lightning_accel.tuning.project.Project`."""
     overlay = folder / "overlay.yaml"
     overlay.write_text(yaml.safe_dump(changes.config()))
-    here = [
-        f"--config={overlay}",
-        f"--seed_everything={seed}",
-        f"--trainer.default_root_dir={folder}",
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
-        f"--trainer.logger.save_dir={folder}",
-        "--ckpt_path=null",
-    ]
-    AccelCLI(["fit", *arguments, *here], callbacks)
+    command = ["fit", *arguments, f"--config={overlay}", f"--seed_everything={seed}"]
+    BareRun(command, callbacks, partial(fit_isolated, folder=folder))
 
 
 def run_tune(arguments: Sequence[str]) -> int:

@@ -10,19 +10,23 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_accel._private.lightning import copy_into, logger_connector, set_default_folder
+from lightning_accel._private.lightning import logger_connector
 from lightning_accel._private.torch import BatchNormBase, DropoutBase, profile_with_stacks, tree_leaves
 from lightning_accel.diagnosis.graph_breaks import CompiledCalls, GraphBreaks
 from lightning_accel.diagnosis.host_syncs import HostSync, host_syncs
-from lightning_accel.measure import FlopCount, MemoryCount, MemoryUse, Step, StepParts, part_times
+from lightning_accel.measure import (
+    FlopCount,
+    MemoryCount,
+    MemoryUse,
+    Step,
+    StepParts,
+    batch_size_of,
+    isolate,
+    part_times,
+)
 from lightning_accel.measure.machine import usable_cores
 
 _PROFILED = 2  # batches under torch.profiler
@@ -147,7 +151,7 @@ class _Examination(L.Callback):
     ) -> None:
         assert self.found is not None
         if self.seen == 0:
-            self.found.batch_size = _batch_size(batch)
+            self.found.batch_size = batch_size_of(batch)
             leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
             names = [name for name, each in pl_module.named_parameters() if each.dtype == torch.float64]
             names += ["the batch"] if any(leaf.dtype == torch.float64 for leaf in leaves) else []
@@ -251,7 +255,8 @@ def examine(
     watch = _Examination(seconds, max_steps, trainer.accumulate_grad_batches)
     watch.steps.exact = trainer.world_size > 1 or trainer.strategy.root_device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="lightning_accel-doctor-") as folder:
-        _keep_files_out(trainer, Path(folder))
+        isolate(trainer, Path(folder), max_val_batches=_SANITY_BATCHES)
+        trainer.num_sanity_val_steps = _SANITY_BATCHES
         trainer.profiler = watch.steps  # type: ignore[attr-defined]
         trainer.callbacks += [counter, memory, watch]  # type: ignore[attr-defined]  # set by a connector
         loaders = {"datamodule": data} if isinstance(data, L.LightningDataModule) else {"train_dataloaders": data}
@@ -283,23 +288,6 @@ def examine(
     return found
 
 
-def _keep_files_out(trainer: L.Trainer, folder: Path) -> None:
-    """Redirect what the run would write to ``folder``."""
-    set_default_folder(trainer, str(folder))
-    kept = [one for one in trainer.callbacks if not isinstance(one, Checkpoint | SaveConfigCallback)]  # type: ignore[attr-defined]
-    trainer.callbacks = kept  # type: ignore[attr-defined]
-    loggers: list[Any] = []
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger | TensorBoardLogger):
-            loggers.append(copy_into(logger, str(folder)))
-        else:  # it may be on a server
-            loggers.append(DummyLogger())
-    trainer.loggers = loggers
-    if trainer.enable_validation:
-        trainer.num_sanity_val_steps = _SANITY_BATCHES
-        trainer.limit_val_batches = min(trainer.limit_val_batches, _SANITY_BATCHES)
-
-
 def _median_ms(steps: list[Step]) -> float:
     return median(step.wall_ns for step in steps) / 1e6
 
@@ -307,13 +295,6 @@ def _median_ms(steps: list[Step]) -> float:
 def _profiler(device: torch.device) -> profile:
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return profile_with_stacks([ProfilerActivity.CPU, *gpu])
-
-
-def _batch_size(batch: Any) -> int | None:
-    try:
-        return extract_batch_size(batch)
-    except Exception:  # Lightning raises if the batch holds no tensor
-        return None
 
 
 def _facts_of(loader: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_accel.measure import Machine, Rates, action_times, part_times
 _NOTABLE = 0.03  # share of a step from which a cost is worth a line
 _SELDOM = 50  # Lightning's own log_every_n_steps
 _TINY_BATCH = 8
-_PADDED = {"bf16": 32, "fp16": 8}  # widths in elements: AMX tiles of 64 bytes; tensor cores
+_WIDTHS = {"cuda": 8, "cpu": 32}  # in elements of 16 bits: tensor cores; AMX tiles of 64 bytes
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ def _training_in_validation(seen: Examined) -> Iterator[Finding]:
 
 
 def _narrow_widths(seen: Examined, machine: Machine) -> Iterator[Finding]:
-    kind = "bf16" if seen.precision.startswith("bf16") else "fp16" if seen.precision.startswith("16") else ""
-    has_tiles = seen.device.type == "cuda" or any(name.startswith("AMX") for name in machine.instruction_sets)
-    if not kind or not has_tiles:
+    kind = "BF16" if seen.precision.startswith("bf16") else "FP16" if seen.precision.startswith("16") else ""
+    has_tiles = seen.device.type == "cuda" or f"AMX-{kind}" in machine.instruction_sets
+    if not kind or not has_tiles or seen.device.type not in _WIDTHS:
         return
-    width = 8 if seen.device.type == "cuda" else _PADDED[kind]
+    width = _WIDTHS[seen.device.type]
     names = [
         f"{name} ({each.in_features} to {each.out_features})"
         for name, each in seen.module.named_modules()

@@ -1,5 +1,6 @@
 from lightning_accel.measure.flops import FlopCount as FlopCount
 from lightning_accel.measure.flops import share_of_peak as share_of_peak
+from lightning_accel.measure.isolation import isolate as isolate
 from lightning_accel.measure.machine import Gpu as Gpu
 from lightning_accel.measure.machine import Machine as Machine
 from lightning_accel.measure.machine import describe_machine as describe_machine
@@ -13,4 +14,5 @@ from lightning_accel.measure.step_parts import Segment as Segment
 from lightning_accel.measure.step_parts import Step as Step
 from lightning_accel.measure.step_parts import StepParts as StepParts
 from lightning_accel.measure.step_parts import action_times as action_times
+from lightning_accel.measure.step_parts import batch_size_of as batch_size_of
 from lightning_accel.measure.step_parts import part_times as part_times

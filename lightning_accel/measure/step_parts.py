@@ -1,13 +1,15 @@
 """Accounting of a fit's wall time by parts of a step, from the actions that Lightning reports to its profiler."""
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.data import extract_batch_size
 
 # In the order of a step
 PARTS = (
@@ -206,3 +208,13 @@ def _part(action: str) -> str:
     hook = _hook(action)
     is_hook = action.startswith("[") and hook.startswith(("on_", "setup", "configure_"))
     return _PART_OF.get(hook, "callbacks" if is_hook else "rest")
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return how many samples a batch holds, as Lightning tells it; None if it holds no tensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a guess
+        try:
+            return extract_batch_size(batch)
+        except Exception:
+            return None

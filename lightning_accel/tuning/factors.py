@@ -17,8 +17,8 @@ class Factor:
     Attributes:
         name: for tables.
         group: at most one factor of a group is chosen.
-        kind: ``exact``: losses are equal up to rounding; ``random``: other random numbers are drawn where a dataset
-            draws any; ``rounding``: numbers have fewer digits.
+        kind: ``exact``: losses are equal up to rounding; ``random``: so is their distribution, but other random numbers
+            are drawn; ``rounding``: numbers have fewer digits.
         changes: the change.
     """
 
@@ -60,10 +60,10 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
         yield _speedup("channels_last", "channels_last", "exact", channels_last=True)
     else:
         yield Refusal("channels_last", "the model has no 2D convolution")
-    if facts["switchable_optimizers"] and not facts["fused"]:
-        yield _speedup("optimizer=fused", "optimizer", "exact", optimizer="fused")
+    if facts["fusible_optimizers"] and not facts["fused"]:
+        yield _speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)
     else:
-        yield Refusal("optimizer=fused", "no optimizer has a fused implementation that is not used already")
+        yield Refusal("fused_optimizer", "no optimizer has a fused implementation that is not used already")
 
 
 def _speedup(name: str, group: str, kind: Kind, **arguments: Any) -> Factor:

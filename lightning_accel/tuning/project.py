@@ -11,8 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 
 from lightning_accel.callbacks.speedups import Speedups
+from lightning_accel.measure import isolate
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,29 @@ def fit_made(changes: Changes, callbacks: Sequence[L.Callback], folder: Path, se
         TypeError: if it does not return a Trainer, a LightningModule and data.
     """
     L.seed_everything(seed, workers=True, verbose=False)
-    made = find_function(make)(**{"default_root_dir": str(folder)} | changes.trainer)
+    made = find_function(make)(**changes.trainer)
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], L.Trainer)):
         raise TypeError(f"{make.rpartition(':')[2]} must return (trainer, module, data); got {type(made).__name__}")
     trainer, module, data = made
     trainer.callbacks = [*trainer.callbacks, *changes.callbacks(), *callbacks]
-    if data is None or isinstance(data, L.LightningDataModule):
-        trainer.fit(module, datamodule=data)
-    else:
-        trainer.fit(module, data)
+    fit_isolated(trainer, module, data, folder)
+
+
+def fit_isolated(trainer: L.Trainer, module: L.LightningModule, data: Any, folder: Path) -> None:
+    """Fit without progress bars, early stopping and files outside of a folder, validating on one batch.
+
+    Args:
+        trainer: the user's.
+        module: the module.
+        data: a datamodule or DataLoader, None if the module has its own.
+        folder: where loggers of files and callbacks write.
+    """
+    isolate(trainer, folder, max_val_batches=1)
+    kept = [one for one in trainer.callbacks if not isinstance(one, EarlyStopping | ProgressBar)]  # type: ignore[attr-defined]
+    trainer.callbacks = kept  # type: ignore[attr-defined]
+    trainer.num_sanity_val_steps = 0
+    loaders = {"datamodule": data} if isinstance(data, L.LightningDataModule) else {"train_dataloaders": data}
+    trainer.fit(module, **loaders)
 
 
 def find_function(path: str) -> Callable[..., Any]:

@@ -4,19 +4,16 @@ import json
 import resource
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import IO, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from lightning_accel.callbacks.speedups import blocks_of, called_children, has_implementations, loaders_of
+from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
+from lightning_accel.measure import batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
@@ -26,7 +23,7 @@ class TrialEnd(Exception):
 
 
 class StepRecorder(L.Callback):
-    """Keep a fit from writing into the user's folders, and write each step as a line of a file.
+    """Write each step of a fit as a line of a file.
 
     A line holds the time at which the step began, which is when the one before it ended; the time at which it ended;
     the seconds of these that it waited for data; and its loss. Times are those of ``time.monotonic``, which is one
@@ -52,12 +49,6 @@ class StepRecorder(L.Callback):
         self.num_recorded = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        unwanted = (Checkpoint, EarlyStopping, ProgressBar)
-        trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, unwanted)]  # type: ignore[attr-defined]
-        if trainer.loggers:
-            trainer.loggers = [CSVLogger(self.folder)]
-        trainer.num_sanity_val_steps = 0
-        trainer.limit_val_batches = min(1, trainer.limit_val_batches)
         self._begin, self.num_recorded = None, 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -110,12 +101,6 @@ class StepRecorder(L.Callback):
 
 def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[str, Any]:
     """Return what decides which changes can be tried on a run, as plain values."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            num_items = extract_batch_size(batch)
-        except Exception:  # it holds no tensor
-            num_items = 1
     machine = describe_machine()
     parameters = list(module.parameters())
     loaders = [loader for one in _flatten(trainer.train_dataloader) for loader in loaders_of(one)]
@@ -126,7 +111,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "precision": str(trainer.precision),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "planned_steps": None if planned == float("inf") else planned * trainer.accumulate_grad_batches,
-        "items_per_step": num_items * trainer.world_size,
+        "items_per_step": (batch_size_of(batch) or 1) * trainer.world_size,
         "threads": torch.get_num_threads(),
         "cores": max(1, int(machine.cores)),
         "bfloat16_units": _has_bfloat16_units(machine, trainer.strategy.root_device),
@@ -134,7 +119,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),
-        "switchable_optimizers": [type(one).__name__ for one in trainer.optimizers if has_implementations(one)],
+        "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [
             {

@@ -4,7 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -207,20 +207,30 @@ class Search:
 
     def _prove(self, chosen: list[Factor]) -> None:
         """Drop what changes losses, then measure what remains until its interval is narrow."""
-        chosen = self._drop_inexact(chosen)
-        while chosen and any(factor.kind != "exact" for factor in chosen):
-            verdict = self._compare_losses(chosen, _SEEDS, self._num_steps(), exactly=False)
-            self.outcome.verdicts.append(verdict)
-            if verdict.passed:
-                break
-            suspect = next((one for one in reversed(chosen) if one.kind == "rounding"), None)
-            suspect = suspect or next(one for one in reversed(chosen) if one.kind == "random")
-            chosen = [factor for factor in chosen if factor is not suspect]
+        chosen = self._drop_changed(self._judge_exact(chosen))
         self.outcome.chosen = chosen
         if chosen:
             self.outcome.proof = self._measure(
                 f"proof {_names(chosen)}", Changes(), together(chosen), least=8, most=40, width=0.03
             )
+
+    def _judge_exact(self, chosen: list[Factor]) -> list[Factor]:
+        """Return the changes; exact ones whose losses deviate count as ``random``: other layouts draw otherwise."""
+        exact = [factor for factor in chosen if factor.kind == "exact"]
+        if not exact or self._agree(exact, exactly=True):
+            return chosen
+        deviating = exact if len(exact) == 1 else [one for one in exact if not self._agree([one], exactly=True)]
+        return [replace(one, kind="random") if one in deviating else one for one in chosen]
+
+    def _drop_changed(self, chosen: list[Factor]) -> list[Factor]:
+        """Return the changes without those that make a run learn otherwise, together or alone."""
+        while inexact := [factor for factor in chosen if factor.kind != "exact"]:
+            if self._agree(chosen, exactly=False):
+                break
+            alone = inexact if len(inexact) == 1 else [one for one in inexact if not self._agree([one], exactly=False)]
+            dropped = alone or inexact[-1:]  # the least effective, if they deviate together alone
+            chosen = [factor for factor in chosen if factor not in dropped]
+        return chosen
 
     def _hand_back_best(self) -> None:
         """Choose the change that is the fastest alone, unless all were measured together already."""
@@ -232,32 +242,15 @@ class Search:
         self.outcome.proof = faster[name]
         self.outcome.verdicts.append(Verdict(False, f"{name}: interrupted before losses were compared"))
 
-    def _drop_inexact(self, chosen: list[Factor]) -> list[Factor]:
-        exact = [factor for factor in chosen if factor.kind == "exact"]
-        if not exact:
-            return chosen
-        verdict = self._compare_losses(exact, [0], _EXACT_STEPS, exactly=True)
-        self.outcome.verdicts.append(verdict)
-        if verdict.passed:
-            return chosen
-        for factor in exact if len(exact) > 1 else []:
-            verdict = self._compare_losses([factor], [0], _EXACT_STEPS, exactly=True)
-            self.outcome.verdicts.append(verdict)
-            if not verdict.passed:
-                chosen = [other for other in chosen if other is not factor]
-        return chosen if len(exact) > 1 else [other for other in chosen if other is not exact[0]]
-
-    def _compare_losses(
-        self, factors: Sequence[Factor], seeds: Sequence[int], num_steps: int, exactly: bool
-    ) -> Verdict:
+    def _agree(self, factors: Sequence[Factor], exactly: bool) -> bool:
+        """Return whether losses with changes are equal up to rounding, or equivalent over seeds."""
         names = _names(factors)
-        how = "equal" if exactly else "equivalent"
+        seeds, num_steps = ([0], _EXACT_STEPS) if exactly else (_SEEDS, self._num_steps())
 
         def losses(changes: Changes, perturb: bool = False) -> list[list[float]]:
             self._say(f"losses of {names}")
-            return record_losses(
-                self.project, changes, self._new_folder(), seeds, num_steps, self._deadline(1.0), perturb
-            )
+            folder, deadline = self._new_folder(), self._deadline(1.0)
+            return record_losses(self.project, changes, folder, seeds, num_steps, deadline, perturb)
 
         def measure() -> dict[str, Any]:
             begin = time.monotonic()
@@ -274,8 +267,9 @@ class Search:
                 verdict = Verdict(False, str(error))
             return asdict(verdict) | {"seconds": time.monotonic() - begin}
 
-        result = self.journal.result(f"{how} {names}", measure)
-        return Verdict(result["passed"], f"{names}: {result['reason']}")
+        result = self.journal.result(f"{'equal' if exactly else 'equivalent'} {names}", measure)
+        self.outcome.verdicts.append(Verdict(result["passed"], f"{names}: {result['reason']}"))
+        return self.outcome.verdicts[-1].passed
 
     def _measure(
         self, name: str, against: Changes, changes: Changes, *, most: int, least: int = 4, width: float = 0.04

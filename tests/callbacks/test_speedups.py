@@ -6,10 +6,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_accel.callbacks import Speedups
+from lightning_accel.callbacks import ExactResume, Speedups
 from lightning_accel.callbacks.speedups import called_children
 
 pytestmark = pytest.mark.filterwarnings(
@@ -52,26 +53,23 @@ def samples(n=12):
     return torch.randn(n, 3, 6, 6, generator=generator), torch.arange(n) % 2
 
 
-def fit(loader=None, **speedups):
+def fit(loader=None, callbacks=(), checkpoint=None, **speedups):
     L.seed_everything(1, verbose=False)
     module = Net()
     if loader is None:
         loader = DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=[Speedups(**speedups)], **quiet)
-    trainer.fit(module, loader)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    if not callbacks:
+        callbacks, quiet["enable_checkpointing"] = [Speedups(**speedups)], False
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=list(callbacks), **quiet)
+    trainer.fit(module, loader, ckpt_path=checkpoint)
     return module
 
 
 def test_settings_reach_the_steps_and_end_with_the_run():
     plain = fit()
     assert plain.met["threads"] == 1
-    module = fit(threads=2, matmul_precision="high", channels_last=True, optimizer="fused", keep_freed_memory=True)
+    module = fit(threads=2, matmul_precision="high", channels_last=True, fused_optimizer=True, keep_freed_memory=True)
     assert module.met["threads"] == 2
     assert module.met["matmul_precision"] == "high"
     assert module.met["fused"]
@@ -84,7 +82,7 @@ def test_settings_reach_the_steps_and_end_with_the_run():
 
 @pytest.mark.slow
 def test_workers_load_each_item_once_an_epoch():
-    plain, module = fit(), fit(num_workers=2, prefetch_factor=3)
+    plain, module = fit(), fit(num_workers=2)
     assert module.met["workers"] == 2
     assert module.met["persistent"]
     assert module.losses[:3] == plain.losses[:3]
@@ -96,6 +94,23 @@ def test_workers_can_be_taken_away():
     module = fit(loader, num_workers=0)
     assert module.met["workers"] == 0
     assert len(module.losses) == 6
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("first", [True, False])
+def test_loaders_of_exact_resume_are_changed_too(tmp_path, first):
+    """Both take the place of the strategy's method, in either order."""
+
+    def resumed(checkpoint=None):
+        callbacks = [Speedups(num_workers=1), ExactResume()]
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        loader = DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True)
+        return fit(loader, [*(callbacks if first else callbacks[::-1]), saving], checkpoint)
+
+    whole = resumed()
+    assert whole.met["workers"] == 1
+    assert resumed(tmp_path / "step=1.ckpt").seen == whole.seen[4:]
+    assert "process_dataloader" not in vars(whole.trainer.strategy)
 
 
 class Stream(IterableDataset):
@@ -139,8 +154,6 @@ def test_another_machine_is_warned_of():
     [
         ({"threads": 0}, "threads must be at least 1; got 0"),
         ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
-        ({"prefetch_factor": 2}, "prefetch_factor must be at least 1, with num_workers of at least 1"),
-        ({"compile_mode": "max-autotune"}, "no effect without compile"),
     ],
 )
 def test_rejects(options, message):

@@ -26,7 +26,7 @@ FACTS = {
     "num_conv2d": 3,
     "num_children": 1,
     "num_blocks": 4,
-    "switchable_optimizers": ["Adam"],
+    "fusible_optimizers": ["Adam"],
     "fused": False,
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
 }
@@ -37,7 +37,8 @@ class World:
 
     def __init__(self, monkeypatch, facts=FACTS):
         self.speed = {"compile": 1.5, "precision": 1.4, "channels_last": 0.8}
-        self.fails, self.unequal, self.start_seconds = {}, set(), {}
+        self.fails, self.start_seconds = {}, {}
+        self.unequal, self.different = set(), set()
         self.started, self.interrupt_at = [], None
         world = self
 
@@ -76,8 +77,10 @@ class World:
         monkeypatch.setattr(search, "Variant", Stub)
         monkeypatch.setattr(search, "compare", compare)
         monkeypatch.setattr(search, "record_losses", lambda project, changes, *_: [world.names(changes)])
-        monkeypatch.setattr(search, "are_equal", self.judge)
-        monkeypatch.setattr(search, "are_equivalent", self.judge)
+        monkeypatch.setattr(
+            search, "are_equal", lambda base, moved, other: self.judge(other, self.unequal | self.different)
+        )
+        monkeypatch.setattr(search, "are_equivalent", lambda base, other: self.judge(other, self.unequal))
 
     @staticmethod
     def names(changes):
@@ -89,8 +92,9 @@ class World:
             product *= self.speed.get(name, 1.0)
         return product
 
-    def judge(self, base, *others):
-        return Verdict(not self.unequal & set(others[-1][0]), "by the table")
+    @staticmethod
+    def judge(losses, deviating):
+        return Verdict(not deviating & set(losses[0]), "by the table")
 
 
 @pytest.fixture
@@ -113,7 +117,7 @@ def test_winners_are_joined_and_losers_are_not(world, tmp_path):
     assert outcome.is_faster
     assert outcome.proof.ratio.value == pytest.approx(1.5 * 1.4)
     assert outcome.alone["channels_last"].reason == "not faster"
-    assert outcome.alone["optimizer=fused"].reason == "no difference that the interval shows"
+    assert outcome.alone["fused_optimizer"].reason == "no difference that the interval shows"
 
 
 def test_what_the_others_make_useless_is_left_out_again(world, tmp_path, monkeypatch):
@@ -132,13 +136,30 @@ def test_a_failing_change_is_a_row_and_the_rest_goes_on(world, tmp_path):
     assert "killed by SIGSEGV" in (write_outcome(outcome, tmp_path, "a test", "today")[1]).read_text()
 
 
-def test_changes_whose_losses_deviate_are_dropped(world, tmp_path):
+def test_changes_whose_losses_are_not_equivalent_are_dropped(world, tmp_path):
     world.unequal = {"precision"}
-    assert names(run(tmp_path / "rounding")) == ["compile"]
+    outcome = run(tmp_path / "rounding")
+    assert names(outcome) == ["compile"]
+    assert [verdict.passed for verdict in outcome.verdicts] == [True, False]
     world.unequal = {"compile"}
     outcome = run(tmp_path / "exact")
     assert names(outcome) == ["precision"]
-    assert [verdict.passed for verdict in outcome.verdicts] == [False, True]
+    assert outcome.verdicts[-1].passed
+
+
+def test_exact_changes_that_draw_otherwise_have_to_be_equivalent(world, tmp_path):
+    """As dropout does in memory of another order."""
+    world.speed = {"compile": 1.5, "channels_last": 1.2}
+    world.different = {"channels_last"}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["channels_last", "compile"]
+    assert {factor.group: factor.kind for factor in outcome.chosen} == {"channels_last": "random", "compile": "exact"}
+
+
+def test_of_changes_that_deviate_together_those_that_deviate_alone_are_dropped(world, tmp_path):
+    world.speed = {"compile": 1.5, "precision": 1.4, "num_workers": 1.3}
+    world.unequal = {"precision"}
+    assert names(run(tmp_path)) == ["compile", "num_workers"]
 
 
 def test_compilation_has_to_pay_within_the_planned_run(monkeypatch, tmp_path):
@@ -219,7 +240,7 @@ def tried(waited=0.2, **facts):
 
 def test_factors_are_those_that_the_run_admits():
     everything = tried()
-    assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "optimizer=fused"} < everything
+    assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
     assert everything - tried(bfloat16_units=False) == {"precision=bf16-mixed", "matmul_precision=medium"}
     assert everything - tried(num_blocks=0) == {"compile=blocks"}

@@ -118,7 +118,7 @@ def test_losses_of_a_variant_are_those_of_the_run(tmp_path):
     assert base[0] != base[1]
     moved = losses("moved", perturb=True)
     assert moved != base
-    assert are_equal(base, moved, losses("fused", Changes(speedups={"optimizer": "fused"}))).passed
+    assert are_equal(base, moved, losses("fused", Changes(speedups={"fused_optimizer": True}))).passed
     rounded = losses("rounded", Changes(trainer={"precision": "bf16-mixed"}))
     assert not are_equal(base, moved, rounded).passed
 

@@ -39,7 +39,7 @@ def test_fit_takes_an_overlay_after_its_config(command, run_folder, tmp_path):
     found = Measurement(Ratio(1.5, 1.4, 1.6, 8), 5.0, 1.5)
     factors = [
         Factor("precision", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"})),
-        Factor("threads=1", "threads", "exact", Changes(speedups={"threads": 1, "optimizer": "fused"})),
+        Factor("threads=1", "threads", "exact", Changes(speedups={"threads": 1, "fused_optimizer": True})),
     ]
     alone = {factor.name: found for factor in factors}
     outcome = Outcome({"items_per_step": 1}, 1.0, alone, chosen=factors, proof=found)
@@ -55,4 +55,4 @@ def test_fit_takes_an_overlay_after_its_config(command, run_folder, tmp_path):
     trainer = yaml.safe_load(printed.out)["trainer"]
     assert trainer["precision"] == "bf16-mixed"
     assert [one["class_path"].rpartition(".")[2] for one in trainer["callbacks"]] == ["ModelCheckpoint", "Speedups"]
-    assert trainer["callbacks"][1]["init_args"]["optimizer"] == "fused"
+    assert trainer["callbacks"][1]["init_args"]["fused_optimizer"] is True
