@@ -28,6 +28,10 @@ REPLACED = {
         "run": "nothing public goes around the loop of a fit",
     },
     "callbacks/resume/logged_state.py": {"__class__": "a CSVLogger makes its writer itself"},
+    "callbacks/memory_savings.py": {
+        "training_step": "no hook comes between a step's forward and backward",
+        "log": "micro-batches log once for all",
+    },
     "callbacks/weighted_accumulation.py": {"training_step": "no hook sees a step's output before backward"},
     "callbacks/speedups.py": {"process_dataloader": "no hook comes between a loader and its first iteration"},
     "cli/command.py": {"configure_optimizers": "LightningCLI does so, and ours knows the length of the run"},

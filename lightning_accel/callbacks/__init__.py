@@ -6,6 +6,7 @@ from lightning_accel.callbacks.deployment.report import CompressionReport
 from lightning_accel.callbacks.distillation.callback import Distillation
 from lightning_accel.callbacks.early_stopping import EarlyStopping as EarlyStopping  # the earlier name
 from lightning_accel.callbacks.early_stopping import RestoringEarlyStopping
+from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.monitors.expert_load import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.rbm import RBMMonitor
 from lightning_accel.callbacks.monitors.stall import StallMonitor
@@ -23,6 +24,7 @@ __all__ = [
     "ExactResume",
     "ExpertLoadMonitor",
     "Export",
+    "MemorySavings",
     "PredictionWriter",
     "Pruning",
     "Quantization",

@@ -6,6 +6,7 @@ from lightning_accel.measure.machine import Machine as Machine
 from lightning_accel.measure.machine import describe_machine as describe_machine
 from lightning_accel.measure.memory import MemoryCount as MemoryCount
 from lightning_accel.measure.memory import MemoryUse as MemoryUse
+from lightning_accel.measure.peak_memory import PeakMemory as PeakMemory
 from lightning_accel.measure.rates import Collective as Collective
 from lightning_accel.measure.rates import Rates as Rates
 from lightning_accel.measure.rates import measure_rates as measure_rates

@@ -60,6 +60,7 @@ ARGUMENTS = {
     "Distillation": {"teacher": "initial"},
     "RestoringEarlyStopping": {"monitor": "val/loss", "patience": 9},
     "Export": {"compare": False},
+    "MemorySavings": {"micro_batches": 2},
     "Pruning": {"sparsity": 0.5, "end": 3},
     "Quantization": {"mode": "dynamic", "backend": "torchao", "seconds": 0.01},
 }

@@ -1,0 +1,176 @@
+"""Training steps in less memory: micro-batches within a step, and activations that are recomputed."""
+
+from functools import wraps
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from lightning_accel._private.torch import BatchNormBase, tree_map_only
+from lightning_accel.callbacks.trainer_callbacks import require_own_steps
+from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
+from lightning_accel.strategies.sharding.blocks import find_blocks, recompute_activations
+from lightning_accel.strategies.sharding.strategy import FullyShardedStrategy
+
+
+class MemorySavings(L.Callback):
+    """Train any module in less memory, with the losses and gradients of the run as it is, up to rounding.
+
+    ``lightning-accel tune --goal memory`` finds the settings and writes them to a config.
+
+    Micro-batches are parts of one batch of the loader: ``training_step`` runs on each, and the gradient of each is
+    computed before the next one runs, so that the activations of one are held at a time. Batches, schedulers, hooks
+    and logged values are those of whole batches, other than with ``accumulate_grad_batches``. Losses have to be means
+    over samples, or ``training_step`` returns ``{"loss": mean, "weight": what it is a mean over}``. Each part draws
+    its own random numbers.
+
+    Args:
+        micro_batches: parts of each batch.
+        activation_checkpointing: keep only the input of each repeated block of the module (see
+            :func:`lightning_accel.strategies.find_blocks`), and recompute the rest in the backward pass.
+
+    Raises:
+        TypeError: before training, with micro-batches under manual optimization, a strategy other than DDP or a single
+            device, or a precision that scales losses; at the first step, if a batch cannot be split.
+        ValueError: before training, if batch norms would see other batches, or there are no repeated blocks.
+    """
+
+    def __init__(self, micro_batches: int = 1, activation_checkpointing: bool = False) -> None:
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches must be at least 1; got {micro_batches}")
+        self.micro_batches = micro_batches
+        self.activation_checkpointing = activation_checkpointing
+        self._changed: list[tuple[nn.Module, str]] = []  # modules, and the method that they got
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.micro_batches > 1:
+            _require_splittable(trainer, pl_module)
+            self._split_steps(trainer, pl_module)
+        if self.activation_checkpointing:
+            blocks = find_blocks(pl_module)
+            if not blocks:
+                raise ValueError(f"activation_checkpointing found no repeated blocks in {type(pl_module).__name__}")
+            if has_batch_norms(*blocks):
+                raise ValueError(
+                    "activation_checkpointing would run the batch norms in the blocks twice, and their running "
+                    "statistics would be others; take it out, or put other norms in"
+                )
+            recompute_activations(blocks)
+            self._changed += [(block, "forward") for block in blocks]
+
+    def _split_steps(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        run = pl_module.training_step
+
+        @wraps(run)
+        def training_step(batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+            if trainer.accumulate_grad_batches == 1:  # the Trainer would clear them between forward and backward
+                pl_module.zero_grad()
+            log = RecordedLog()
+            parts = split_batch(batch, self.micro_batches, "train without micro_batches")
+            sizes = [part.num_samples for part in parts]
+            outputs: list[Any] = []
+            sums = _GradientSums([each for each in pl_module.parameters() if each.requires_grad])
+            for part in parts:
+                pl_module.__dict__["log"] = log.recorder()
+                try:
+                    output: Any = run(part.batch, *args, **kwargs)
+                finally:
+                    del pl_module.__dict__["log"]
+                if output is None:
+                    return None
+                sums.add(output, part.num_samples)
+                outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+                del output
+            for call in log.merged(pl_module.device, sizes):
+                pl_module.log(**call)
+            merged = merge_outputs(outputs, sizes, pl_module.device)
+            if isinstance(merged, Tensor):
+                return sums.attach(merged)
+            merged["loss"] = sums.attach(merged["loss"])
+            return merged
+
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+        self._changed.append((pl_module, "training_step"))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for module, name in self._changed:
+            module.__dict__.pop(name, None)
+        self._changed = []
+
+
+class _GradientSums:
+    """Sum the gradients of losses of micro-batches, and hand them to the backward pass of their mean."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.sums: list[Tensor | None] = [None] * len(parameters)
+        self.weight: Any = 0
+
+    def add(self, output: Any, num_samples: int) -> None:
+        weight = num_samples
+        loss = output
+        if not isinstance(output, Tensor):
+            loss, weight = output["loss"], output.get("weight", num_samples)
+        with torch.autocast(loss.device.type, enabled=False):  # backward runs outside of it, as that of a whole batch
+            gradients = torch.autograd.grad(loss * weight, self.parameters, allow_unused=True)
+        for place, gradient in enumerate(gradients):
+            before = self.sums[place]
+            if before is None:
+                self.sums[place] = gradient
+            elif gradient is not None:
+                before += gradient
+        self.weight += weight
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """Return the mean loss, (), whose backward pass gives each parameter its sum over the sum of weights."""
+        used = [place for place, total in enumerate(self.sums) if total is not None]
+        parameters = [self.parameters[place] for place in used]
+        totals = [self.sums[place] for place in used]
+        self.sums = []
+        result: Tensor = _MeanLoss.apply(loss, self.weight, totals, *parameters)
+        return result
+
+
+class _MeanLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Any, totals: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.weight, ctx.totals = weight, totals
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        totals, ctx.totals = ctx.totals, None  # a gradient that nobody else holds becomes .grad without a copy
+        scale = gradient / ctx.weight
+        for total in totals:
+            total.mul_(scale)
+        return None, None, None, *totals
+
+
+def has_batch_norms(*modules: nn.Module) -> bool:
+    """Return whether batch norms in train mode are among the modules, whose outputs depend on the whole batch."""
+    return any(isinstance(layer, BatchNormBase) and layer.training for one in modules for layer in one.modules())
+
+
+def _require_splittable(trainer: L.Trainer, module: L.LightningModule) -> None:
+    require_own_steps(trainer, module, "MemorySavings(micro_batches)", "split batches there")
+    whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+    if not whole or isinstance(trainer.strategy, FullyShardedStrategy):
+        raise TypeError(
+            "micro_batches needs a single device or DDP, whose gradients are whole; got "
+            f"{type(trainer.strategy).__name__}: use accumulate_grad_batches with smaller batches"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise TypeError(
+            "micro_batches computes gradients before the loss is scaled, which loses digits in float16: use bf16-mixed"
+        )
+    if has_batch_norms(module):
+        raise ValueError("micro_batches would give the batch norms smaller batches: take it out")

@@ -1,0 +1,40 @@
+"""Peaks of memory: of this process since some moment, and of its children."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lightning_accel.measure.peak_memory import PeakMemory
+
+MIB = 2**20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_the_peak_is_that_since_the_beginning():
+    before = torch.ones(40 * MIB, dtype=torch.uint8)
+    del before
+    held = torch.ones(20 * MIB, dtype=torch.uint8)
+    peak = PeakMemory(torch.device("cpu"))
+    assert peak.read() < 5 * MIB  # neither what was freed nor what is held
+    freed = torch.ones(30 * MIB, dtype=torch.uint8)
+    del freed
+    assert peak.read() == pytest.approx(30 * MIB, abs=5 * MIB)
+    assert held.numel()
+
+
+def test_children_count_with_what_they_hold_alone():
+    peak = PeakMemory(torch.device("cpu"))
+    before = peak.read()
+    script = f"import sys; held = bytearray(b'x' * {50 * MIB}); print(len(held), flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline()
+        assert peak.read() - before == pytest.approx(60 * MIB, abs=15 * MIB)  # with its interpreter
+        assert peak.read([child.pid]) - before < 5 * MIB
+    finally:
+        child.communicate()
+    time.sleep(0.01)
+    assert peak.read() - before < 5 * MIB
