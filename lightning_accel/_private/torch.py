@@ -1,7 +1,9 @@
 """Private names of torch that the package stands on."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 BatchNormBase = _BatchNorm  # of all batch norms, users' own included; the public names are those of its subclasses
@@ -193,6 +196,23 @@ def awaited_worker(batches: Any) -> tuple[int, Any] | None:
 def dataset_of(batches: Any) -> Any:
     """Return the data set of a loader's iterator, None if there is none; it has no public name."""
     return getattr(batches, "_dataset", None)
+
+
+def makes_own_iterators(loader: DataLoader[Any]) -> bool:
+    """Return whether the class of ``loader`` replaces the method by which DataLoader makes its iterators."""
+    return type(loader)._get_iterator is not DataLoader._get_iterator
+
+
+def change_iterators(loader: DataLoader[Any], change: Callable[[DataLoader[Any]], None]) -> None:
+    """Make iterators of ``loader`` from a shallow copy of it after ``change``; nothing public comes between the two."""
+    loader._get_iterator = partial(_changed_iterator, loader, change)  # type: ignore[method-assign]
+
+
+def _changed_iterator(loader: DataLoader[Any], change: Callable[[DataLoader[Any]], None]) -> _BaseDataLoaderIter:
+    copied = copy.copy(loader)
+    del copied.__dict__["_get_iterator"]
+    change(copied)
+    return copied._get_iterator()
 
 
 def default_store() -> Any:

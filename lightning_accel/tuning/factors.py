@@ -103,12 +103,17 @@ def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iter
         return
     if is_cuda and not all(loader["pin_memory"] for loader in loaders):
         yield _speedup("pin_memory", "pin_memory", "exact", pin_memory=True)
+    now = max(loader["num_workers"] for loader in loaders)
+    never_waits = f"the run waits for data {wait_share:.1%} of a step" if now == 0 and wait_share < 0.02 else ""
+    if reason := never_waits or (all(loader["by_sample"] for loader in loaders) and loaders[0]["by_sample"]):
+        yield Refusal("batched_fetch", reason)
+    else:
+        yield _speedup("batched_fetch", "batched_fetch", "exact", batched_fetch=True)
     if any(loader["is_iterable"] for loader in loaders):
         yield Refusal("num_workers", "with more workers, an IterableDataset would yield each item more than once")
         return
-    now = max(loader["num_workers"] for loader in loaders)
-    if now == 0 and wait_share < 0.02:
-        yield Refusal("num_workers", f"the run waits for data {wait_share:.1%} of a step")
+    if never_waits:
+        yield Refusal("num_workers", never_waits)
         return
     for number in sorted({0, 1, 2, facts["cores"]} - {now}):
         yield _speedup(f"num_workers={number}", "num_workers", "random", num_workers=number)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
+from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
@@ -126,6 +127,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
                 "num_workers": loader.num_workers,
                 "pin_memory": loader.pin_memory,
                 "is_iterable": isinstance(loader.dataset, IterableDataset),
+                "by_sample": why_by_sample(loader),
             }
             for loader in loaders
         ],

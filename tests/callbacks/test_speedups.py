@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_accel._private.torch import dataset_of
 from lightning_accel.callbacks import ExactResume, Speedups
 from lightning_accel.callbacks.speedups import called_children
 
@@ -111,6 +112,14 @@ def test_loaders_of_exact_resume_are_changed_too(tmp_path, first):
     assert whole.met["workers"] == 1
     assert resumed(tmp_path / "step=1.ckpt").seen == whole.seen[4:]
     assert "process_dataloader" not in vars(whole.trainer.strategy)
+
+
+def test_batches_that_are_fetched_at_once_train_alike():
+    plain, module = fit(), fit(batched_fetch=True)
+    assert module.losses == plain.losses
+    assert module.seen == plain.seen
+    assert isinstance(module.trainer.train_dataloader.dataset, TensorDataset)
+    assert type(dataset_of(iter(module.trainer.train_dataloader))) is not TensorDataset
 
 
 class Stream(IterableDataset):

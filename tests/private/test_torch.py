@@ -302,3 +302,17 @@ def test_compiled_classes_of_torch_and_their_random_numbers(compiler):
     finally:
         torch._inductor.config.fallback_random, torch._dynamo.config.recompile_limit = fallback, limit
     assert graphs["unique_graphs"] > before
+
+
+def test_iterators_of_a_changed_loader():
+    def change(copied):
+        copied.collate_fn = sum
+
+    loader = DataLoader([1, 2, 3], batch_size=2)
+    assert not private.makes_own_iterators(loader)
+    private.change_iterators(loader, change)
+    assert list(loader) == [3, 3]
+    assert not private.makes_own_iterators(loader)
+    own = type("Own", (DataLoader,), {"_get_iterator": lambda self: iter("ab")})([1])
+    assert private.makes_own_iterators(own)
+    assert list(own) == ["a", "b"]

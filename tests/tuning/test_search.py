@@ -28,7 +28,7 @@ FACTS = {
     "num_blocks": 4,
     "fusible_optimizers": ["Adam"],
     "fused": False,
-    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
+    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "by_sample": ""}],
 }
 
 
@@ -244,7 +244,8 @@ def test_factors_are_those_that_the_run_admits():
     assert everything - tried(num_conv2d=0) == {"channels_last"}
     assert everything - tried(bfloat16_units=False) == {"precision=bf16-mixed", "matmul_precision=medium"}
     assert everything - tried(num_blocks=0) == {"compile=blocks"}
-    assert everything - tried(waited=0.001) == {"num_workers=1", "num_workers=2"}
+    assert everything - tried(waited=0.001) == {"batched_fetch", "num_workers=1", "num_workers=2"}
+    assert everything - tried(loaders=[FACTS["loaders"][0] | {"by_sample": "a reason"}]) == {"batched_fetch"}
     assert everything - tried(loaders=[FACTS["loaders"][0] | {"is_iterable": True}]) == {
         "num_workers=1",
         "num_workers=2",
