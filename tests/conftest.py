@@ -9,35 +9,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 
-import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of its import, which capsys would close
 import pytest
-import torch
 
-from lightning_accel.__main__ import main
-from lightning_accel.ops.native import KERNELS
 from tests.ranks import cpu_seconds
 
-# One by default: threads that share their cores with another program wait for each other most of the time.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-
+# torch and the package are imported in functions: the process of pytest-xdist that runs no tests starts the others
+# seconds earlier without them.
 BUILDS: list[logging.LogRecord] = []
 logging.getLogger("lightning_accel.ops.native_build").addFilter(lambda record: BUILDS.append(record) is None)
 
-APART = {"test_configs", "test_notebooks", "test_recovery"}  # long tests that share nothing
+# long tests that share nothing
+APART = {"test_configs", "test_foreign", "test_notebooks", "test_readme", "test_recovery", "test_trials"}
+LIMIT = 3  # seconds of CPU time of a test that is not slow, on a core that has nothing else to do
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):  # the process that has others run the tests
+        return
+    import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of its import, which capsys would close
+    import torch
+
+    # One by default: threads that share their cores with another program wait for each other most of the time.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)
 def seed():
+    import torch
+
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)  # a command line leaves it, and processes that are started then obey it
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Group the tests that start ranks, which reuse their pools, and of the rest those of a file, for pytest-xdist."""
+    """Group the tests that start ranks, which reuse their pools, and of the rest those of a file, for pytest-xdist.
+
+    Slow tests that start ranks are grouped by their files: together they take longer than half of all slow tests, and
+    a second start of the pools is short beside them.
+    """
     for item in items:
-        if _starts_ranks(getattr(item, "function", None), set()):
+        if not item.get_closest_marker("slow") and _starts_ranks(getattr(item, "function", None), set()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif item.path.stem not in APART:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
@@ -54,6 +66,8 @@ def _starts_ranks(function: object, seen: set[object]) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
+    import torch
+
     modules, builds, before = len(sys.modules), len(BUILDS), _cpu_seconds()
     result = yield
     seconds = _cpu_seconds() - before
@@ -61,9 +75,25 @@ def pytest_runtest_call(item):
     is_measured = torch.get_num_threads() == 1  # several spin while they wait for each other
     has_built = len(BUILDS) > builds  # a native library, once on a machine
     is_measured = is_measured and not (has_imported or has_built or item.get_closest_marker("slow"))
-    if is_measured and seconds > 3 and seconds > 3 * _slowness():
-        pytest.fail(f"took {seconds:.1f} s of CPU time: at most 3, or mark it slow", pytrace=False)
+    if is_measured and seconds > LIMIT:
+        seconds /= _slowness()
+        # Other programs empty the caches of a test, but not those of the small loop of _slowness: on busy machines a
+        # test of 2.6 s took 3.8. So what is above the limit is reported, and fails where noise cannot explain it.
+        if seconds > 2 * LIMIT:
+            pytest.fail(f"took {seconds:.1f} s of CPU time: at most {LIMIT}, or mark it slow", pytrace=False)
+        if seconds > LIMIT:
+            item.user_properties.append(("cpu_seconds", seconds))
     return result
+
+
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.getreports("passed"):
+        for name, seconds in report.user_properties:
+            if name == "cpu_seconds":
+                terminalreporter.write_line(
+                    f"{report.nodeid} took {seconds:.1f} s of CPU time: make it {LIMIT} or less, or mark it slow",
+                    yellow=True,
+                )
 
 
 def _cpu_seconds() -> float:
@@ -80,6 +110,8 @@ def _slowness() -> float:
 
 
 def pytest_runtest_setup(item):
+    import torch
+
     marker = item.get_closest_marker("gpu")
     if marker and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
         pytest.skip(f"needs {needed} CUDA devices")
@@ -97,6 +129,10 @@ def native(compiler, monkeypatch) -> None:
     """Native kernels are used, where anything can be compiled: that they cannot be built is an error then."""
     if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "0":
         pytest.skip("LIGHTNING_ACCEL_NATIVE=0")
+    import torch
+
+    from lightning_accel.ops.native import KERNELS
+
     monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "1")
     assert KERNELS.serves(torch.device("cpu"))
 
@@ -119,6 +155,7 @@ class Finished:
 @pytest.fixture
 def command(run_folder, capsys, caplog) -> Callable[..., Finished]:
     """Runs a command line in this process, in an empty folder."""
+    from lightning_accel.__main__ import main
 
     def run(*arguments: object) -> Finished:
         capsys.readouterr()

@@ -147,8 +147,7 @@ QUICK.append(("ExpertLoadMonitor", restart_when_finished))
 def marks(name, start):
     if (name, start) in QUICK:
         return []
-    is_long = name == "Quantization" and start is not restart_when_finished
-    return [pytest.mark.slow, pytest.mark.weekly] if is_long else [pytest.mark.slow]
+    return [pytest.mark.slow, pytest.mark.weekly] if name == "Quantization" else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

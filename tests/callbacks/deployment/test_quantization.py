@@ -502,7 +502,7 @@ def test_cnn_trained_for_int8_in_a_trainer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["moe", "sequence"])
+@pytest.mark.parametrize("kind", [pytest.param("moe", marks=pytest.mark.weekly), "sequence"])
 def test_models_of_ours(kind):
     if kind == "moe":
         module, rows = (

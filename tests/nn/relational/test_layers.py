@@ -523,7 +523,9 @@ def test_deep_stack_with_normalisation_trains():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("typed", [False, True], ids=["plain", "typed"])
+@pytest.mark.parametrize(
+    "typed", [pytest.param(False, id="plain"), pytest.param(True, id="typed", marks=pytest.mark.weekly)]
+)
 def test_compiles_with_dynamic_shapes(typed):
     options = {"num_relations": 4} if typed else {}
     pool, conv = RO3Pooling(2, 3, rank=2, types=TYPES, **options), RO3Conv(2, 3, rank=2, **options)
