@@ -16,6 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torchmetrics import Metric
 
@@ -121,7 +122,8 @@ def test_overridden_private_methods_are_listed():
 
 PATCHABLE = (
     torch.nn.Module, torch.utils.data.DataLoader, torch.optim.Optimizer, torch.amp.GradScaler, LightningModule,
-    LightningDataModule, Trainer, ModelCheckpoint, Precision, Strategy, Metric, _FitLoop,
+    LightningDataModule, Trainer, ModelCheckpoint, Precision, Profiler, Strategy, Metric,
+    _FitLoop,
 )  # fmt: skip
 
 

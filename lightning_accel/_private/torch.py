@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -99,6 +100,12 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 def explain_compilation(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return graphs, breaks and reasons of a compilation, which the documentation names by this private module."""
     return torch._dynamo.explain(call)(*args, **kwargs)
+
+
+def num_compiled_graphs() -> int:
+    """Return how many graphs torch.compile has compiled in this process, which only its private counters tell."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["stats"].get("unique_graphs", 0)
 
 
 def profile_with_stacks(activities: Sequence[Any]) -> torch.profiler.profile:

@@ -9,6 +9,7 @@ from lightning_accel.callbacks.early_stopping import RestoringEarlyStopping
 from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.monitors.expert_load import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.rbm import RBMMonitor
+from lightning_accel.callbacks.monitors.run_report import RunReport
 from lightning_accel.callbacks.monitors.stall import StallMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 from lightning_accel.callbacks.pruning.callback import Pruning
@@ -30,6 +31,7 @@ __all__ = [
     "Quantization",
     "RBMMonitor",
     "RestoringEarlyStopping",
+    "RunReport",
     "SamplerCheck",
     "SaveOnSignal",
     "Speedups",

@@ -30,11 +30,13 @@ import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
 from lightning_accel._private.lightning import leave_subcommand_empty
-from lightning_accel.callbacks import PredictionWriter, StallMonitor
+from lightning_accel.callbacks import PredictionWriter, RunReport, StallMonitor
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
 from lightning_accel.cli.errors import UsageError, explain, is_monitor_error, require_config_files, unwrap, where_raised
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
+from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.cli.run_folder import (
     ConfigSaver,
     RunLocks,
@@ -159,6 +161,7 @@ class AccelCLI(LightningCLI):
         parser.add_argument(
             "--lr_interval", type=Literal["epoch", "step"], default="epoch", help="When --lr_scheduler steps."
         )
+        parser.add_argument("--run_report", type=bool, default=True, help="Whether fit ends with a RunReport.")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse; the parser finds a class of this package by its bare name only once that is imported."""
@@ -254,9 +257,18 @@ class AccelCLI(LightningCLI):
             callbacks.append(PredictionWriter())
         if self.subcommand == "fit":
             callbacks.append(MonitorCheck())
+            self._add_run_report(trainer)
         if not any(isinstance(callback, StallMonitor) for callback in callbacks):
             callbacks.append(StallMonitor())
         return trainer
+
+    def _add_run_report(self, trainer: L.Trainer) -> None:
+        reports = callbacks_of(trainer, RunReport)
+        if not reports and self.config_init[self.subcommand].run_report:
+            reports = [RunReport()]
+            trainer.callbacks += reports  # type: ignore[attr-defined]  # set by a connector
+        for report in reports:
+            report.commands = next_commands
 
     def _use_optimizer_of_config(self) -> None:
         config = self.config_init[self.subcommand]

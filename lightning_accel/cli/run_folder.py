@@ -120,7 +120,12 @@ class ConfigSaver(SaveConfigCallback):
     """Save the config as ``config_fit.yaml``, ``config_test.yaml`` ... in the run folder, overwriting nothing.
 
     Loggers with separate folders get one copy each. A run without a logger has no folder, and saves no config.
+
+    Attributes:
+        path: of the first copy, None before it is saved.
     """
+
+    path: Path | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.already_saved or not trainer.loggers:
@@ -135,10 +140,11 @@ class ConfigSaver(SaveConfigCallback):
         others = [logger for logger in trainer.loggers[1:] if isinstance(logger, CSVLogger | TensorBoardLogger)]
         of_others = [Path(logger.log_dir) for logger in others if "://" not in logger.root_dir]
         for folder in dict.fromkeys([Path(log_dir or trainer.default_root_dir), *of_others]):
-            _save_under_free_name(folder, f"config_{name}", text)
+            saved = _save_under_free_name(folder, f"config_{name}", text)
+            self.path = self.path or saved
 
 
-def _save_under_free_name(folder: Path, name: str, text: str) -> None:
+def _save_under_free_name(folder: Path, name: str, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"
     number = 1
@@ -146,6 +152,7 @@ def _save_under_free_name(folder: Path, name: str, text: str) -> None:
         number += 1
         path = folder / f"{name}_{number}.yaml"
     path.write_text(text)
+    return path
 
 
 def reserve_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:

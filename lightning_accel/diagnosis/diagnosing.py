@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_accel.diagnosis.machine_tables import machine_tables
-from lightning_accel.diagnosis.table import print_tables
 from lightning_accel.measure import Machine, Rates, describe_machine, measure_rates
+from lightning_accel.measure.table import print_tables
 
 if TYPE_CHECKING:  # a machine alone is measured without Lightning
     from lightning_accel.diagnosis.examination import Examined

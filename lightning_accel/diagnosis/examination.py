@@ -27,6 +27,7 @@ from lightning_accel.measure import (
     isolate,
     part_times,
 )
+from lightning_accel.measure.flops import precision_of_products
 from lightning_accel.measure.machine import usable_cores
 
 _PROFILED = 2  # batches under torch.profiler
@@ -86,10 +87,7 @@ class Examined:
     @property
     def multiplies_in(self) -> str:
         """Return the key of measured rates for matrix products of the run."""
-        if self.precision.startswith(("bf16", "16", "64")):
-            return {"b": "bf16", "1": "fp16", "6": "fp64"}[self.precision[0]]
-        is_tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-        return "tf32" if is_tf32 else "fp64" if self.float64 else "fp32"
+        return precision_of_products(self.precision, self.device, has_float64=bool(self.float64))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the module and the single steps as values that JSON can hold."""

@@ -1,7 +1,7 @@
 """Tables of a machine and its measured rates."""
 
-from lightning_accel.diagnosis.table import Table, in_bytes, with_unit
 from lightning_accel.measure import Gpu, Machine, Rates
+from lightning_accel.measure.table import Table, in_bytes, with_unit
 
 _UNKNOWN = "unknown"
 

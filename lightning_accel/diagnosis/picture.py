@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_accel.diagnosis.run_tables import NAMES
-from lightning_accel.measure import PARTS, Step
+from lightning_accel.measure import PART_NAMES, PARTS, Step
 from lightning_accel.ops.extras import require_module
 
 
@@ -32,7 +31,7 @@ def draw_step(steps: Sequence[Step], path: Path) -> None:
             if segment.part == part
         ]
         axes.broken_barh(bars, (index - 0.4, 0.8), facecolors=f"C{PARTS.index(part)}")
-    axes.set_yticks(range(len(parts)), [NAMES.get(part, part) for part in parts])
+    axes.set_yticks(range(len(parts)), [PART_NAMES.get(part, part) for part in parts])
     axes.invert_yaxis()
     axes.set_xlim(0, step.wall_ns / 1e6)
     axes.set_xlabel(f"ms of a step (the median of {len(steps)})")

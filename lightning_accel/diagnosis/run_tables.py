@@ -4,16 +4,8 @@ from collections.abc import Sequence
 
 from lightning_accel.diagnosis.examination import Examined
 from lightning_accel.diagnosis.findings import Finding
-from lightning_accel.diagnosis.table import Table, in_bytes, with_unit
-from lightning_accel.measure import part_times
-
-NAMES = {
-    "data": "waiting for data",
-    "transfer": "host to device",
-    "callbacks": "callbacks and hooks",
-    "waiting": "waiting for other ranks",
-    "rest": "the Trainer's loop",
-}
+from lightning_accel.measure import PART_NAMES, part_times
+from lightning_accel.measure.table import Table, in_bytes, with_unit
 
 
 def run_tables(seen: Examined, share: float | None, findings: Sequence[Finding]) -> list[Table]:
@@ -31,7 +23,9 @@ def _time(seen: Examined) -> Table:
     parts = part_times(seen.steps)
     step = sum(parts.values())
     rows = [
-        (NAMES.get(part, part), f"{spent:.3g}", f"{spent / step:.1%}") for part, spent in parts.items() if spent > 0
+        (PART_NAMES.get(part, part), f"{spent:.3g}", f"{spent / step:.1%}")
+        for part, spent in parts.items()
+        if spent > 0
     ]
     rows.append(("a step", f"{step:.3g}", f"mean of {len(seen.steps)}"))
     return Table("Where the time of a step goes", ("part", "ms", "share"), rows)

@@ -10,6 +10,9 @@ from lightning_accel.measure.peak_memory import PeakMemory as PeakMemory
 from lightning_accel.measure.rates import Collective as Collective
 from lightning_accel.measure.rates import Rates as Rates
 from lightning_accel.measure.rates import measure_rates as measure_rates
+from lightning_accel.measure.run_parts import RUN_PARTS as RUN_PARTS
+from lightning_accel.measure.run_parts import RunParts as RunParts
+from lightning_accel.measure.step_parts import PART_NAMES as PART_NAMES
 from lightning_accel.measure.step_parts import PARTS as PARTS
 from lightning_accel.measure.step_parts import Segment as Segment
 from lightning_accel.measure.step_parts import Step as Step

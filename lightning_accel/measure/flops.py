@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning as L
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.measure.rates import Rates
@@ -62,3 +63,17 @@ def share_of_peak(flops: float, seconds: float, rates: Rates, precision: str) ->
     """
     peak = rates.matmul.get(precision)
     return None if peak is None else flops / seconds / peak
+
+
+def precision_of_products(precision: str, device: torch.device, has_float64: bool = False) -> str:
+    """Return the key of measured rates for the matrix products of a run.
+
+    Args:
+        precision: the Trainer's, such as ``bf16-mixed``.
+        device: of the module.
+        has_float64: whether weights or batches of a Trainer of 32 bits are float64.
+    """
+    if precision.startswith(("bf16", "16", "64")):
+        return {"b": "bf16", "1": "fp16", "6": "fp64"}[precision[0]]
+    is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if is_tf32 else "fp64" if has_float64 else "fp32"

@@ -15,7 +15,8 @@ from lightning_accel._private.lightning import copy_into, set_default_folder
 def isolate(trainer: L.Trainer, folder: Path, max_val_batches: int) -> None:
     """Make the fit of a Trainer write into ``folder`` alone, and validate on a few batches.
 
-    Checkpoints are left out, and loggers other than those of files get nothing.
+    Checkpoints and callbacks whose attribute ``is_for_whole_fits`` is true are left out, and loggers other than those
+    of files get nothing.
 
     Args:
         trainer: one that has not begun.
@@ -23,7 +24,9 @@ def isolate(trainer: L.Trainer, folder: Path, max_val_batches: int) -> None:
         max_val_batches: batches of a validation; without any, if the Trainer has none.
     """
     set_default_folder(trainer, str(folder))
-    kept = [one for one in trainer.callbacks if not isinstance(one, Checkpoint | SaveConfigCallback)]  # type: ignore[attr-defined]
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    unwanted = Checkpoint | SaveConfigCallback
+    kept = [one for one in callbacks if not (isinstance(one, unwanted) or getattr(one, "is_for_whole_fits", False))]
     trainer.callbacks = kept  # type: ignore[attr-defined]
     loggers: list[Any] = []
     for logger in trainer.loggers:

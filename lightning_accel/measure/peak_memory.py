@@ -43,6 +43,11 @@ class PeakMemory:
         return _resident_peak() - self._begin + children
 
 
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process has had so far: of tensors on a GPU, or of all its memory without one."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_peak()
+
+
 def _resident_peak() -> int:
     if sys.platform == "linux":  # ru_maxrss does not see that it was reset
         return _kilobytes(Path("/proc/self/status"), "VmHWM:") * 1024

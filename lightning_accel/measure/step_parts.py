@@ -24,6 +24,13 @@ PARTS = (
     "waiting",  # for other ranks
     "rest",  # of the Trainer's loop
 )
+PART_NAMES = {
+    "data": "waiting for data",
+    "transfer": "host to device",
+    "callbacks": "callbacks and hooks",
+    "waiting": "waiting for other ranks",
+    "rest": "the Trainer's loop",
+}
 _PART_OF = {
     "train_dataloader_next": "data",
     "on_before_batch_transfer": "transfer",
@@ -100,8 +107,8 @@ class StepParts(Profiler):
 
     def start(self, action_name: str) -> None:
         """Begin an action; Lightning calls it."""
-        hook = _hook(action_name)
-        part = _part(action_name)
+        hook = hook_of(action_name)
+        part = part_of(action_name)
         self._synchronize(part)
         self._mark()
         if self._open and (self._open[-1] == _LOGGING or (self._open[-1] == _BACKWARD and hook == "on_after_backward")):
@@ -125,7 +132,7 @@ class StepParts(Profiler):
         self._synchronize(part)
         self._mark()
         del self._open[len(names) - 1 - names[::-1].index(action_name) :]  # and gaps in it that an error left open
-        hook, is_module = _hook(action_name), action_name.startswith("[LightningModule]")
+        hook, is_module = hook_of(action_name), action_name.startswith("[LightningModule]")
         if hook == "on_before_backward" and is_module:
             self._wait()
             self._open.append(_BACKWARD)
@@ -197,15 +204,16 @@ def action_times(steps: Iterable[Step], part: str) -> dict[str, float]:
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
-def _hook(action: str) -> str:
-    """Return ``backward`` for ``[Strategy]DDPStrategy.backward``; keys of callbacks may have dots, too."""
+def hook_of(action: str) -> str:
+    """Return the hook of an action: ``backward`` for ``[Strategy]DDPStrategy.backward``; keys may have dots, too."""
     return action.rpartition(".")[2]
 
 
-def _part(action: str) -> str:
+def part_of(action: str) -> str:
+    """Return the part of a step that an action of Lightning's belongs to; ``rest`` if it is not known."""
     if action.startswith("[Callback]"):
         return "callbacks"
-    hook = _hook(action)
+    hook = hook_of(action)
     is_hook = action.startswith("[") and hook.startswith(("on_", "setup", "configure_"))
     return _PART_OF.get(hook, "callbacks" if is_hook else "rest")
 

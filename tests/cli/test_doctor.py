@@ -27,7 +27,7 @@ def test_the_machine_is_printed_and_written(command, quick, run_folder):
 
 
 def test_without_rich_the_tables_are_plain_text(command, quick, monkeypatch):
-    monkeypatch.setattr("lightning_accel.diagnosis.table.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_accel.measure.table.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.table", None)
     assert "\n  all-reduce, 2 processes   1.5 GB/s, 80 µs at least (gloo)\n" in command("doctor").out

@@ -194,7 +194,8 @@ def test_loggers_of_one_name_share_the_run_folder(command, run_folder):
     assert sorted(path.name for path in (run_folder / "runs/x").iterdir()) == ["version_0", "version_1"]
     for version in (run_folder / "runs/x").iterdir():
         names = {path.name.partition(".tfevents")[0] for path in version.iterdir()}
-        assert names == {"checkpoints", "config_fit.yaml", "events.out", "hparams.yaml", "metrics.csv"}
+        reports = {"run_report.json", "run_report.png"}
+        assert names == reports | {"checkpoints", "config_fit.yaml", "events.out", "hparams.yaml", "metrics.csv"}
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from lightning_accel.callbacks import RunReport
 from lightning_accel.measure.isolation import isolate
 
 
@@ -39,7 +40,8 @@ def fit(folder, **options):
     loggers = [CSVLogger(folder / "users"), server]
     options = {"limit_train_batches": 4, "log_every_n_steps": 1, "num_sanity_val_steps": 2} | options
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", default_root_dir=folder / "users", logger=loggers, callbacks=ModelCheckpoint(),
+        max_epochs=1, accelerator="cpu", default_root_dir=folder / "users", logger=loggers,
+        callbacks=[ModelCheckpoint(), RunReport()],
         enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     isolate(trainer, folder / "own", max_val_batches=2)
@@ -53,7 +55,7 @@ def test_files_go_to_the_folder_alone(tmp_path):
     assert not (tmp_path / "users").exists()
     assert server.sent == 0
     assert list((tmp_path / "own").rglob("metrics.csv"))
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("run_report*")]
 
 
 @pytest.mark.parametrize(

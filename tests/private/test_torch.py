@@ -97,6 +97,9 @@ def test_compilations_are_explained(capsys):
     explained = private.explain_compilation(broken, torch.ones(1))
     assert len(explained.break_reasons) == 1
     assert explained.break_reasons[0].user_stack[-1].name == "broken"
+    before = private.num_compiled_graphs()
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))
+    assert private.num_compiled_graphs() == before + 1
 
 
 def test_profiles_have_stacks():

@@ -1,0 +1,129 @@
+"""What is reported of a fit, as a table, a picture and JSON."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_accel.measure.step_parts import PART_NAMES
+from lightning_accel.measure.table import Table, in_bytes
+from lightning_accel.ops.extras import require_module
+
+_LEAST_SHARE = 0.005  # of the time, for a row of the table
+_NAMES = PART_NAMES | {"callbacks": "callbacks and logging", "rest": "the Trainer's loop and start"}
+
+
+class BestCheckpoint(NamedTuple):
+    """Hold the metric by which a ModelCheckpoint chooses, its best value and the file that holds those weights.
+
+    Without a metric, the file is the last one.
+    """
+
+    monitor: str | None
+    value: float | None
+    path: str
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Hold what is reported of a fit.
+
+    Attributes:
+        status: ``finished``, ``interrupted`` or ``failed``.
+        error: of a run that failed.
+        seconds: from the begin of the fit to its end.
+        parts: seconds of each part of :data:`lightning_accel.measure.RUN_PARTS`; their sum is ``seconds``.
+        epochs: completed in this fit; one that resumes a run counts from there.
+        batches: training batches of this process.
+        steps: updates of all optimizers.
+        samples_per_s: of all processes, over the time without validation and checkpoints; None if a batch does not
+            tell its samples.
+        processes: number of processes.
+        device: of the first process.
+        precision: the Trainer's.
+        share_of_peak: operations per second as a share of the measured rate of matrix products; None if not measured.
+        no_share_because: why not.
+        memory: bytes of parameters, gradients, optimizer states, and the peak of the process or its GPU.
+        best: of each ModelCheckpoint that has written one.
+        metrics: the last values of logged metrics.
+        commands: what to do next, to type.
+    """
+
+    status: str
+    error: str | None
+    seconds: float
+    parts: dict[str, float]
+    epochs: int
+    batches: int
+    steps: int
+    samples_per_s: float | None
+    processes: int
+    device: str
+    precision: str
+    share_of_peak: float | None = None
+    no_share_because: str | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    best: list[BestCheckpoint] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as values that JSON can hold; numbers that are not finite are None."""
+        told = asdict(self) | {"best": [each._asdict() for each in self.best]}
+        return _finite(told)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    def shown_parts(self) -> dict[str, float]:
+        """Return the seconds of parts that are more than half a percent, by what they are called in a report."""
+        parts = dict(self.parts)
+        parts["callbacks"] += parts.pop("logging")
+        least = _LEAST_SHARE * self.seconds
+        return {_NAMES.get(part, part): spent for part, spent in parts.items() if spent > least}
+
+    def table(self) -> Table:
+        """Return the table for a terminal."""
+        rows = [(name, f"{spent:.3g} s, {spent / self.seconds:.0%}") for name, spent in self.shown_parts().items()]
+        if self.samples_per_s is not None:
+            rows.append(("samples", f"{self.samples_per_s:.4g} a second"))
+        share = f"{self.share_of_peak:.1%}" if self.share_of_peak is not None else self.no_share_because or "not known"
+        rows.append(("share of peak", share))
+        rows.append(("memory", ", ".join(f"{name} {in_bytes(size)}" for name, size in self.memory.items() if size)))
+        for each in self.best:
+            value = "" if each.value is None else f" {each.value:.4g}"
+            name = "last checkpoint" if each.monitor is None else f"best {each.monitor}{value}"
+            rows.append((name, Path(each.path).name))
+        if not self.best:
+            rows.append(("checkpoint", "none was written"))
+        counted = f"epochs {self.epochs}, batches {self.batches}, {self.seconds:.3g} s"
+        ending = "" if self.status == "finished" else f", {self.status}"
+        return Table(f"The fit: {counted}{ending}", (), rows)
+
+    def draw(self, path: Path) -> None:
+        """Draw the time of each part as bars.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is not installed.
+            OSError: if the file cannot be written.
+        """
+        parts = self.shown_parts()
+        figure = require_module("matplotlib.figure").Figure(figsize=(8, 0.9 + 0.3 * len(parts)), layout="constrained")
+        axes = figure.subplots()
+        bars = axes.barh(range(len(parts)), list(parts.values()), color=[f"C{index}" for index in range(len(parts))])
+        axes.bar_label(bars, [f"{spent / self.seconds:.0%}" for spent in parts.values()], padding=3)
+        axes.set_yticks(range(len(parts)), list(parts))
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        rate = "" if self.samples_per_s is None else f", {self.samples_per_s:.4g} samples a second"
+        axes.set_xlabel(f"seconds of {self.seconds:.3g}{rate}")
+        figure.savefig(path, dpi=120)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,210 @@
+import json
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+
+from lightning_accel.callbacks import RunReport
+from lightning_accel.callbacks.monitors import run_report
+from lightning_accel.callbacks.monitors.run_report import samples_of
+from lightning_accel.measure import RUN_PARTS
+from tests.planted import SLEPT, Sleeping, rows
+from tests.ranks import run_ranks
+
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:.*(directory .* not empty|treespec|You are overfitting|`shuffle=True`)")
+
+
+class Steps(Sleeping):
+    """Logs a validation loss that is least after the second epoch, and may fail in a step."""
+
+    def __init__(self, error=None, **seconds):
+        super().__init__(**seconds)
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        if self.error is not None and self.global_step == 3:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", abs(float(self.current_epoch) - 1.0) + 0.25)
+
+    def test_step(self, batch, batch_idx): ...
+
+
+def made(folder, report, **options):
+    keeper = ModelCheckpoint(monitor="val/loss", filename="{epoch}")
+    defaults = {"max_epochs": 3, "logger": CSVLogger(folder, name=None, version="run"), "callbacks": [report, keeper]}
+    return L.Trainer(**QUIET | {"default_root_dir": folder} | defaults | options)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.rglob("run_report*"))
+
+
+def test_a_fit_ends_with_table_picture_and_json(tmp_path, capsys):
+    report, module = RunReport(), Steps()
+    trainer = made(tmp_path, report)
+    SLEPT.clear()
+    trainer.fit(module, rows(4, seconds=0.02), rows(1))
+    out, summary = capsys.readouterr().out, report.summary
+    best = tmp_path / "run" / "checkpoints" / "epoch=1.ckpt"
+    assert [tuple(each) for each in summary.best] == [("val/loss", 0.25, str(best))]
+    assert best.is_file()
+    assert (summary.status, summary.epochs, summary.batches, summary.steps) == ("finished", 3, 12, 12)
+    assert tuple(summary.parts) == RUN_PARTS
+    assert sum(summary.parts.values()) == pytest.approx(summary.seconds)
+    assert SLEPT["data"] <= summary.parts["data"] + 1e-6  # the loader's sleeps are waiting
+    assert max(summary.parts, key=summary.parts.get) == "data"
+    training = summary.seconds - summary.parts["validation"] - summary.parts["checkpoints"]
+    assert summary.samples_per_s == pytest.approx(12 * 2 / training)
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    assert (summary.memory["parameters"], summary.memory["gradients"], summary.memory["optimizer"]) == (size, size, 0)
+    assert summary.memory["peak"] > 2**24
+    for told in ("The fit: epochs 3, batches 12", "waiting for data", "best val/loss 0.25", "epoch=1.ckpt"):
+        assert told in out
+    assert f"\n  trainer.test(ckpt_path={str(best)!r})\n" in out
+    assert json.loads((tmp_path / "run" / "run_report.json").read_text()) == summary.to_dict()
+    assert (tmp_path / "run" / "run_report.png").stat().st_size > 1000
+    assert isinstance(trainer.profiler, PassThroughProfiler)
+
+
+def test_another_fit_of_the_trainer_counts_anew_and_overwrites_nothing(tmp_path):
+    report = RunReport()
+    trainer = made(tmp_path, report, max_epochs=1)
+    trainer.fit(Steps(), rows(2), rows(1))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Steps(), rows(2), rows(1))
+    assert (report.summary.epochs, report.summary.batches, report.summary.steps) == (1, 2, 2)
+    resumed = RunReport()
+    made(tmp_path, resumed, max_epochs=4).fit(Steps(), rows(2), rows(1), ckpt_path=report.summary.best[0].path)
+    assert resumed.summary.epochs == resumed.summary.steps / 2 == 2
+    assert names(tmp_path) == [f"run_report{n}.{kind}" for n in ("", "_2", "_3") for kind in ("json", "png")]
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        ({"fast_dev_run": True}, []),
+        ({"logger": False}, []),
+        ({"overfit_batches": 1}, ["run_report.json", "run_report.png"]),
+        ({"callbacks": [], "enable_checkpointing": False}, ["run_report.json", "run_report.png"]),
+    ],
+    ids=["fast_dev_run", "no logger", "overfit_batches", "no checkpoints"],
+)
+def test_other_fits(options, files, tmp_path, capsys):
+    report = RunReport()
+    options = options | ({"callbacks": [report]} if "callbacks" in options else {})
+    made(tmp_path, report, **options).fit(Steps(), rows(2), rows(1))
+    assert names(tmp_path) == files
+    assert ("The fit: " in capsys.readouterr().out) == ("fast_dev_run" not in options)
+    if report.summary is not None:
+        assert bool(report.summary.best) == ("callbacks" not in options)
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), "interrupted"), (ValueError("planted"), "failed")])
+def test_a_fit_that_is_stopped_is_reported_up_to_there(error, status, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # Lightning ignores further interrupts for good
+    report = RunReport()
+    trainer = made(tmp_path, report)
+    with pytest.raises((SystemExit, ValueError)):
+        trainer.fit(Steps(error), rows(4), rows(1))
+    told = json.loads((tmp_path / "run" / "run_report.json").read_text())
+    assert (told["status"], told["batches"]) == (status, 3)
+    assert told["error"] == ("ValueError: planted" if status == "failed" else None)
+    assert f"batches 3, {told['seconds']:.3g} s, {status}" in capsys.readouterr().out
+    assert isinstance(trainer.profiler, PassThroughProfiler)
+
+
+class Counting(SimpleProfiler):
+    counts = 0
+
+    def start(self, action_name):
+        self.counts += 1
+        super().start(action_name)
+
+
+def test_a_profiler_of_the_user_stays_and_gets_all_actions(tmp_path):
+    counts = []
+    for report in ([], [RunReport()]):
+        profiler = Counting()
+        trainer = L.Trainer(**QUIET, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=report,
+                            profiler=profiler)  # fmt: skip
+        trainer.fit(Steps(), rows(4), rows(1))
+        assert trainer.profiler is profiler
+        assert {"start", "stop"}.isdisjoint(vars(profiler))
+        counts.append(sum(not name.startswith("[Callback]RunReport") for name in profiler.recorded_durations))
+    assert counts[0] == counts[1] > 20
+    assert report[0].summary.parts["forward"] > 0
+
+
+@pytest.mark.parametrize("broken", ["RunParts", "peak_bytes", "print_tables", "write_atomically"])
+def test_errors_become_warnings(broken, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(run_report, broken, fail)
+    trainer = made(tmp_path, RunReport())
+    with pytest.warns(UserWarning, match="the report of the run failed: RuntimeError: planted"):
+        trainer.fit(Steps(), rows(2), rows(1))
+    assert trainer.global_step == 6
+    assert isinstance(trainer.profiler, PassThroughProfiler)
+
+
+def test_without_matplotlib_there_is_no_picture_and_no_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "find_spec", lambda name: None)
+    made(tmp_path, RunReport()).fit(Steps(), rows(2), rows(1))  # pytest makes warnings errors
+    assert names(tmp_path) == ["run_report.json"]
+
+
+def test_the_share_of_the_peak_is_counted_in_one_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "_COUNT_AFTER", 0.0)
+    monkeypatch.setattr(run_report, "num_compiled_graphs", lambda: 0)
+    monkeypatch.setattr(run_report, "matmul_rate", lambda *_, **__: 1e6)
+    report = RunReport()
+    made(tmp_path, report).fit(Steps(), rows(4), rows(1))
+    flops = 2 * (2 * 2 * 3 * 1)  # forward, and backward to the weights, of 2 samples
+    training = report.summary.seconds - report.summary.parts["validation"] - report.summary.parts["checkpoints"]
+    assert report.summary.share_of_peak == pytest.approx(12 * flops / training / 1e6)
+
+
+def test_numbers_that_are_not_finite_are_none_in_json(tmp_path):
+    class Lost(Steps):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", float("nan"))
+
+    report = RunReport()
+    made(tmp_path, report).fit(Lost(), rows(2), rows(1))
+    told = json.loads((tmp_path / "run" / "run_report.json").read_text())
+    assert told["metrics"]["val/loss"] is told["best"][0]["value"] is None
+
+
+def test_samples_of_batches():
+    x, y = torch.zeros(5, 2), torch.zeros(3)
+    assert samples_of(x) == samples_of((x, y)) == samples_of({"ids": [x], "text": ["a"]}) == samples_of(("a", x)) == 5
+    assert samples_of(iter([x])) is samples_of(torch.tensor(1.0)) is samples_of(["a"]) is None
+
+
+def check_waiting(rank):
+    report = RunReport()
+    trainer = L.Trainer(**QUIET | {"devices": 2}, strategy="ddp", max_epochs=1, logger=False, callbacks=[report],
+                        enable_checkpointing=False, use_distributed_sampler=False)  # fmt: skip
+    trainer.fit(Steps(forward=0.05 * rank), rows(10))
+    if rank:
+        assert report.summary is None
+    else:
+        parts = report.summary.parts
+        assert 0.35 < parts["waiting"] < 0.75, parts
+        assert sum(parts.values()) == pytest.approx(report.summary.seconds)
+
+
+@pytest.mark.slow
+def test_the_first_rank_reports_how_long_it_waits_for_the_other():
+    run_ranks(check_waiting, 2)

@@ -1,0 +1,69 @@
+import time
+from contextlib import suppress
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_accel.measure import RUN_PARTS, RunParts
+from tests.planted import SLEPT, Sleeping, rows, sleep
+
+SLEEPS = {"transfer": 0.012, "forward": 0.03, "backward": 0.02, "optimizer": 0.016, "callbacks": 0.008}
+
+
+class SleepingLogger(DummyLogger):
+    def log_metrics(self, metrics, step=None):
+        sleep("logging", 0.014)
+
+
+class SleepingCallback(L.Callback):
+    def on_after_backward(self, trainer, pl_module):  # nested in the backward pass
+        sleep("callbacks", 0.01)
+
+    def on_validation_end(self, trainer, pl_module):
+        sleep("validation", 0.01)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):  # nested in validation
+        sleep("checkpoints", 0.02)
+
+
+class Begin(L.Callback):
+    def on_fit_start(self, trainer, pl_module):
+        trainer.profiler = RunParts()
+        self.begin = time.perf_counter()
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_planted_sleeps_are_found_in_their_parts_and_sum_to_the_whole(manual, tmp_path):
+    begin = Begin()
+    trainer = L.Trainer(
+        max_epochs=1, logger=SleepingLogger(), log_every_n_steps=1, accelerator="cpu", num_sanity_val_steps=0,
+        callbacks=[begin, SleepingCallback(), ModelCheckpoint(tmp_path)],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    SLEPT.clear()
+    trainer.fit(Sleeping(manual=manual, validation=0.01, **SLEEPS), rows(6, seconds=0.02), rows(2))
+    times, seconds = trainer.profiler.seconds(), time.perf_counter() - begin.begin
+    assert tuple(times) == RUN_PARTS
+    assert sum(times.values()) == pytest.approx(seconds, abs=0.001)
+    assert {part for part in RUN_PARTS if SLEPT[part]} == set(RUN_PARTS) - {"waiting", "rest"}
+    for part in RUN_PARTS:  # so that with the sum no part has what is another's
+        assert SLEPT[part] <= times[part] + 1e-6, part
+
+
+def test_actions_of_others_belong_to_what_they_are_nested_in():
+    parts = RunParts(idle=["[Callback]Idle.on_train_start"])
+    step, idle = parts.profile("[Strategy]Single.training_step"), parts.profile("[Callback]Idle.on_train_start")
+    with step, idle, parts.profile("my own"):
+        time.sleep(0.02)
+    with suppress(ValueError), parts.profile("backward"):  # an error leaves nothing open
+        parts.start("[LightningModule]M.on_before_backward")
+        raise ValueError
+    before = parts.seconds()
+    parts.stop("never begun")
+    time.sleep(0.01)
+    after = parts.seconds()
+    assert before["forward"] >= 0.02 > before["callbacks"]
+    assert after["rest"] - before["rest"] >= 0.01
+    assert {part for part in RUN_PARTS if after[part] != before[part]} == {"rest"}
