@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -70,6 +71,18 @@ def in_transform() -> bool:
 def arguments_of(operation: Any) -> Sequence[Any]:
     """Return the declared arguments of a dispatched operation, which only its private schema holds."""
     return operation._schema.arguments
+
+
+def replace_cpu_kernel(name: str, kernel: Callable[..., Any]) -> Callable[[], None]:
+    """Let an operation of torch run ``kernel`` on CPU tensors until the returned function is called.
+
+    Kernels of a ``torch.library.Library`` go with it, but it has no public method to end.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        library.impl(name, kernel, "CPU", with_keyset=True)
+    return library._destroy
 
 
 def grouped_mm() -> Any:

@@ -1,5 +1,6 @@
 // Draws of a Gibbs step: probabilities, random numbers and their comparison in one pass, on all threads.
 #include "gibbs.h"
+#include "philox_tile.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -8,38 +9,15 @@
 #include <torch/headeronly/util/Exception.h>
 
 namespace {
-using lightning_accel::kLanes;
-using lightning_accel::Lanes;
+using lightning_accel::kTile;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kTile = 64;  // elements that are drawn at a time, four of each counter
-constexpr int64_t kGrain = 512;  // tiles for a thread at least, as torch has it
-
-// The words of `kTile / 4` counters from `counter` on, in their order.
-inline void random_tile(uint64_t counter, uint64_t key, uint32_t* words) {
-  constexpr int kCounters = 2;
-  for (int start = 0; start < kTile / 4; start += kLanes * kCounters) {
-    Lanes word[4][kCounters] = {};
-    uint64_t counters[kCounters][kLanes];
-    for (int j = 0; j < kCounters * kLanes; ++j) counters[j / kLanes][j % kLanes] = counter + start + j;
-    memcpy(word[0], counters, sizeof counters);
-    for (int i = 0; i < kCounters; ++i) word[1][i] = word[0][i] >> 32;
-    lightning_accel::philox(word, key);
-    for (int i = 0; i < kCounters; ++i) {
-      const Lanes low = (word[0][i] & 0xFFFFFFFFu) | (word[1][i] << 32);
-      const Lanes high = (word[2][i] & 0xFFFFFFFFu) | (word[3][i] << 32);
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const uint64_t pair[2] = {low[lane], high[lane]};
-        memcpy(words + 4 * (start + i * kLanes + lane), pair, sizeof pair);
-      }
-    }
-  }
-}
+constexpr int64_t kGrain = 256;  // tiles for a thread at least, as torch has it
 
 inline void draw_tile(const float* logits, float* drawn, int64_t counter, uint64_t key) {
   uint32_t words[kTile];
-  random_tile(uint64_t(counter), key, words);
+  lightning_accel::random_tile(uint64_t(counter), key, words);
   for (int64_t i = 0; i < kTile; ++i) drawn[i] = lightning_accel::bernoulli(logits[i], words[i]);
 }
 

@@ -34,16 +34,32 @@ typedef uint64_t Lanes __attribute__((vector_size(8 * kLanes)));
 LIGHTNING_ACCEL_INLINE Lanes product(Lanes a, uint32_t b) {
   return (Lanes)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
 }
+// Writes the lanes of `a` and `b` in turns.
+LIGHTNING_ACCEL_INLINE void store_in_turns(Lanes a, Lanes b, void* out) {
+  const __m512i first = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), last = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+  _mm512_storeu_si512(out, _mm512_permutex2var_epi64((__m512i)a, first, (__m512i)b));
+  _mm512_storeu_si512(static_cast<char*>(out) + sizeof a, _mm512_permutex2var_epi64((__m512i)a, last, (__m512i)b));
+}
 #elif defined(__AVX2__)
 constexpr int kLanes = 4;
 typedef uint64_t Lanes __attribute__((vector_size(8 * kLanes)));
 LIGHTNING_ACCEL_INLINE Lanes product(Lanes a, uint32_t b) {
   return (Lanes)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
 }
+LIGHTNING_ACCEL_INLINE void store_in_turns(Lanes a, Lanes b, void* out) {
+  const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b), odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);
+  __m256i* to = static_cast<__m256i*>(out);
+  _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+  _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+}
 #else
 constexpr int kLanes = 2;
 typedef uint64_t Lanes __attribute__((vector_size(8 * kLanes)));
 LIGHTNING_ACCEL_INLINE Lanes product(Lanes a, uint32_t b) { return (a & 0xFFFFFFFFu) * uint64_t{b}; }
+LIGHTNING_ACCEL_INLINE void store_in_turns(Lanes a, Lanes b, void* out) {
+  const Lanes turns[2] = {{a[0], b[0]}, {a[1], b[1]}};
+  __builtin_memcpy(out, turns, sizeof turns);
+}
 #endif
 #endif
 
