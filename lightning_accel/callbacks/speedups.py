@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_accel._private.torch import allow_recompilations, wrapped_frames
 from lightning_accel.data.batched_fetch import fetch_batches
 from lightning_accel.measure.machine import describe_machine
+from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.strategies.sharding.blocks import find_blocks
 
 CompileScope = Literal["children", "blocks"]
@@ -28,8 +29,9 @@ class Speedups(L.Callback):
     by default. What is an argument of the Trainer, such as ``precision`` or ``benchmark``, is not repeated here.
 
     Losses stay equal up to rounding, with these exceptions: compiled layers, layers whose memory has another order
-    (``channels_last``), and datasets in other workers, draw other random numbers; shuffled loaders whose workers are
-    kept draw other orders from the second epoch on; ``matmul_precision`` rounds operands of float32 matrix products.
+    (``channels_last``), ``native_dropout``, and datasets in other workers, draw other random numbers; shuffled loaders
+    whose workers are kept draw other orders from the second epoch on; ``matmul_precision`` rounds operands of float32
+    matrix products.
 
     Args:
         threads: threads of an operation on the CPU, in each process.
@@ -45,9 +47,12 @@ class Speedups(L.Callback):
         matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on the CPU).
         keep_freed_memory: keep memory that tensors on the CPU free, in place of returning it to the operating system,
             which clears each page before it is used again. It needs glibc, and lasts until the process ends.
+        native_dropout: draw the masks of all dropouts on the CPU by a native kernel, on all threads, until the run
+            ends; torch's is serial on processors other than Intel's. With ``compile``, compiled layers call it, too.
         measured_on: the machine where the settings were measured; a run on another one warns.
 
     Raises:
+        RuntimeError: at the beginning of a run, if there is no kernel for ``native_dropout``.
         ValueError: if an option is out of range, or contradicts another.
     """
 
@@ -62,6 +67,7 @@ class Speedups(L.Callback):
         compile: CompileScope | None = None,  # the name of torch.compile
         matmul_precision: Literal["high", "medium"] | None = None,
         keep_freed_memory: bool = False,
+        native_dropout: bool = False,
         measured_on: str | None = None,
     ) -> None:
         for name, value, least in (("threads", threads, 1), ("num_workers", num_workers, 0)):
@@ -76,6 +82,7 @@ class Speedups(L.Callback):
         self.compile = compile
         self.matmul_precision = matmul_precision
         self.keep_freed_memory = keep_freed_memory
+        self.native_dropout = native_dropout
         self.measured_on = measured_on
         self._before: dict[str, Any] = {}
 
@@ -86,6 +93,9 @@ class Speedups(L.Callback):
                 "run lightning-accel tune here to measure them anew",
                 stacklevel=2,
             )
+        self.teardown(trainer, pl_module, stage)  # of a run around this one
+        if self.native_dropout:
+            replace_bernoulli()
         self._before = {
             "threads": torch.get_num_threads(),
             "matmul_precision": torch.get_float32_matmul_precision(),
@@ -106,7 +116,7 @@ class Speedups(L.Callback):
             modules = blocks_of(pl_module) if self.compile == "blocks" else called_children(pl_module)
             if not modules:
                 warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
-            _compile(modules)
+            _compile(modules, draw_as_eager=self.native_dropout)
         for optimizer in trainer.optimizers:
             if self.fused_optimizer and has_fused_step(optimizer):
                 for settings in (optimizer.defaults, *optimizer.param_groups):
@@ -115,10 +125,15 @@ class Speedups(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._before:
             return
+        if self.native_dropout:
+            restore_bernoulli()
         torch.set_num_threads(self._before["threads"])
         torch.set_float32_matmul_precision(self._before["matmul_precision"])
         trainer.strategy.__dict__.pop("process_dataloader", None)
         self._before = {}
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")  # which Lightning leaves out
 
     def _set_up_loaders(self, trainer: L.Trainer) -> None:
         """Change each loader just before its first iterator, whoever has made it, and whatever Lightning made of it."""
@@ -170,7 +185,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [block for block in find_blocks(module) if any(True for _ in block.children())]
 
 
-def _compile(modules: Sequence[nn.Module]) -> None:
+def _compile(modules: Sequence[nn.Module], draw_as_eager: bool) -> None:
     """Compile modules in place, those of torch.nn, too, whose frames torch.compile leaves out unless it wraps them.
 
     Wrapped modules share one cache, which has to have room for all of them (github.com/pytorch/pytorch/issues/124269).
@@ -178,7 +193,7 @@ def _compile(modules: Sequence[nn.Module]) -> None:
     allow_recompilations(8 + len(modules))
     for module in modules:
         with wrapped_frames() if type(module).__module__.startswith("torch.") else nullcontext():
-            module.compile()
+            module.compile(options={"fallback_random": True} if draw_as_eager else None)
 
 
 def has_fused_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,13 +1,13 @@
 """Random 0s and 1s of any module's dropout on the CPU, by a kernel in place of torch's.
 
-All dropouts of torch draw their masks with ``bernoulli_``, which draws one number after another on processors for which
-MKL is not made: most of the time of a dropout. The kernel computes the random numbers of 32 elements at once, on all
+All dropouts of torch draw their masks with ``bernoulli_``, which draws one number after another on processors other
+than Intel's: most of the time of a dropout. The kernel computes the random numbers of many elements at once, on all
 threads.
 
 They are Philox4x32-10's (Salmon, Moraes, Dror and Shaw 2011, Parallel Random Numbers: As Easy as 1, 2, 3,
-https://doi.org/10.1145/2063384.2063405): the element at place i of the memory uses word i % 4 of counter i // 4, with a
-key that is drawn from the generator for each call. Equal seeds give equal masks on any number of threads, and a restored
-state of the generator gives the masks again. A word has 32 bits: probabilities are rounded to multiples of 2^-32.
+https://doi.org/10.1145/2063384.2063405): element i in the order of the memory uses word i % 4 of counter i // 4, with a
+key that is drawn from the generator for each call. Equal seeds give equal masks on any number of threads, and a
+restored state of the generator repeats them. A word has 32 bits: probabilities are rounded to multiples of 2^-32.
 """
 
 import functools
@@ -35,7 +35,7 @@ def replace_bernoulli() -> None:
         RuntimeError: if there is no kernel.
     """
     if reason := missing_kernel():
-        raise RuntimeError(reason)
+        raise RuntimeError(f"dropout has no native kernel: {reason}. Mend that, or leave native_dropout off")
     if not _RESTORE:
         original = torch.library.get_kernel("aten::bernoulli_.float", "CPU")
         _RESTORE.append(replace_cpu_kernel("bernoulli_.float", functools.partial(_bernoulli_, original)))
@@ -51,20 +51,18 @@ def restore_bernoulli() -> None:
 
 
 def missing_kernel() -> str:
-    """Return why there is no kernel on this machine, and what to do; "" if there is one. The first call builds it."""
+    """Return why there is no kernel on this machine, "" if there is one; the first call builds it."""
     cpu = torch.device("cpu")
     if cpu_target() == "DEFAULT":
-        return "the kernel for dropout needs a processor with AVX2"
+        return "the processor has no AVX2"
     if KERNELS.serves(cpu):
         return ""
     if KERNELS.state(cpu) == "switched off":
-        return "the kernel for dropout is switched off: unset LIGHTNING_ACCEL_NATIVE"
-    return "the kernel for dropout cannot be built, for the reason that was warned of: it needs a C++ compiler and ninja"
+        return "LIGHTNING_ACCEL_NATIVE=0 switches native kernels off"
+    return "it cannot be built, for the reason that a warning has given"
 
 
-def _bernoulli_(
-    original: Any, keys: Any, x: Tensor, p: float = 0.5, *, generator: Generator | None = None
-) -> Tensor:
+def _bernoulli_(original: Any, keys: Any, x: Tensor, p: float = 0.5, *, generator: Generator | None = None) -> Tensor:
     if x.numel() < _MIN_SIZE or x.dtype not in _DTYPES or not 0 <= p <= 1:
         return original.call_boxed(keys, x, p, generator=generator)
     seed = torch.empty(1, dtype=torch.int64, device="cpu").random_(generator=generator)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_accel.ops.bernoulli import missing_kernel
 from lightning_accel.tuning.project import Changes
 
 Kind = Literal["exact", "random", "rounding"]
@@ -54,6 +55,7 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
             yield _speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
         else:
             yield Refusal("keep_freed_memory", "the C library is not glibc")
+        yield _dropout(facts)
     else:
         yield Factor("benchmark", "benchmark", "exact", Changes(trainer={"benchmark": True}))
     if facts["num_conv2d"]:
@@ -94,6 +96,14 @@ def _compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
         yield _speedup("compile=blocks", "compile", "exact", compile="blocks")
     else:
         yield Refusal("compile=blocks", "the model has no repeated blocks")
+
+
+def _dropout(facts: Mapping[str, Any]) -> Factor | Refusal:
+    if not facts["has_dropout"]:
+        return Refusal("native_dropout", "the model has no dropout")
+    if reason := missing_kernel():
+        return Refusal("native_dropout", reason)
+    return _speedup("native_dropout", "dropout", "random", native_dropout=True)
 
 
 def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iterator[Factor | Refusal]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from lightning_accel._private.torch import DropoutBase
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
 from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import batch_size_of
@@ -118,6 +119,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "bfloat16_units": _has_bfloat16_units(machine, trainer.strategy.root_device),
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
+        "has_dropout": has_dropout(module),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),
         "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
@@ -133,6 +135,15 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         ],
         "peak_bytes": _peak_bytes(trainer.strategy.root_device),
     }
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Return whether layers drop anything, by ``p`` of dropouts and attributes such as ``dropout`` of other layers."""
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and isinstance(layer, DropoutBase)))
+        for layer in module.modules()
+        for name, value in vars(layer).items()
+    )
 
 
 def _flatten(loaders: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Settings of a run that make it faster, on modules and loaders that know nothing of them."""
 
+import functools
 import warnings
 
 import lightning as L
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_accel._private.torch import dataset_of
 from lightning_accel.callbacks import ExactResume, Speedups
 from lightning_accel.callbacks.speedups import called_children
+from lightning_accel.ops.native import KERNELS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(does not have many workers|number of training batches|treespec|defined in the `Stream`|.grad attribute)"
@@ -54,14 +56,14 @@ def samples(n=12):
     return torch.randn(n, 3, 6, 6, generator=generator), torch.arange(n) % 2
 
 
-def fit(loader=None, callbacks=(), checkpoint=None, **speedups):
+def fit(loader=None, callbacks=(), checkpoint=None, kind=Net, **speedups):
     L.seed_everything(1, verbose=False)
-    module = Net()
+    module = kind()
     if loader is None:
         loader = DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    if not callbacks:
-        callbacks, quiet["enable_checkpointing"] = [Speedups(**speedups)], False
+    quiet["enable_checkpointing"] = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+    callbacks = callbacks or [Speedups(**speedups)]
     trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=list(callbacks), **quiet)
     trainer.fit(module, loader, ckpt_path=checkpoint)
     return module
@@ -143,6 +145,70 @@ def test_compiled_modules_train_alike_and_keep_their_names(compiler, scope):
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(plain.losses), rtol=1e-4, atol=1e-5)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert graphs["unique_graphs"] > before
+
+
+class Encoder(Net):
+    """torch's own layers, whose attention drops weights; fail at step ``fail_at``, or fit another before step 0."""
+
+    def __init__(self, fail_at=None, inner=None, small=False):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3)
+        self.features = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        if small:
+            self.features = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3))
+        self.fail_at, self.inner = fail_at, inner
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 0 and self.inner is not None:
+            self.inner()
+        if self.global_step == self.fail_at:
+            raise ArithmeticError("as planned")
+        torch.manual_seed(self.global_step)
+        loss = self.features(torch.ones(20, 8, 16)).square().sum()
+        self.losses.append(loss.item())
+        return loss
+
+
+def drawn():
+    torch.manual_seed(0)
+    return F.dropout(torch.ones(5000), 0.5).tolist()
+
+
+def test_dropouts_of_any_module_are_native_until_the_run_ends(native):
+    torchs = drawn()
+    plain, module, again = (fit(kind=Encoder, native_dropout=on).losses for on in (False, True, True))
+    assert module == again
+    assert all(one != other for one, other in zip(plain, module, strict=True))
+    assert drawn() == torchs
+    with pytest.raises(ArithmeticError):
+        fit(kind=functools.partial(Encoder, fail_at=1), native_dropout=True, threads=2)
+    assert drawn() == torchs
+    assert torch.get_num_threads() == 1
+
+
+def test_a_run_within_a_run_leaves_nothing_replaced(native):
+    torchs, settings = drawn(), Speedups(native_dropout=True)
+    for inner in (settings, Speedups(native_dropout=True)):
+        within = functools.partial(fit, callbacks=[inner], kind=Encoder)
+        fit(callbacks=[settings], kind=functools.partial(Encoder, inner=within))
+        assert drawn() == torchs
+
+
+def test_native_dropout_needs_a_kernel(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "0")
+    with (
+        KERNELS.switched_off(),
+        pytest.raises(RuntimeError, match=r"NATIVE=0 switches .* off\. .* leave native_dropout"),
+    ):
+        fit(native_dropout=True)
+
+
+@pytest.mark.slow
+def test_compiled_layers_draw_natively_too(native):
+    torch._dynamo.reset()
+    kind = functools.partial(Encoder, small=True)
+    eager, compiled = (fit(kind=kind, native_dropout=True, compile=scope).losses for scope in (None, "children"))
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-4, atol=1e-5)
 
 
 def test_children_are_the_largest_modules_that_are_called():

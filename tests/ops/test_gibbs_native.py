@@ -8,8 +8,8 @@ from scipy import stats
 
 from lightning_accel.ops.gibbs import kernel_serves, sample_bernoulli
 from lightning_accel.ops.native import KERNELS
+from tests.ops.philox import philox, random_words
 
-LOW = 2**32 - 1
 KEY = torch.tensor([0x0123456789ABCDEF])
 
 
@@ -18,22 +18,9 @@ def sample_bernoulli_by_formula(logits: torch.Tensor, key: torch.Tensor) -> torc
 
     Results differ from the kernel's only where rounding decides, in one of some million draws.
     """
-    index = torch.arange(-(-logits.numel() // 4), device=logits.device)
-    counters = torch.stack([index & LOW, index >> 32, *index.new_zeros(2, len(index))], dim=-1)
-    bits = philox(counters, key).flatten()[: logits.numel()].view(logits.shape)
+    bits = random_words(logits.numel(), key.to(logits.device)).view(logits.shape)
     share = ((bits >> 1).clamp(max=2**31 - 128) + 0.5) / 2**31
     return (share < logits.double().sigmoid()).float()
-
-
-def philox(counters: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Compute four random words from each counter (N, 4) under ``key`` (1,); words are int64 of which 32 bits count."""
-    word = counters.unbind(dim=-1)
-    low, high = key & LOW, key >> 32 & LOW
-    for _ in range(10):
-        even, odd = word[0] * 0xD2511F53, word[2] * 0xCD9E8D57  # all 64 bits are used, the sign bit too
-        word = (odd >> 32 & LOW ^ word[1] ^ low, odd & LOW, even >> 32 & LOW ^ word[3] ^ high, even & LOW)
-        low, high = low + 0x9E3779B9 & LOW, high + 0xBB67AE85 & LOW
-    return torch.stack(word, dim=-1)
 
 
 def kernel(logits, key=KEY):

@@ -47,6 +47,18 @@ def test_dispatch_mode_and_arguments_of_operations():
     assert seen[-1] == ["self", "other", "alpha"]
 
 
+def test_replaced_kernels():
+    x = torch.arange(4.0)
+    before = x.cos()
+    restore = private.replace_cpu_kernel("cos", lambda keys, x: x + 1)
+    try:
+        assert x.cos().tolist() == [1, 2, 3, 4]
+        assert torch.cos(x.to("meta")).device.type == "meta"
+    finally:
+        restore()
+    assert torch.equal(x.cos(), before)
+
+
 def test_change_count():
     x = torch.zeros(2)
     before = private.change_count(x)

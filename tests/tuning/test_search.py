@@ -5,12 +5,14 @@ import json
 
 import pytest
 import yaml
+from torch import nn
 
-from lightning_accel.tuning import search
+from lightning_accel.tuning import factors, search
 from lightning_accel.tuning.comparison import Ratio
-from lightning_accel.tuning.factors import Factor, factors_for
+from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.recorder import has_dropout
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import Step, TrialError
 from lightning_accel.tuning.writing import write_outcome
@@ -24,6 +26,7 @@ FACTS = {
     "cores": 2,
     "bfloat16_units": True,
     "num_conv2d": 3,
+    "has_dropout": False,
     "num_children": 1,
     "num_blocks": 4,
     "fusible_optimizers": ["Adam"],
@@ -254,6 +257,34 @@ def test_factors_are_those_that_the_run_admits():
     assert everything - tried(precision="bf16-mixed") == {"precision=bf16-mixed", "matmul_precision=medium"}
     assert {"precision=16-mixed", "benchmark", "pin_memory"} < tried(device="cuda")
     assert "threads=1" not in tried(device="cuda")
+
+
+def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
+    def found(reason, **facts):
+        monkeypatch.setattr(factors, "missing_kernel", lambda: reason)
+        return [one for one in factors_for(FACTS | facts, 0.2) if one.name == "native_dropout"]
+
+    (factor,) = found("", has_dropout=True)
+    assert factor.kind == "random"
+    assert factor.changes == Changes(speedups={"native_dropout": True})
+    assert found("no compiler", has_dropout=True) == [Refusal("native_dropout", "no compiler")]
+    assert found("") == [Refusal("native_dropout", "the model has no dropout")]
+    assert not found("", has_dropout=True, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
+        (nn.PairwiseDistance(2.0), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout2d(0.1)), True),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.LSTM(2, 2, 2, dropout=0.1), True),
+        (nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0), False),
+    ],
+)
+def test_dropout_is_found_in_layers(module, expected):
+    assert has_dropout(module) == expected
 
 
 def test_changes_are_joined_field_by_field():
