@@ -33,13 +33,16 @@ def words(text: str) -> list[str]:
         for path in NOTEBOOKS
     ],
 )
-def test_cells_run_and_say_what_is_stored_below_them(path, capsys, run_folder):
+def test_cells_run_and_say_what_is_stored_below_them(path, capsys, run_folder, monkeypatch):
+    """Except for cells with the tag ``varies``, whose words depend on the machine."""
+    monkeypatch.setenv("BUDGET", "30s")  # of tune
     names: dict[str, object] = {"__name__": "__main__"}
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
             stored = [line for output in cell["outputs"] for line in output.get("text", [])]
-            assert words(capsys.readouterr().out) == words("".join(stored))
+            said = capsys.readouterr().out
+            assert "varies" in cell["metadata"].get("tags", []) or words(said) == words("".join(stored))
 
 
 def test_there_is_one():
