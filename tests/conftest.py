@@ -138,6 +138,15 @@ def native(compiler, monkeypatch) -> None:
 
 
 @pytest.fixture
+def vectors(native) -> None:
+    """Native kernels draw random numbers, too."""
+    from lightning_accel.ops.bernoulli import missing_kernel
+
+    if reason := missing_kernel():
+        pytest.skip(reason)
+
+
+@pytest.fixture
 def run_folder(tmp_path, monkeypatch) -> Path:
     """An empty current folder."""
     monkeypatch.chdir(tmp_path)

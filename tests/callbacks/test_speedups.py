@@ -174,7 +174,7 @@ def drawn():
     return F.dropout(torch.ones(5000), 0.5).tolist()
 
 
-def test_dropouts_of_any_module_are_native_until_the_run_ends(native):
+def test_dropouts_of_any_module_are_native_until_the_run_ends(vectors):
     torchs = drawn()
     plain, module, again = (fit(kind=Encoder, native_dropout=on).losses for on in (False, True, True))
     assert module == again
@@ -186,7 +186,7 @@ def test_dropouts_of_any_module_are_native_until_the_run_ends(native):
     assert torch.get_num_threads() == 1
 
 
-def test_a_run_within_a_run_leaves_nothing_replaced(native):
+def test_a_run_within_a_run_leaves_nothing_replaced(vectors):
     torchs, settings = drawn(), Speedups(native_dropout=True)
     for inner in (settings, Speedups(native_dropout=True)):
         within = functools.partial(fit, callbacks=[inner], kind=Encoder)
@@ -194,7 +194,7 @@ def test_a_run_within_a_run_leaves_nothing_replaced(native):
         assert drawn() == torchs
 
 
-def test_native_dropout_needs_a_kernel(monkeypatch):
+def test_native_dropout_needs_a_kernel(vectors, monkeypatch):
     monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "0")
     with (
         KERNELS.switched_off(),
@@ -204,7 +204,7 @@ def test_native_dropout_needs_a_kernel(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_layers_draw_natively_too(native):
+def test_compiled_layers_draw_natively_too(vectors):
     torch._dynamo.reset()
     kind = functools.partial(Encoder, small=True)
     eager, compiled = (fit(kind=kind, native_dropout=True, compile=scope).losses for scope in (None, "children"))

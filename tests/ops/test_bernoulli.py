@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import nn
 
-from lightning_accel.ops.bernoulli import missing_kernel, replace_bernoulli, restore_bernoulli
+from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.ops.native import KERNELS
 from tests.ops.philox import random_words
 
@@ -18,9 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.boo
 
 
 @pytest.fixture
-def replaced(native):
-    if reason := missing_kernel():
-        pytest.skip(reason)
+def replaced(vectors):
     replace_bernoulli()
     yield
     restore_bernoulli()
@@ -116,7 +114,7 @@ def test_strides_are_kept_and_gaps_stay(replaced):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [(1023, torch.float32), (N, torch.int64)])
-def test_small_and_integer_tensors_are_torchs(native, shape, dtype):
+def test_small_and_integer_tensors_are_torchs(vectors, shape, dtype):
     torchs = draw(0.5, shape, dtype=dtype)
     replace_bernoulli()
     try:
@@ -125,7 +123,7 @@ def test_small_and_integer_tensors_are_torchs(native, shape, dtype):
         restore_bernoulli()
 
 
-def test_torchs_kernel_is_back_when_all_have_restored_it(native):
+def test_torchs_kernel_is_back_when_all_have_restored_it(vectors):
     torchs = draw()
     replace_bernoulli()
     replace_bernoulli()
@@ -137,7 +135,7 @@ def test_torchs_kernel_is_back_when_all_have_restored_it(native):
     assert torch.equal(draw(), torchs)
 
 
-def test_it_needs_kernels(native, monkeypatch):
+def test_it_needs_kernels(vectors, monkeypatch):
     torchs = draw()
     monkeypatch.setenv("LIGHTNING_ACCEL_NATIVE", "0")
     with (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_accel.ops.gibbs import kernel_serves, sample_bernoulli
+from lightning_accel.ops.gibbs import sample_bernoulli
 from lightning_accel.ops.native import KERNELS
 from tests.ops.philox import philox, random_words
 
@@ -29,12 +29,6 @@ def kernel(logits, key=KEY):
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-@pytest.fixture
-def vectors(native):
-    if not kernel_serves(torch.zeros(1)):
-        pytest.skip("the kernel is not used without AVX2")
 
 
 # kat_vectors of Random123, https://github.com/DEShawResearch/random123, philox4x32 10: counter, key, random words
