@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from lightning_accel.ops.extras import import_on_use
+from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.variant import TrialError, Variant
 
@@ -31,13 +32,14 @@ def record_losses(
     num_steps: int,
     deadline: float,
     perturb: bool = False,
+    server: ForkServer | None = None,
 ) -> Losses:
     """Return the losses of the first steps of fits with each seed.
 
     Raises:
         TrialError: if a fit fails, hangs, is too short, or has not ended at ``deadline``.
     """
-    variant = Variant(project, changes, folder)
+    variant = Variant(project, changes, folder, server)
     variant.start(seeds, num_steps, perturb)
     try:
         variant.wait(deadline)

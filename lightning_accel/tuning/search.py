@@ -15,7 +15,7 @@ from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.parity import Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.project import Changes, Project
-from lightning_accel.tuning.variant import TrialError, Variant
+from lightning_accel.tuning.variant import TrialError, Variant, fork_server
 
 _EXACT_STEPS = 10
 _UNTIL_ALONE, _UNTIL_TOGETHER = 0.45, 0.6  # shares of the budget after which no such measurement begins
@@ -126,6 +126,7 @@ class Search:
         self._tried: list[Factor] = []
         self._turn = 1.0
         self._warm: dict[str, tuple[Variant, float]] = {}
+        self._server = fork_server()
         shutil.rmtree(folder / "trials", ignore_errors=True)
 
     def run(self) -> Outcome:
@@ -145,6 +146,8 @@ class Search:
         finally:
             for variant, _ in self._warm.values():
                 variant.stop()
+            if self._server is not None:
+                self._server.stop()
             self.outcome.seconds = time.monotonic() - self._begin
             shutil.rmtree(self.folder / "trials", ignore_errors=True)
         return self.outcome
@@ -250,7 +253,7 @@ class Search:
         def losses(changes: Changes, perturb: bool = False) -> list[list[float]]:
             self._say(f"losses of {names}")
             folder, deadline = self._new_folder(), self._deadline(1.0)
-            return record_losses(self.project, changes, folder, seeds, num_steps, deadline, perturb)
+            return record_losses(self.project, changes, folder, seeds, num_steps, deadline, perturb, self._server)
 
         def measure() -> dict[str, Any]:
             begin = time.monotonic()
@@ -320,7 +323,7 @@ class Search:
         key = str(changes)
         if key not in self._warm:
             self._say(name)
-            variant = Variant(self.project, changes, self._new_folder())
+            variant = Variant(self.project, changes, self._new_folder(), self._server)
             variant.start()
             try:
                 self._warm[key] = (variant, variant.warm_up(deadline))

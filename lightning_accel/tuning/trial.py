@@ -1,5 +1,7 @@
 """Run a variant in a process of its own: ``python -m lightning_accel.tuning.trial SPECIFICATION``.
 
+Without a specification, it is the server that forks such processes.
+
 It is a module of its own so that strategies that start one process per rank start this again, not the caller's program.
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 
 from lightning_accel._private.torch import draw_as_eager
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.tuning.fork_server import serve
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import StepRecorder, TrialEnd
 
@@ -48,6 +51,10 @@ def run_trial(specification: dict[str, Any], folder: Path) -> None:
 
 def main() -> int:
     """Run the trial of the specification that the command line names; leave the reason if it fails."""
+    if len(sys.argv) == 1:
+        if (specification := serve()) is None:
+            return 0
+        sys.argv.append(str(specification))
     path = Path(sys.argv[1])
     try:
         run_trial(json.loads(path.read_text()), path.parent)

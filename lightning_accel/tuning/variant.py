@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.tuning.fork_server import ForkedProcess, ForkServer, can_fork
 from lightning_accel.tuning.project import Changes, Project
 
 _POLL = 0.02  # seconds
@@ -41,15 +42,24 @@ class Variant:
         project: what is fitted.
         changes: with which changes.
         folder: an empty folder for its files.
+        server: forks its first process, which is started anew without one.
         stall_timeout: seconds without a step after which it counts as hanging; ten times as long before the first.
     """
 
-    def __init__(self, project: Project, changes: Changes, folder: Path, stall_timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        project: Project,
+        changes: Changes,
+        folder: Path,
+        server: ForkServer | None = None,
+        stall_timeout: float = 60.0,
+    ) -> None:
         self.project = project
         self.changes = changes
         self.folder = folder
+        self.server = server
         self.stall_timeout = stall_timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._read = 0
         self._rest = ""
@@ -66,16 +76,8 @@ class Variant:
         }
         path = self.folder / "trial.json"
         path.write_text(json.dumps(specification))
-        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        with open(self.folder / "output.txt", "wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_accel.tuning.trial", str(path.resolve())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,
-            )
+        output = self.folder / "output.txt"
+        self._process = (self.server and self.server.fork(path, output)) or _new_process(path, output)
         # when this process ends, however it does, the pipe closes, and nothing frozen stays behind
         guard = f"read line; kill -KILL -{self._process.pid}"
         self._guard = subprocess.Popen(["sh", "-c", guard], stdin=subprocess.PIPE, start_new_session=True)
@@ -183,6 +185,7 @@ class Variant:
             kind = "out of memory" if is_out_of_memory(content) else content["kind"]
             return f"{kind}: {message[:300]}"
         status = self._process.returncode
+        assert status is not None
         if status < 0:
             name = signal.Signals(-status).name
             return f"killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
@@ -194,6 +197,30 @@ class Variant:
             os.killpg(self._process.pid, number)
 
 
+def fork_server() -> ForkServer | None:
+    """Return a server that forks the processes of variants, None where they have to be new ones."""
+    return ForkServer(_COMMAND, _environment()) if can_fork() else None
+
+
+def _new_process(specification: Path, output: Path) -> subprocess.Popen[bytes]:
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [*_COMMAND, str(specification.resolve())],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of this process, but for those by which launchers tell the processes of a run apart."""
+    environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+_COMMAND = [sys.executable, "-m", "lightning_accel.tuning.trial"]
 _RANK_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -46,7 +46,7 @@ class World:
         world = self
 
         class Stub:
-            def __init__(self, project, changes, folder):
+            def __init__(self, project, changes, folder, server):
                 self.changes = changes
                 self.is_alive = True
 

@@ -11,7 +11,7 @@ import pytest
 from lightning_accel.tuning import tune
 from lightning_accel.tuning.parity import are_equal, record_losses
 from lightning_accel.tuning.project import Changes, project_of
-from lightning_accel.tuning.variant import TrialError, Variant
+from lightning_accel.tuning.variant import TrialError, Variant, fork_server
 from tests.tuning import foreign_run
 
 pytestmark = pytest.mark.slow
@@ -21,8 +21,23 @@ def soon():
     return time.monotonic() + 120
 
 
-def test_turns_freeze_all_processes(tmp_path):
-    variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "trial")
+@pytest.fixture(scope="module")
+def server():
+    one = fork_server()
+    if one is None:
+        pytest.skip("processes cannot be forked here")
+    yield one
+    one.stop()
+
+
+@pytest.fixture(params=["new", "forked"])
+def any_server(request):
+    """Where the processes of variants come from: None for new ones."""
+    return None if request.param == "new" else request.getfixturevalue("server")
+
+
+def test_turns_freeze_all_processes(tmp_path, any_server):
+    variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "trial", any_server)
     variant.start()
     try:
         variant.warm_up(soon())
@@ -40,6 +55,7 @@ def test_turns_freeze_all_processes(tmp_path):
         assert not variant.new_steps()
         assert variant.run_for(0.1, soon())
         assert variant.facts()["loaders"][0]["num_workers"] == 1
+        assert os.getsid(variant._process.pid) == variant._process.pid  # interrupts of a terminal do not reach it
     finally:
         variant.stop()
     for _ in range(100):
@@ -70,8 +86,9 @@ def group(variant):
         (foreign_run.returns_nothing, r"returns_nothing must return \(trainer, module, data\); got NoneType"),
     ],
 )
-def test_a_trial_that_fails_says_why(tmp_path, make, reason):
-    variant = Variant(project_of(make), Changes(), tmp_path / "trial", stall_timeout=10)
+def test_a_trial_that_fails_says_why(tmp_path, server, make, reason):
+    """And the server outlives it."""
+    variant = Variant(project_of(make), Changes(), tmp_path / "trial", server, stall_timeout=10)
     variant.start()
     try:
         with pytest.raises(TrialError, match=reason):  # noqa: PT012  # it may fail in either
@@ -81,39 +98,45 @@ def test_a_trial_that_fails_says_why(tmp_path, make, reason):
         variant.stop()
 
 
-def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path):
+def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path, any_server):
     script = (
         "import os, sys, time\n"
         "from tests.tuning import foreign_run\n"
         "from lightning_accel.tuning.project import Changes, project_of\n"
-        "from lightning_accel.tuning.variant import Variant\n"
+        "from lightning_accel.tuning.variant import Variant, fork_server\n"
         "from pathlib import Path\n"
-        f"variant = Variant(project_of(foreign_run.works), Changes(), Path({str(tmp_path / 'trial')!r}))\n"
+        f"server = {'None' if any_server is None else 'fork_server()'}\n"
+        f"variant = Variant(project_of(foreign_run.works), Changes(), Path({str(tmp_path / 'trial')!r}), server)\n"
         "variant.start()\n"
         "variant.warm_up(time.monotonic() + 120)\n"
-        "print(variant._process.pid, flush=True)\n"
+        "print(variant._process.pid, *([server._process.pid] if server else []), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     caller = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert caller.returncode == -signal.SIGKILL, caller.stderr
-    leader = int(caller.stdout)
+    leaders = set(map(int, caller.stdout.split()))
     for _ in range(100):
-        try:
-            os.killpg(leader, 0)
-        except ProcessLookupError:
+        for leader in list(leaders):
+            try:
+                os.killpg(leader, 0)
+            except ProcessLookupError:
+                leaders.remove(leader)
+        if not leaders:
             return
         time.sleep(0.1)
-    pytest.fail("the trial is still there")
+    pytest.fail("the trial or its server is still there")
 
 
-def test_losses_of_a_variant_are_those_of_the_run(tmp_path):
+def test_losses_of_a_variant_are_those_of_the_run(tmp_path, server):
     project = project_of(foreign_run.works)
 
     def losses(name, changes=Changes(), perturb=False, steps=4):  # noqa: B008  # frozen
-        return record_losses(project, changes, tmp_path / name, [0, 1], steps, soon(), perturb)
+        forks = None if name == "new" else server
+        return record_losses(project, changes, tmp_path / name, [0, 1], steps, soon(), perturb, forks)
 
     base = losses("base")
+    assert losses("new") == base  # bit for bit, whether its process is forked or not
     assert [len(run) for run in base] == [4, 4]
     assert base[0] != base[1]
     moved = losses("moved", perturb=True)
@@ -121,6 +144,31 @@ def test_losses_of_a_variant_are_those_of_the_run(tmp_path):
     assert are_equal(base, moved, losses("fused", Changes(speedups={"fused_optimizer": True}))).passed
     rounded = losses("rounded", Changes(trainer={"precision": "bf16-mixed"}))
     assert not are_equal(base, moved, rounded).passed
+
+
+def test_a_server_that_ends_is_done_without(tmp_path, server):
+    one = fork_server()
+    first = Variant(project_of(foreign_run.works), Changes(), tmp_path / "first", one)
+    second = Variant(project_of(foreign_run.works), Changes(), tmp_path / "second", one)
+    first.start()
+    try:
+        first.warm_up(soon())
+        assert first.is_alive
+        os.kill(one._process.pid, signal.SIGKILL)
+        with pytest.raises(TrialError, match="killed by SIGKILL"):
+            first.wait(soon())
+        second.start()
+        assert isinstance(second._process, subprocess.Popen)
+        second.warm_up(soon())
+    finally:
+        first.stop()
+        second.stop()
+        one.stop()
+
+
+def test_processes_are_new_ones_where_forks_are_unsafe(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert fork_server() is None
 
 
 def test_a_run_that_cannot_start_is_one_message(command, run_folder):
