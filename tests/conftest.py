@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import shlex
@@ -26,6 +27,7 @@ LIMIT = 3  # seconds of CPU time of a test that is not slow, on a core that has 
 def pytest_configure(config):
     if config.getoption("numprocesses", None):  # the process that has others run the tests
         return
+    gc.disable()  # it would go through all modules again and again while they are imported
     import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of its import, which capsys would close
     import torch
 
@@ -53,6 +55,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif item.path.stem not in APART:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported stays to the end, so no collection need look at it
+    gc.enable()
 
 
 def _starts_ranks(function: object, seen: set[object]) -> bool:

@@ -12,7 +12,16 @@ FOLDER = Path(__file__).parents[1] / "benchmarks/foreign"
 PROJECTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 OF_TRANSFORMERS = "bert", "gpt"
-LONG = {"augmented_digits", "bert", "gnn", "gpt", "resnet", "vit"}  # more than a second of CPU time
+LONG = {
+    "augmented_digits",
+    "bert",
+    "diffusion",
+    "gnn",
+    "gpt",
+    "resnet",
+    "unet",
+    "vit",
+}  # more than a second of CPU time
 FALLS = {"gan": "d_loss"}  # the generator's own loss rises as the discriminator learns
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of projects as their users wrote them

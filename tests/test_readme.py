@@ -67,7 +67,9 @@ def test_snippets_were_found():
 
 def takes_long(script):
     """It starts processes, or trains for long."""
-    return any(part in script for part in ("__main__", "DBNClassifier", "class Yours", "class Density"))
+    return any(
+        part in script for part in ("__main__", "DBNClassifier", "class Yours", "class Density", "class Averager")
+    )
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,6 @@ STARTS = [restart_when_finished, fit_twice_with_the_same_objects, validate_befor
 
 
 QUICK = [(name, start) for start in STARTS for name in NAMES if name not in SLOW]
-QUICK.append(("ExpertLoadMonitor", restart_when_finished))
 
 
 def marks(name, start):

@@ -311,7 +311,7 @@ class Keep(L.Callback):
         pytest.param({"finetune": "updown", "finetune_lr": 0.01}, marks=pytest.mark.slow),
         {"finetune": "updown", "labels": True, "finetune_lr": 0.01},
         {"stages": (Stage(epochs=2, sampler="pcd", num_chains=4),)},
-        {"finetune": "classifier", "minibatch_size": 2},
+        pytest.param({"finetune": "classifier", "minibatch_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["classifier", "updown", "labels", "chains", "minibatches"],
 )
@@ -348,7 +348,7 @@ def check_ddp(rank, strategy, options):
     ("strategy", "finetune"),
     [
         ("ddp", "updown"),
-        ("accel_fsdp2", "classifier"),
+        pytest.param("accel_fsdp2", "classifier", marks=pytest.mark.slow),
         pytest.param("ddp", "classifier", marks=pytest.mark.slow),
         pytest.param("accel_ddp", "classifier", marks=pytest.mark.slow),
         pytest.param("accel_ddp", "updown", marks=pytest.mark.slow),

@@ -148,7 +148,7 @@ def test_a_temperature_close_to_0_takes_the_likeliest_token():
 
 def test_every_figure_is_logged_and_bits_are_of_bytes(data, tmp_path):
     model = MoELanguageModel(**SMALL)
-    trainer = quiet_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=2)
+    trainer = quiet_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=1)
     datamodule = data(batch_size=7)  # which leaves fewer for the last batch of an evaluation
     trainer.fit(model, datamodule)
     assert int(model.tokens_seen) == trainer.global_step * 7 * 16

@@ -255,7 +255,9 @@ def test_subclass_with_its_own_training_step_trains():
     assert trainer.callback_metrics["val/accuracy"] == 1
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["bf16-true", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16-mixed", "64-true"))]
+)
 def test_precisions(small, precision):
     data = DataLoader(rows(), batch_size=12)
     trainer = quiet_trainer(precision=precision, max_epochs=30)

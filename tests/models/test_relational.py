@@ -58,8 +58,8 @@ def accuracy_after(model, graphs, steps=60):
     [
         ("GINConv", {}, False),
         ("RO3Conv", {}, True),
-        ("GINConv", {"triple_readout": True}, True),
-        ("GINConv", {"marking": Marking(1)}, True),
+        pytest.param("GINConv", {"triple_readout": True}, True, marks=pytest.mark.slow),
+        pytest.param("GINConv", {"marking": Marking(1)}, True, marks=pytest.mark.slow),
         pytest.param("GINConv", {"marking": Marking(2)}, True, marks=pytest.mark.slow),
         ("GINConv", {"marking": Marking(3)}, True),
     ],

@@ -167,7 +167,9 @@ def test_autocast_mixes_dtypes_and_low_precision_modules_run(name):
         layer(x)
 
 
-@pytest.mark.parametrize("name", ["mixture", "feed_forward", "rbm", "classifier", "images", "rnn_step"])
+@pytest.mark.parametrize(
+    "name", ["mixture", "feed_forward", "rbm", "classifier", pytest.param("images", marks=pytest.mark.slow), "rnn_step"]
+)
 def test_checks_leave_no_trace_in_compiled_exported_and_mapped_layers(name):
     layer, x = LAYERS[name][0]().eval(), torch.rand(3, WIDTH)
     expected = _first(layer(x))

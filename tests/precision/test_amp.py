@@ -39,6 +39,7 @@ def test_trains_as_float32_does(dtype):
     assert precision.precision == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[dtype]
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_learns_as_in_float32_and_its_gate_stays_in_it(monkeypatch):
     losses, gate_dtypes = [], set()
     recording = SimpleNamespace(**vars(F))

@@ -104,7 +104,7 @@ def assert_same(actual, expected, rtol=1e-5, atol=1e-5):
     torch.testing.assert_close(dict(a), dict(b), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "options",
     [{"max_epochs": 2}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "64-true"}],

@@ -396,6 +396,7 @@ def check_failure(rank, folder):
     )
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_first_process_ends_no_fit_and_is_one_of_all_before_it(tmp_path):
     own, other = run_ranks(check_failure, str(tmp_path))
     assert own[:2] == (True, 1)

@@ -251,7 +251,7 @@ def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
     assert 0.5 * high < ranges["0"][1] <= high
 
 
-@pytest.mark.parametrize("killed_at", [0, 1])
+@pytest.mark.parametrize("killed_at", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_resumed_training_is_bit_equal(tmp_path, converted, killed_at):
     class Stop(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
@@ -338,7 +338,7 @@ def ranges_of(rank, strategy, devices, folder, batch_size):
     return {name: layer.range.tolist() for name, layer in quantization._layers.items()}, len(found.calls)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("accel_fsdp2", marks=pytest.mark.slow)])
 def test_ranges_are_those_of_one_process(tmp_path, strategy):
     one, _ = ranges_of(0, "auto", 1, tmp_path, 8)
     two = run_ranks(ranges_of, strategy, 2, tmp_path, 4)

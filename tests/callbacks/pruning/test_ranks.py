@@ -61,7 +61,7 @@ def check_first_masks(rank, strategy):
     return [first_masks(options, strategy=strategy, devices=2) for options in KINDS]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "accel_fsdp2"])
 def test_masks_are_those_of_one_process(strategy):
     """Many weights tie: which of them go must not depend on who holds them."""
     for options, *found in zip(KINDS, *run_ranks(check_first_masks, strategy), strict=True):
@@ -91,6 +91,7 @@ def check_trained_masks(rank, options, strategy):
     return trained_masks(options, 2, strategy=strategy)
 
 
+@pytest.mark.slow
 def test_regrown_masks_are_those_of_one_process():
     options = {"sparsity": 0.7, "schedule": "one_shot", "regrowth": "rigl", "end": 0.9, "every_n_steps": 2}
     one = trained_masks(options, 1)
@@ -117,7 +118,7 @@ def check_zeros_in_every_part(rank, name, strategy):
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("plain", "accel_pipeline"), ("classifier", "accel_expert_parallel"),
+    [pytest.param("plain", "accel_pipeline", marks=pytest.mark.slow), ("classifier", "accel_expert_parallel"),
      pytest.param("classifier", "accel_fsdp2", marks=pytest.mark.slow),
      pytest.param("classifier", "accel_ddp", marks=pytest.mark.slow),
      pytest.param("sequence", "accel_fsdp2", marks=pytest.mark.slow),

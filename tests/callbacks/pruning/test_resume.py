@@ -76,7 +76,7 @@ def test_one_process(tmp_path, kind, first):
         torch.load(tmp_path / f"{step}.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.slow)])
 def test_with_averages_and_accumulation(tmp_path, precision):
     options = {"accumulate_grad_batches": 2, "max_epochs": 6, "precision": precision}
     whole = run("rigl", tmp_path, [4, 9], more=[EMAWeightAveraging(decay=0.9)], **options)

@@ -144,10 +144,8 @@ MOMENTS = {
 }
 WAYS = [(scheduler, accumulated) for scheduler in ("cycle", "plateau val", "plateau train") for accumulated in (1, 2)]
 PAIRS = [
-    ("plateau train", 1, "within an epoch"),
     ("plateau val", 1, "before validation"),
     ("cycle", 2, "in validation"),
-    ("plateau val", 2, "after validation"),
     ("cycle", 1, "before the next epoch"),
     ("plateau train", 2, "signal in the last batch"),
 ]
@@ -170,7 +168,7 @@ def average_weights():
     return [StochasticWeightAveraging(0.1, swa_epoch_start=2, annealing_epochs=5, annealing_strategy="linear")]
 
 
-@pytest.mark.parametrize("more", [change_accumulation, average_weights])
+@pytest.mark.parametrize("more", [pytest.param(change_accumulation, marks=pytest.mark.slow), average_weights])
 def test_callbacks_that_are_set_up_at_the_start_of_an_epoch(tmp_path, more):
     moments = [MOMENTS["within an epoch"](), {"stop": [StopAt("on_train_batch_start", 6)]}]  # of epochs 1 and 2
     check(tmp_path, *moments, scheduler="plateau val", more=more)

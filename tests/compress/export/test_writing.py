@@ -263,7 +263,10 @@ MODELS = {
 @pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "which",
-    [pytest.param(which, marks=[pytest.mark.slow] if which in ("language", "scan") else []) for which in MODELS],
+    [
+        pytest.param(which, marks=[pytest.mark.slow] if which in ("experts", "language", "scan") else [])
+        for which in MODELS
+    ],
 )
 def test_our_models_with_rows_that_were_not_traced(which, format, tmp_path):
     make, batch = MODELS[which]

@@ -61,11 +61,11 @@ def test_draws_are_uniform_and_repeat():
     graph = graph_of()
     counts = torch.zeros(60)
     rows = NeighbourDataset(graph, [2])
-    for rows.seed in range(1000):
+    for rows.seed in range(400):
         counts[rows[[4]].n_id[1:]] += 1
-    shares = counts[counts > 0] / 1000
+    shares = counts[counts > 0] / 400
     assert len(shares) == 6
-    assert (shares - 1 / 3).abs().max() < 0.06  # four deviations
+    assert (shares - 1 / 3).abs().max() < 0.095  # four deviations
     rows = NeighbourDataset(graph, [2, 2])
     assert rows[[4, 9]].n_id.equal(NeighbourDataset(graph, [2, 2])[[4, 9]].n_id)
     drawn = {tuple(NeighbourDataset(graph, [2])[[4] * times].n_id.tolist()) for times in range(1, 9)}

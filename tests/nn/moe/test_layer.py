@@ -235,7 +235,13 @@ def test_what_cannot_be_upcycled_is_refused():
 
 
 @pytest.mark.parametrize(
-    "gate", [TopKGate, ExpertChoiceGate, partial(TopKGate, score="sigmoid", bias_update_rate=0.01)], ids=str
+    "gate",
+    [
+        TopKGate,
+        ExpertChoiceGate,
+        pytest.param(partial(TopKGate, score="sigmoid", bias_update_rate=0.01), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_compiles_whole_and_once_for_any_routing(gate):
     torch._dynamo.reset()

@@ -111,7 +111,10 @@ def check(rank, folder, way, strategy, options):
     return trained(folder, PipelineStrategy(**strategy), make(way), **options)
 
 
-@pytest.mark.parametrize("way", ["shared", "skip", "twice", "tied", "frozen", "one_pass"])
+@pytest.mark.parametrize(
+    "way",
+    ["shared", "tied", "one_pass", *(pytest.param(way, marks=pytest.mark.slow) for way in ("skip", "twice", "frozen"))],
+)
 def test_equals_one_process(tmp_path, way):
     options = {"gradient_clip_val": 0.05}
     one = trained(tmp_path, module=make(way), **options)
@@ -158,7 +161,7 @@ def check_mixed(rank, folder, precision):
     return trained(folder, PipelineStrategy(), gradient_clip_val=0.5, **options)
 
 
-@pytest.mark.parametrize("precision", ["16", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("16", marks=pytest.mark.slow), "bf16"])
 def test_mixed_precision_follows_one_process(tmp_path, precision):
     options = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if precision == "16" else {"precision": "bf16-mixed"}
     one = trained(tmp_path, gradient_clip_val=0.5, **options)
@@ -400,6 +403,7 @@ def check_two_modules(rank, folder):
     return tested, trainer.validate(other, loader(), verbose=False)
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_a_module_again_and_another(tmp_path):
     one = trained(tmp_path)["logged"]
     (first, other), (second, _) = run_ranks(check_two_modules, tmp_path)

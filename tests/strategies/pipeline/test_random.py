@@ -184,6 +184,7 @@ def check_resumed(rank, folder):
     return [torch.load(folder / f"{number}.ckpt", weights_only=True)["state_dict"] for number in (0, 1, 2)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_one_would_that_was_not_stopped(tmp_path):
     for whole, half, resumed in run_ranks(check_resumed, tmp_path):
         assert not half["layers.0.weight"].equal(whole["layers.0.weight"])

@@ -188,7 +188,10 @@ def test_residual_outside_the_layers(tmp_path, split):
 
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}],
+    [
+        {"accumulate_grad_batches": 3},
+        pytest.param({"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, marks=pytest.mark.slow),
+    ],
     ids=["accumulation", "clipping_by_value"],
 )
 def test_options_of_the_trainer(tmp_path, options):

@@ -35,7 +35,7 @@ def equals_one_process(name, strategy, options, world_size=2):
         close(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["plain", "classifier", "language_model"])
+@pytest.mark.parametrize("name", ["plain", "classifier", pytest.param("language_model", marks=pytest.mark.slow)])
 def test_training_equals_one_process(name):
     equals_one_process(name, {}, {})
 
@@ -43,10 +43,10 @@ def test_training_equals_one_process(name):
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"activation_checkpointing": True},
+        pytest.param({"activation_checkpointing": True}, marks=pytest.mark.slow),
         {"cpu_offload": True},
         {"blocks": ["Linear"]},
-        {"expert_parallel_size": "all"},
+        pytest.param({"expert_parallel_size": "all"}, marks=pytest.mark.slow),
         {"expert_parallel_size": 2, "activation_checkpointing": True},
     ],
     ids=str,
@@ -55,7 +55,7 @@ def test_options_change_no_result(strategy):
     equals_one_process("language_model", strategy, {"gradient_clip_val": 0.1, "optimizer": SGD})
 
 
-@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+@pytest.mark.parametrize("expert_parallel_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_accumulated_and_clipped_gradients_equal_those_of_one_process(expert_parallel_size):
     strategy = {"expert_parallel_size": expert_parallel_size}
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_steps": 2, "optimizer": SGD}
@@ -87,7 +87,7 @@ def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
     [
         pytest.param("plain", {}, marks=pytest.mark.slow),
         ("language_model", {"expert_parallel_size": 2}),
-        ("plain", {"cpu_offload": True}),
+        pytest.param("plain", {"cpu_offload": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -378,7 +378,10 @@ def check_fp16(rank, name, options):
     return whole_weights(run), run.precision_plugin.scaler.get_scale()
 
 
-@pytest.mark.parametrize(("name", "options"), [("plain", {}), ("language_model", {"expert_parallel_size": 2})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param("plain", {}, marks=pytest.mark.slow), ("language_model", {"expert_parallel_size": 2})],
+)
 def test_fp16_with_a_scaler_trains(name, options):
     expected = whole_weights(fit(name, optimizer=SGD, gradient_clip_val=0.3))
     for actual, scale in run_ranks(check_fp16, name, options):
@@ -435,6 +438,7 @@ def check_second_trainer(rank):
     return whole_weights(run)
 
 
+@pytest.mark.slow
 def test_a_second_trainer_takes_the_module():
     module, data = make("plain")
     for _ in range(2):
