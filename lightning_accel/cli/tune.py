@@ -13,7 +13,9 @@ from lightning_accel.cli.bare_run import BareRun
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.tuning.program import tune
 from lightning_accel.tuning.project import Changes, fit_isolated
+from lightning_accel.tuning.search import GOALS
 from lightning_accel.tuning.variant import TrialError
+from lightning_accel.tuning.writing import claim
 
 
 def fit_config(
@@ -30,11 +32,20 @@ def run_tune(arguments: Sequence[str]) -> int:
     """Run ``lightning-accel tune`` with its arguments, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="lightning-accel tune",
-        description="Find changes that make a run faster on this machine, and prove that it learns the same.",
+        description="Find changes that make a run faster on this machine, or train in less memory, and prove that it "
+        "learns the same.",
         epilog="All other arguments are those of fit: --config X.yaml, --trainer.max_epochs 3, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--budget", default="10m", help="time for everything, such as 90s, 10m or 1h (default: 10m)")
+    parser.add_argument(
+        "--goal",
+        choices=GOALS,
+        default="speed",
+        help="speed: samples per second of training; memory: the smallest peak of what training adds to what its "
+        "processes hold when it begins (on CUDA, of what tensors take), at 0.7 times the speed or more (default: "
+        "speed)",
+    )
     parser.add_argument("--output", default="tuned", help="folder of tuned.yaml and report.md (default: tuned)")
     try:
         own, of_fit = parser.parse_known_args(arguments)
@@ -43,7 +54,7 @@ def run_tune(arguments: Sequence[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        outcome = tune(of_fit, own.budget, own.output)
+        outcome = tune(of_fit, own.budget, own.output, own.goal)
     except (ModuleNotFoundError, NotWrittenError, TrialError, ValueError) as error:
         print(f"lightning-accel tune: error: {error}", file=sys.stderr)
         return 1
@@ -52,9 +63,9 @@ def run_tune(arguments: Sequence[str]) -> int:
         return 130
     report = Path(own.output) / "report.md"
     if not outcome.is_faster:
-        print(f"nothing makes this run faster by more than the interval; see {report}")
+        what = "makes this run faster" if own.goal == "speed" else "lets this run train in less memory"
+        print(f"nothing {what} by more than the interval; see {report}")
         return 0
-    assert outcome.proof is not None
-    print(f"{outcome.proof.ratio} times as fast; see {report}. Train with")
+    print(f"{claim(outcome)}; see {report}. Train with")
     print(f"  lightning-accel fit {' '.join(of_fit)} --config {Path(own.output) / 'tuned.yaml'}")
     return 0

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning_accel.ops.bernoulli import missing_kernel
 from lightning_accel.tuning.project import Changes
 
-Kind = Literal["exact", "random", "rounding"]
+Kind = Literal["equal", "exact", "random", "rounding"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class Factor:
     Attributes:
         name: for tables.
         group: at most one factor of a group is chosen.
-        kind: ``exact``: losses are equal up to rounding; ``random``: so is their distribution, but other random numbers
-            are drawn; ``rounding``: numbers have fewer digits.
+        kind: ``exact``: losses are equal up to rounding; ``equal``: so they are, or else it is dropped, since nothing
+            can draw other random numbers; ``random``: so is their distribution, but other random numbers are drawn;
+            ``rounding``: numbers have fewer digits.
         changes: the change.
     """
 
@@ -45,8 +46,8 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
         wait_share: share of a step that the run waits for data.
     """
     is_cuda = facts["device"] == "cuda"
-    yield from _precisions(facts, is_cuda)
-    yield from _compilations(facts)
+    yield from precisions(facts, is_cuda)
+    yield from compilations(facts)
     yield from _loaders(facts, wait_share, is_cuda)
     if not is_cuda:
         for threads in sorted({1, facts["cores"]} - {facts["threads"]}):
@@ -72,7 +73,8 @@ def _speedup(name: str, group: str, kind: Kind, **arguments: Any) -> Factor:
     return Factor(name, group, kind, Changes(speedups=arguments))
 
 
-def _precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
+def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
+    """Yield precisions with fewer digits."""
     if facts["precision"] != "32-true":
         yield Refusal("precision", f"the run has one of its own: {facts['precision']}")
         return
@@ -87,7 +89,8 @@ def _precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Re
         yield _speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
 
 
-def _compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+def compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    """Yield what can be compiled."""
     if facts["num_children"]:
         yield _speedup("compile=children", "compile", "exact", compile="children")
     else:

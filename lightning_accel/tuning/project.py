@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 
+from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.measure import isolate
 
@@ -24,22 +25,30 @@ class Changes:
     Attributes:
         trainer: arguments of the Trainer.
         speedups: arguments of :class:`lightning_accel.callbacks.Speedups`.
+        savings: arguments of :class:`lightning_accel.callbacks.MemorySavings`.
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)
     speedups: dict[str, Any] = field(default_factory=dict)
+    savings: dict[str, Any] = field(default_factory=dict)
 
     def __or__(self, other: "Changes") -> "Changes":
-        return Changes(self.trainer | other.trainer, self.speedups | other.speedups)
+        return Changes(self.trainer | other.trainer, self.speedups | other.speedups, self.savings | other.savings)
 
     def callbacks(self) -> list[L.Callback]:
-        """Return the callback that applies the speedups, if there are any."""
-        return [Speedups(**self.speedups)] if self.speedups else []
+        """Return the callbacks that apply speedups and savings, if there are any."""
+        kinds = ((MemorySavings, self.savings), (Speedups, self.speedups))
+        return [kind(**arguments) for kind, arguments in kinds if arguments]
 
     def config(self) -> dict[str, Any]:
         """Return the overlay of a config that makes the changes."""
-        appended = [{"class_path": "lightning_accel.callbacks.Speedups", "init_args": self.speedups}]
-        return {"trainer": self.trainer | ({"callbacks+": appended} if self.speedups else {})}
+        kinds = (("MemorySavings", self.savings), ("Speedups", self.speedups))
+        appended = [
+            {"class_path": f"lightning_accel.callbacks.{name}", "init_args": arguments}
+            for name, arguments in kinds
+            if arguments
+        ]
+        return {"trainer": self.trainer | ({"callbacks+": appended} if appended else {})}
 
 
 @dataclass(frozen=True)

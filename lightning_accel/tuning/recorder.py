@@ -1,22 +1,23 @@
 """What a trial writes down: the time of each step, losses, and facts about the run."""
 
 import json
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import IO, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lightning_accel._private.torch import DropoutBase
+from lightning_accel.callbacks.memory_savings import has_batch_norms
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
 from lightning_accel.data.batched_fetch import why_by_sample
-from lightning_accel.measure import batch_size_of
+from lightning_accel.measure import PeakMemory, batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
+from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy, find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 
@@ -32,7 +33,8 @@ class StepRecorder(L.Callback):
     clock for all processes; validation is left out.
 
     Args:
-        folder: where ``steps.csv`` and ``facts.json`` are written, by the first process of the run.
+        folder: where ``steps.csv`` and ``facts.json`` are written, by the first process of the run, and by each, at
+            every power of 2 of steps, the peak of its memory until then, ``memory_RANK.csv``.
         num_steps: steps after which :class:`TrialEnd` is raised; None for no end.
         with_losses: also record losses, for which a GPU has to be waited for.
         perturb: move each weight by one rounding at the beginning, to learn what rounding does to the losses.
@@ -47,6 +49,8 @@ class StepRecorder(L.Callback):
         self.perturb = perturb
         self._file: IO[str] | None = None
         self._begin: float | None = None
+        self._memory: PeakMemory | None = None
+        self._random_state: list[int] | None = None  # before the first step
         self._waited = self._validated = self._validation_begin = 0.0
         self.num_recorded = 0
 
@@ -54,6 +58,7 @@ class StepRecorder(L.Callback):
         self._begin, self.num_recorded = None, 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._memory = PeakMemory(trainer.strategy.root_device)
         if self.perturb:
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
@@ -66,6 +71,8 @@ class StepRecorder(L.Callback):
     ) -> None:
         if self._begin is not None:
             self._waited = time.monotonic() - self._begin - self._validated
+        elif self._random_state is None:
+            self._random_state = _random_state(trainer.strategy.root_device)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validation_begin = time.monotonic()
@@ -85,9 +92,14 @@ class StepRecorder(L.Callback):
                 self._file.write(f"{self._begin},{now - self._validated},{self._waited},{loss!r}\n")
             if self.num_recorded == 0 and not (self.folder / "facts.json").exists():
                 with write_atomically(self.folder / "facts.json") as part:
-                    part.write_text(json.dumps(facts_of(trainer, pl_module, batch)))
+                    draws = self._random_state != _random_state(trainer.strategy.root_device)
+                    part.write_text(json.dumps(facts_of(trainer, pl_module, batch) | {"draws": draws}))
             self._begin, self._waited, self._validated = now, 0.0, 0.0
         self.num_recorded += 1
+        if self._memory is not None and self.num_recorded & (self.num_recorded - 1) == 0:
+            ranks = [one.pid for one in getattr(trainer.strategy.launcher, "procs", [])]
+            with open(self.folder / f"memory_{trainer.global_rank}.csv", "a") as file:
+                file.write(f"{self.num_recorded},{self._memory.read(ranks)}\n")
         if self.num_recorded == self.num_steps:
             raise TrialEnd
 
@@ -122,6 +134,11 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "has_dropout": has_dropout(module),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),
+        "num_repeated": len(find_blocks(module)),
+        "has_batch_norms": has_batch_norms(module),
+        "batch_norms_in_blocks": has_batch_norms(*find_blocks(module)),
+        "automatic_optimization": module.automatic_optimization,
+        "strategy": _kind_of(trainer.strategy),
         "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [
@@ -133,7 +150,6 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
             }
             for loader in loaders
         ],
-        "peak_bytes": _peak_bytes(trainer.strategy.root_device),
     }
 
 
@@ -161,8 +177,14 @@ def _has_bfloat16_units(machine: Machine, device: torch.device) -> bool:
     return bool({"AVX512-BF16", "AMX-BF16"} & set(machine.instruction_sets))
 
 
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _kind_of(strategy: Strategy) -> str:
+    """Return ``single``, ``ddp``, or ``other``, which splits parameters or batches itself."""
+    if isinstance(strategy, SingleDeviceStrategy):
+        return "single"
+    splits = isinstance(strategy, FullyShardedStrategy | PipelineStrategy)
+    return "ddp" if isinstance(strategy, DDPStrategy) and not splits else "other"
+
+
+def _random_state(device: torch.device) -> list[int]:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.tolist()

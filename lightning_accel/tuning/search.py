@@ -8,18 +8,24 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from lightning_accel.tuning.comparison import Ratio, compare, steps_per_second
+from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_per_second
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.parity import Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.variant import TrialError, Variant, fork_server
 
+Goal = Literal["speed", "memory"]
+GOALS = get_args(Goal)
 _EXACT_STEPS = 10
 _UNTIL_ALONE, _UNTIL_TOGETHER = 0.45, 0.6  # shares of the budget after which no such measurement begins
 _SEEDS = range(5)
+LEAST_SPEED = 0.7  # where memory is the goal: to recompute all activations takes a quarter of a step's time, and more
+LEAST_SAVING = 1.05  # what counts alone, since peaks of one process vary by some percent
+_PAIRS = 4  # of processes, which prove that memory is saved
 
 
 @dataclass
@@ -30,6 +36,8 @@ class Measurement:
         ratio: how much faster a step is; None if the variant failed.
         start_seconds: from its start, which includes compilation, until its steps took equally long.
         over_run: how much faster the whole planned run is, its start included.
+        saving: where memory is the goal, how many times less of it training needs, in one process of each.
+        memory: the same with its interval, from several processes of each, in the proof.
         reason: why it failed, or why it is not taken.
         seconds: how long the measurement took.
     """
@@ -37,16 +45,27 @@ class Measurement:
     ratio: Ratio | None = None
     start_seconds: float = 0.0
     over_run: float = 0.0
+    saving: float | None = None
+    memory: Ratio | None = None
     reason: str = ""
     seconds: float = 0.0
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> "Measurement":
-        return cls(**result | {"ratio": result["ratio"] and Ratio(**result["ratio"])})
+        ratios = {name: result[name] and Ratio(**result[name]) for name in ("ratio", "memory")}
+        return cls(**result | ratios)
 
     @property
     def wins(self) -> bool:
-        return self.ratio is not None and self.ratio.is_faster and self.over_run > 1
+        if self.ratio is None or self.saving is None:
+            return self.ratio is not None and self.ratio.is_faster and self.over_run > 1
+        saves = self.saving > LEAST_SAVING if self.memory is None else self.memory.is_faster
+        return saves and self.over_run >= LEAST_SPEED
+
+    @property
+    def gain(self) -> float:
+        """Return what the goal compares: how much less memory, or how much faster the planned run is."""
+        return self.over_run if self.saving is None else self.saving
 
 
 @dataclass
@@ -63,6 +82,8 @@ class Outcome:
         verdicts: on losses.
         proof: the last measurement, of all chosen changes.
         seconds: how long everything took.
+        goal: ``speed`` or ``memory``.
+        peak_bytes: memory that training needs as it was given, in all its processes.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +95,8 @@ class Outcome:
     verdicts: list[Verdict] = field(default_factory=list)
     proof: Measurement | None = None
     seconds: float = 0.0
+    goal: Goal = "speed"
+    peak_bytes: int = 0
 
     @property
     def is_faster(self) -> bool:
@@ -100,6 +123,7 @@ class Search:
         folder: where measurements and the files of trials are written; a search that was killed goes on from there.
         budget: seconds for everything.
         identity: plain values that tell this project on this machine from others.
+        goal: ``speed``, or ``memory``: the least whose run takes at most 1 / ``LEAST_SPEED`` times as long.
         progress: called with what is being done, the share of the budget that has passed, and the best factor so far.
 
     Raises:
@@ -112,13 +136,14 @@ class Search:
         folder: Path,
         budget: float,
         identity: dict[str, Any],
+        goal: Goal = "speed",
         progress: Callable[[str, float, float], None] = lambda what, share, best: None,
     ) -> None:
         self.project = project
         self.folder = folder
         self.budget = budget
         self.progress = progress
-        self.outcome = Outcome()
+        self.outcome = Outcome(goal=goal)
         self.journal = Journal(folder / "journal.jsonl", identity)
         self._begin = time.monotonic() - self.journal.seconds()
         self._best = 1.0
@@ -160,6 +185,7 @@ class Search:
             return {
                 "facts": baseline.facts(),
                 "rate": steps_per_second(steps),
+                "peaks": list(baseline.peak_bytes().values()),
                 "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
                 "start_seconds": start_seconds,
                 "seconds": time.monotonic() - begin,
@@ -168,12 +194,15 @@ class Search:
         self._baseline = self.journal.result("baseline", measure)
         self.outcome.facts = self._baseline["facts"]
         self.outcome.steps_per_second = self._baseline["rate"]
+        self.outcome.peak_bytes = max(self._baseline["peaks"], default=0)
         self._turn = min(5.0, max(0.5, 5 / self._baseline["rate"]))
 
     def _try_alone(self) -> list[Factor]:
         """Return the fastest factor of each group that is faster than the baseline, the most effective first."""
         best: dict[str, tuple[float, Factor]] = {}
-        for factor in factors_for(self._baseline["facts"], self._baseline["waited"]):
+        facts = self._baseline["facts"]
+        tried = savings_for(facts) if self.outcome.goal == "memory" else factors_for(facts, self._baseline["waited"])
+        for factor in tried:
             if isinstance(factor, Refusal):
                 self.outcome.refused.append(factor)
                 continue
@@ -183,9 +212,9 @@ class Search:
             self._tried.append(factor)
             found = self._measure(f"alone {factor.name}", Changes(), factor.changes, most=8)
             self.outcome.alone[factor.name] = found
-            if found.wins and found.over_run > best.get(factor.group, (1.0,))[0]:
-                best[factor.group] = (found.over_run, factor)
-                self._best = max(self._best, found.over_run)
+            if found.wins and found.gain > best.get(factor.group, (1.0,))[0]:
+                best[factor.group] = (found.gain, factor)
+                self._best = max(self._best, found.gain)
         return [factor for _, factor in sorted(best.values(), key=lambda pair: -pair[0])]
 
     def _try_together(self, winners: list[Factor]) -> list[Factor]:
@@ -193,9 +222,9 @@ class Search:
         chosen = list(winners)
         while len(chosen) > 1:
             found = self._measure(f"together {_names(chosen)}", Changes(), together(chosen), most=8)
-            if found.ratio is not None:
+            if found.ratio is not None and (found.saving is None or found.over_run >= LEAST_SPEED):
                 break
-            chosen.pop()  # they cannot work together: without the least effective
+            chosen.pop()  # they cannot work together, or not at a bearable speed: without the least effective
         for factor in reversed(winners):
             others = [other for other in chosen if other is not factor]
             name = f"without {factor.name} of {_names(chosen)}"
@@ -203,7 +232,7 @@ class Search:
                 continue
             found = self._measure(name, together(chosen), together(others), most=8)
             self.outcome.without[factor.name] = found
-            if found.ratio is not None and found.ratio.value > 0.995:
+            if found.ratio is not None and (found.saving or found.ratio.value) > 0.995:
                 self._forget(together(chosen))
                 chosen = others
         return chosen
@@ -219,15 +248,16 @@ class Search:
 
     def _judge_exact(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes; exact ones whose losses deviate count as ``random``: other layouts draw otherwise."""
-        exact = [factor for factor in chosen if factor.kind == "exact"]
+        exact = [factor for factor in chosen if factor.kind in ("equal", "exact")]
         if not exact or self._agree(exact, exactly=True):
             return chosen
         deviating = exact if len(exact) == 1 else [one for one in exact if not self._agree([one], exactly=True)]
+        chosen = [one for one in chosen if one not in deviating or one.kind == "exact"]
         return [replace(one, kind="random") if one in deviating else one for one in chosen]
 
     def _drop_changed(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes without those that make a run learn otherwise, together or alone."""
-        while inexact := [factor for factor in chosen if factor.kind != "exact"]:
+        while inexact := [factor for factor in chosen if factor.kind not in ("equal", "exact")]:
             if self._agree(chosen, exactly=False):
                 break
             alone = inexact if len(inexact) == 1 else [one for one in inexact if not self._agree([one], exactly=False)]
@@ -240,7 +270,7 @@ class Search:
         faster = {name: found for name, found in self.outcome.alone.items() if found.wins}
         if self.outcome.proof is not None or not faster:
             return
-        name = max(faster, key=lambda one: faster[one].over_run)
+        name = max(faster, key=lambda one: faster[one].gain)
         self.outcome.chosen = [factor for factor in self._tried if factor.name == name]
         self.outcome.proof = faster[name]
         self.outcome.verdicts.append(Verdict(False, f"{name}: interrupted before losses were compared"))
@@ -288,6 +318,10 @@ class Search:
                     reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline
                 )
                 found.over_run = self._over_run(found)
+                if self.outcome.goal == "memory":
+                    found.saving = _saving(reference, variant)
+                    if least > 4:
+                        found.memory = self._prove_saving(changes)
                 found.reason = self._why_not(found)
             except TrialError as error:
                 found.reason = str(error)
@@ -298,6 +332,25 @@ class Search:
             return asdict(found)
 
         return Measurement.of(self.journal.result(name, measure))
+
+    def _prove_saving(self, changes: Changes) -> Ratio:
+        """Return how many times less memory training needs, from fresh processes of the baseline and the changes.
+
+        Raises:
+            TrialError: if one fails, or there is not the time.
+        """
+        savings = []
+        for _ in range(_PAIRS):
+            pair = [Variant(self.project, each, self._new_folder(), self._server) for each in (Changes(), changes)]
+            for variant in pair:
+                variant.start()
+                try:
+                    variant.warm_up(self._deadline(1.0))
+                    variant.run_for(self._turn, self._deadline(1.0))
+                finally:
+                    variant.stop()
+            savings.append(_saving(*pair))
+        return ratio_of(savings)
 
     def _over_run(self, found: Measurement) -> float:
         assert found.ratio is not None
@@ -310,6 +363,11 @@ class Search:
 
     def _why_not(self, found: Measurement) -> str:
         assert found.ratio is not None
+        if found.saving is not None:
+            if found.wins:
+                return ""
+            too_slow = f"{found.over_run:.2f} times as fast, less than {LEAST_SPEED}"
+            return too_slow if found.over_run < LEAST_SPEED else "saves no memory to speak of"
         if not found.ratio.is_faster:
             return "not faster" if found.ratio.high < 1 else "no difference that the interval shows"
         if found.over_run > 1:
@@ -360,6 +418,13 @@ class Search:
 
     def _say(self, what: str) -> None:
         self.progress(what, min(1.0, self._passed()), self._best)
+
+
+def _saving(reference: Variant, variant: Variant) -> float:
+    """Return how many times less memory ``variant`` has needed, after as many steps of each."""
+    before, after = reference.peak_bytes(), variant.peak_bytes()
+    num_steps = max(before.keys() & after.keys())
+    return before[num_steps] / max(1, after[num_steps])
 
 
 def _names(factors: Iterable[Factor]) -> str:

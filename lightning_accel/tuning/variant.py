@@ -93,6 +93,18 @@ class Variant:
         """Return what the first step wrote, see :func:`lightning_accel.tuning.recorder.facts_of`."""
         return json.loads((self.folder / "facts.json").read_text())
 
+    def peak_bytes(self) -> dict[int, int]:
+        """Return the peak of the memory of all ranks by numbers of steps, powers of 2."""
+        peaks: dict[int, int] = {}
+        for path in self.folder.glob("memory_*.csv"):
+            found: dict[int, int] = {}
+            for line in path.read_text().splitlines():
+                num_steps, peak = map(int, line.split(","))
+                found.setdefault(num_steps, peak)  # of the first fit, if the run ended and began again
+            for num_steps, peak in found.items():
+                peaks[num_steps] = peaks.get(num_steps, 0) + peak
+        return peaks
+
     def warm_up(self, deadline: float) -> float:
         """Let it run until its steps take as long as those before, then freeze it; return the seconds that it took.
 

@@ -9,7 +9,7 @@ import yaml
 from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.ops.extras import require_module
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
-from lightning_accel.tuning.search import Measurement, Outcome
+from lightning_accel.tuning.search import LEAST_SPEED, Measurement, Outcome
 
 
 def write_outcome(outcome: Outcome, folder: Path, command: str, date: str) -> list[Path]:
@@ -41,24 +41,22 @@ def write_outcome(outcome: Outcome, folder: Path, command: str, date: str) -> li
 
 def overlay(outcome: Outcome, command: str, date: str) -> str:
     """Return the YAML that a run takes by another ``--config``, with what each line gained alone as its comment."""
-    assert outcome.proof is not None
-    assert outcome.proof.ratio is not None
     gains = {}
     for factor in outcome.chosen:
-        ratio = outcome.alone[factor.name].ratio
-        for name in (*factor.changes.trainer, *factor.changes.speedups):
-            gains[name] = f"alone {ratio}, {date}"
+        gain = _gain(outcome.alone[factor.name])
+        for name in (*factor.changes.trainer, *factor.changes.speedups, *factor.changes.savings):
+            gains[name] = f"alone {gain}, {date}"
     changes = outcome.changes
     if changes.speedups:
         changes.speedups["measured_on"] = machine_name()
     lines = [
         f"# {command}",
-        f"# {outcome.proof.ratio} times the steps per second, in {outcome.proof.ratio.turns} turns with the run as it",
-        f"# was, {date}, {machine_name()}",
+        f"# {claim(outcome)}, against the run as it was,",
+        f"# {date}, {machine_name()}",
     ]
     for line in yaml.safe_dump(changes.config(), sort_keys=False).splitlines():
-        gain = gains.get(line.strip().partition(":")[0])
-        lines.append(f"{line}  # {gain}" if gain else line)
+        comment = gains.get(line.strip().partition(":")[0])
+        lines.append(f"{line}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 
 
@@ -76,46 +74,86 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
     proof = outcome.proof
     if outcome.is_faster and proof is not None and proof.ratio is not None:
         names = ", ".join(f"`{factor.name}`" for factor in outcome.chosen)
+        turns = f"{proof.ratio.turns} turns" if proof.memory is None else f"{proof.memory.turns} processes of each"
         lines += [
-            f"**{proof.ratio} times as fast** (95 % interval, {proof.ratio.turns} turns; {proof.over_run:.2f} over the"
-            f" whole run, its start included) by {names}.",
+            f"**{claim(outcome)}** (95 % interval, {turns}; {proof.over_run:.2f} times as fast over the whole run, its"
+            f" start included) by {names}.",
         ]
     else:
-        lines += ["Nothing was found that makes the run faster by more than the interval, so that nothing is changed."]
+        what = "makes the run faster" if outcome.goal == "speed" else "lets the run train in less memory"
+        lines += [f"Nothing was found that {what} by more than the interval, so that nothing is changed."]
         if proof is not None:
-            lines += ["", f"Together, the best changes gave {proof.ratio or proof.reason}."]
+            lines += ["", f"Together, the best changes gave {proof.memory or proof.ratio or proof.reason}."]
+    if outcome.goal == "memory":
+        lines += [
+            "",
+            f"As it is, training needs {outcome.peak_bytes / 2**20:.0f} MiB: on the CPU, what it adds to what its"
+            " processes hold when it begins (gradients, states of optimizers, activations, batches, what workers hold"
+            " alone; not weights and libraries), on CUDA the peak of what tensors take. Changes may make it slower,"
+            f" down to {LEAST_SPEED} times the speed, for to recompute all activations takes a quarter of a step's time"
+            " or more.",
+        ]
     lines += ["", *[f"- {'equal' if v.passed else 'not shown to be equal'}: {v.reason}" for v in outcome.verdicts]]
-    lines += ["", "## Each change alone", "", "| change | times as fast (95 %) | over the run | start, s | note |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    saved = " times less memory |" if outcome.goal == "memory" else ""
+    lines += ["", "## Each change alone", ""]
+    lines += [f"| change |{saved} times as fast (95 %) | over the run | start, s | note |"]
+    lines += ["| --- " * (6 if saved else 5) + "|"]
     for name, found in outcome.alone.items():
-        lines.append(f"| {name} | {_cells(found)} | {found.reason} |")
+        lines.append(f"| {name} | {_cells(outcome, found)} | {found.reason} |")
     if outcome.without:
-        lines += ["", "## Without each change", "", "| without | times as fast as with it (95 %) |", "| --- | --- |"]
-        lines += [f"| {name} | {found.ratio or found.reason} |" for name, found in outcome.without.items()]
+        what = "times as fast as with it (95 %)" if outcome.goal == "speed" else "times less memory than with it"
+        lines += ["", "## Without each change", "", f"| without | {what} |", "| --- | --- |"]
+        lines += [f"| {name} | {_gain(found)} |" for name, found in outcome.without.items()]
     if outcome.refused:
         lines += ["", "## Not tried", "", *[f"- {one.name}: {one.reason}" for one in outcome.refused]]
     return "\n".join(lines) + "\n"
 
 
-def _cells(found: Measurement) -> str:
+def _cells(outcome: Outcome, found: Measurement) -> str:
+    saved = "" if outcome.goal == "speed" else f"{found.saving:.2f} | " if found.saving else " | "
     if found.ratio is None:
-        return "| | "
-    return f"{found.ratio} | {found.over_run:.2f} | {found.start_seconds:.0f}"
+        return f"{saved}| | "
+    return f"{saved}{found.ratio} | {found.over_run:.2f} | {found.start_seconds:.0f}"
+
+
+def claim(outcome: Outcome) -> str:
+    """Return what the chosen changes achieve, for a reader."""
+    assert outcome.proof is not None
+    if outcome.goal == "speed":
+        return f"{outcome.proof.ratio} times as fast"
+    if outcome.proof.memory is None:
+        return _gain(outcome.proof)
+    return f"{outcome.proof.memory} times less memory, {outcome.proof.ratio} times as fast"
+
+
+def _gain(found: Measurement) -> str:
+    if found.ratio is None:
+        return found.reason
+    speed = str(found.ratio)
+    return speed if found.saving is None else f"{found.saving:.2f} times less memory, {speed} times as fast"
 
 
 def _draw(outcome: Outcome, path: Path) -> None:
     figure: Any = require_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
-    measured = {name: one.ratio for name, one in outcome.alone.items() if one.ratio is not None}
+    measured = {name: _bar(one) for name, one in outcome.alone.items() if one.ratio is not None}
     if outcome.is_faster and outcome.proof is not None and outcome.proof.ratio is not None:
-        measured["all that were chosen"] = outcome.proof.ratio
+        measured["all that were chosen"] = _bar(outcome.proof)
     axes = figure.subplots()
     chosen = {factor.name for factor in outcome.chosen} | {"all that were chosen"}
     for place, (name, ratio) in enumerate(measured.items()):
         color = "tab:blue" if name in chosen and outcome.is_faster else "tab:gray"
-        spread = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
-        axes.barh(place, ratio.value, xerr=spread, color=color)
+        value, low, high = ratio
+        axes.barh(place, value, xerr=[[value - low], [high - value]], color=color)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.invert_yaxis()
-    axes.set_xlabel("times as fast as the run as it is (95 % interval)")
+    what = "times as fast as the run as it is" if outcome.goal == "speed" else "times less memory than the run as it is"
+    axes.set_xlabel(f"{what} (95 % interval)")
     figure.savefig(path, dpi=150)
+
+
+def _bar(found: Measurement) -> tuple[float, float, float]:
+    """Return the value that the goal compares, and the ends of its interval, which one process has none of."""
+    assert found.ratio is not None
+    ratio = found.ratio if found.saving is None else found.memory
+    return (ratio.value, ratio.low, ratio.high) if ratio else (found.gain,) * 3

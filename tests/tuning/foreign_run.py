@@ -74,3 +74,23 @@ def fills_the_disk(**trainer_options):
 
 def returns_nothing(**trainer_options):
     return None
+
+
+class Deep(Net):
+    """Hold 60 activations of 2.4 MB in the forward pass, in 6 blocks of 10."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(200, 200), *[nn.Tanh() for _ in range(9)]) for _ in range(6)]
+        self.net = nn.Sequential(nn.Linear(5, 200), *blocks, nn.Linear(200, 2))
+
+
+def holds_activations(**trainer_options):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(6000, 5, generator=generator), torch.arange(6000) % 2)
+    trainer = L.Trainer(**{"max_epochs": 99, "accelerator": "cpu"} | trainer_options)
+    return trainer, Deep(), DataLoader(data, batch_size=3000)
+
+
+def two_ranks(**trainer_options):
+    return run(None, {"strategy": "ddp", "devices": 2} | trainer_options)

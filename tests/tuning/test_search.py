@@ -13,6 +13,7 @@ from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import has_dropout
+from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import Step, TrialError
 from lightning_accel.tuning.writing import write_outcome
@@ -22,6 +23,13 @@ FACTS = {
     "precision": "32-true",
     "planned_steps": 10_000,
     "items_per_step": 8,
+    "world_size": 1,
+    "strategy": "single",
+    "automatic_optimization": True,
+    "has_batch_norms": False,
+    "num_repeated": 4,
+    "batch_norms_in_blocks": False,
+    "draws": False,
     "threads": 2,
     "cores": 2,
     "bfloat16_units": True,
@@ -36,10 +44,11 @@ FACTS = {
 
 
 class World:
-    """Speeds of changes, which multiply; what fails; and how long each takes to start."""
+    """Speeds and memory of changes, which multiply; what fails; and how long each takes to start."""
 
     def __init__(self, monkeypatch, facts=FACTS):
         self.speed = {"compile": 1.5, "precision": 1.4, "channels_last": 0.8}
+        self.bytes = {"micro_batches": 0.4, "activation_checkpointing": 0.6, "precision": 0.8}
         self.fails, self.start_seconds = {}, {}
         self.unequal, self.different = set(), set()
         self.started, self.interrupt_at = [], None
@@ -67,6 +76,12 @@ class World:
                 duration = 0.1 / world.speed_of(self.changes)
                 return [Step(0.0, duration, 0.2 * duration, 0.0)] * 4
 
+            def peak_bytes(self):
+                product = 1e9
+                for name in world.names(self.changes):
+                    product *= world.bytes.get(name, 1.0)
+                return {1: 1, 4: product, 8 if self.changes == Changes() else 2: 5e9}
+
             def facts(self):
                 return facts
 
@@ -87,7 +102,7 @@ class World:
 
     @staticmethod
     def names(changes):
-        return [*changes.trainer, *changes.speedups]
+        return [*changes.trainer, *changes.speedups, *changes.savings]
 
     def speed_of(self, changes):
         product = 1.0
@@ -105,8 +120,8 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-def run(folder, budget=600.0, identity=None):
-    one = Search(Project("nobody:runs", {}), folder, budget, identity or {"of": "a test"})
+def run(folder, budget=600.0, identity=None, goal="speed"):
+    one = Search(Project("nobody:runs", {}), folder, budget, identity or {"of": "a test"}, goal)
     return one.run()
 
 
@@ -237,6 +252,74 @@ def test_the_overlay_says_what_each_line_gained(world, tmp_path):
     assert json.loads(whole.read_text())["proof"]["ratio"]["value"] == pytest.approx(2.1)
 
 
+def test_where_memory_is_the_goal_what_saves_it_is_joined(world, tmp_path):
+    world.speed = {"micro_batches": 0.9}
+    outcome = run(tmp_path, goal="memory")
+    assert names(outcome) == ["activation_checkpointing", "micro_batches", "precision"]
+    assert outcome.proof.memory.value == pytest.approx(1 / (0.4 * 0.6 * 0.8))
+    assert outcome.proof.memory.turns == 4
+    assert outcome.proof.ratio.value == pytest.approx(0.9)
+    assert outcome.alone["compile=children"].reason == "saves no memory to speak of"
+    assert outcome.peak_bytes == 5e9
+    overlay, report, *_ = write_outcome(outcome, tmp_path, "a test", "2030-01-02")
+    callback = yaml.safe_load(overlay.read_text())["trainer"]["callbacks+"][0]
+    assert callback["class_path"] == "lightning_accel.callbacks.MemorySavings"
+    assert callback["init_args"] == {"micro_batches": 2, "activation_checkpointing": True}
+    assert "micro_batches: 2  # alone 2.50 times less memory, 0.90 (0.88 to 0.92) times as fast" in overlay.read_text()
+    assert "**5.21 (5.21 to 5.21) times less memory, 0.90" in report.read_text()
+    assert "makes the run faster" not in report.read_text()
+
+
+def test_memory_is_not_saved_at_any_speed(world, tmp_path):
+    """Alone 0.8 and 0.75 are fast enough, together 0.6 is not."""
+    world.speed = {"micro_batches": 0.8, "activation_checkpointing": 0.75, "precision": 0.6}
+    outcome = run(tmp_path, goal="memory")
+    assert names(outcome) == ["micro_batches"]
+    assert outcome.alone["precision=bf16-mixed"].reason == "0.60 times as fast, less than 0.7"
+
+
+def test_nothing_is_handed_back_that_saves_no_memory(world, tmp_path):
+    world.bytes = {"micro_batches": 0.97}
+    outcome = run(tmp_path, goal="memory")
+    assert not outcome.is_faster
+    assert "train in less memory" in write_outcome(outcome, tmp_path, "a test", "today")[0].read_text()
+
+
+def test_micro_batches_of_losses_that_are_no_means_are_dropped(monkeypatch, tmp_path):
+    """Only a step that draws random numbers may have other losses, which are then judged over seeds."""
+    world = World(monkeypatch)
+    world.different = {"micro_batches"}
+    assert "micro_batches" not in names(run(tmp_path / "draws nothing", goal="memory"))
+    world = World(monkeypatch, FACTS | {"draws": True})
+    world.different = {"micro_batches"}
+    assert "micro_batches" in names(run(tmp_path / "draws", goal="memory"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "reason"),
+    [
+        ({"automatic_optimization": False}, "micro_batches", "by hand"),
+        ({"has_batch_norms": True}, "micro_batches", "batch norms"),
+        ({"strategy": "other"}, "micro_batches", "strategy"),
+        ({"precision": "16-mixed"}, "micro_batches", "float16"),
+        ({"items_per_step": 3, "world_size": 2}, "micro_batches", "one sample"),
+        ({"num_repeated": 0}, "activation_checkpointing", "no repeated blocks"),
+        ({"batch_norms_in_blocks": True}, "activation_checkpointing", "twice"),
+    ],
+)
+def test_savings_are_refused_with_a_reason(facts, name, reason):
+    found = list(savings_for(FACTS | facts))
+    (refused,) = [one for one in found if isinstance(one, Refusal) and one.name == name]
+    assert reason in refused.reason
+    assert not [one for one in found if isinstance(one, Factor) and one.group == name]
+
+
+def test_fewer_workers_are_tried_where_there_are_some():
+    found = {one.name for one in savings_for(FACTS | {"loaders": [FACTS["loaders"][0] | {"num_workers": 4}]})}
+    assert {"num_workers=0", "num_workers=1"} < found
+    assert not any("num_workers" in one.name for one in savings_for(FACTS))
+
+
 def tried(waited=0.2, **facts):
     return {one.name for one in factors_for(FACTS | facts, waited) if isinstance(one, Factor)}
 
@@ -289,4 +372,7 @@ def test_dropout_is_found_in_layers(module, expected):
 
 def test_changes_are_joined_field_by_field():
     joined = Changes({"precision": "a"}, {"threads": 1}) | Changes({"benchmark": True}, {"compile": "blocks"})
-    assert dataclasses.astuple(joined) == ({"precision": "a", "benchmark": True}, {"threads": 1, "compile": "blocks"})
+    assert dataclasses.astuple(joined)[:2] == (
+        {"precision": "a", "benchmark": True},
+        {"threads": 1, "compile": "blocks"},
+    )

@@ -171,6 +171,43 @@ def test_processes_are_new_ones_where_forks_are_unsafe(monkeypatch):
     assert fork_server() is None
 
 
+@pytest.mark.parametrize("savings", [{"micro_batches": 8}, {"activation_checkpointing": True}])
+def test_memory_is_what_training_adds(tmp_path, savings, server):
+    """The activations of a batch, 137 MiB, are most of it; libraries, of some 400 MiB, are left out."""
+    variants = [
+        Variant(project_of(foreign_run.holds_activations), changes, tmp_path / name, server)
+        for name, changes in (("plain", Changes()), ("saving", Changes(savings=savings)))
+    ]
+    for variant in variants:
+        variant.start()
+        try:
+            variant.warm_up(soon())
+        finally:
+            variant.stop()
+    before, after = (variant.peak_bytes()[4] / 2**20 for variant in variants)
+    assert 137 < before < 220
+    assert after < 0.6 * before
+    assert variants[0].facts()["strategy"] == "single"
+    assert not variants[0].facts()["draws"]
+
+
+def test_a_run_of_two_ranks_is_measured_and_frozen_as_one(tmp_path, server):
+    variant = Variant(project_of(foreign_run.two_ranks), Changes(), tmp_path / "trial", server)
+    variant.start()
+    try:
+        variant.warm_up(soon())
+        for _ in range(3):
+            assert variant.run_for(0.2, soon())
+            time.sleep(0.1)
+            assert group(variant) == ["T", "T"]
+        facts = variant.facts()
+        assert (facts["world_size"], facts["items_per_step"], facts["strategy"]) == (2, 6, "ddp")
+        assert sorted(path.name for path in variant.folder.glob("memory_*")) == ["memory_0.csv", "memory_1.csv"]
+    finally:
+        variant.stop()
+    assert set(group(variant)) <= {"Z"}
+
+
 def test_a_run_that_cannot_start_is_one_message(command, run_folder):
     (run_folder / "run.yaml").write_text("model: no_such_file.Net\ntrainer: {accelerator: cpu}\n")
     done = command("tune", "--config", "run.yaml", "--budget", "2m")

@@ -1,0 +1,55 @@
+"""Changes that may make a run need less memory, as far as facts about the run admit them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_accel.tuning.factors import Factor, Kind, Refusal, compilations, precisions
+from lightning_accel.tuning.project import Changes
+
+
+def savings_for(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    """Yield what can be tried to save memory on a run, and what cannot.
+
+    Args:
+        facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
+    """
+    yield from _micro_batches(facts)
+    yield _checkpointing(facts)
+    yield from precisions(facts, facts["device"] == "cuda")
+    yield from compilations(facts)
+    workers = max((loader["num_workers"] for loader in facts["loaders"]), default=0)
+    for number in sorted({0, 1} - {workers}) if workers else []:
+        changes = Changes(speedups={"num_workers": number})
+        yield Factor(f"num_workers={number}", "num_workers", "random", changes)
+
+
+def _micro_batches(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    size = facts["items_per_step"] // facts["world_size"]
+    reason = ""
+    if not facts["automatic_optimization"]:
+        reason = "the module optimizes by hand, and has to split its batches itself"
+    elif facts["has_batch_norms"]:
+        reason = "batch norms would see smaller batches, and train otherwise"
+    elif facts["strategy"] not in ("single", "ddp"):
+        reason = "the strategy splits parameters or batches itself: use its own micro-batches"
+    elif facts["precision"].startswith("16"):
+        reason = "float16 scales the loss of a whole batch"
+    elif size < 2:
+        reason = "a batch has one sample"
+    if reason:
+        yield Refusal("micro_batches", reason)
+        return
+    # a step that draws nothing cannot draw otherwise: if its losses deviate, they are no means over samples
+    kind: Kind = "exact" if facts["draws"] else "equal"
+    for number in (2, 4, 8):
+        if number <= size:
+            yield Factor(f"micro_batches={number}", "micro_batches", kind, Changes(savings={"micro_batches": number}))
+
+
+def _checkpointing(facts: Mapping[str, Any]) -> Factor | Refusal:
+    name = "activation_checkpointing"
+    if not facts["num_repeated"]:
+        return Refusal(name, "the model has no repeated blocks")
+    if facts["batch_norms_in_blocks"]:
+        return Refusal(name, "the batch norms in the blocks would run twice, and have other running statistics")
+    return Factor(name, name, "exact", Changes(savings={name: True}))
