@@ -1,0 +1,173 @@
+"""An LSTM or GRU layer in one direction, fused for training on the CPU.
+
+Shapes: N valid steps of all samples, B samples, T steps, I inputs, H hidden, G gates.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_accel.ops.native import KERNELS
+
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def recurrent_steps(
+    x: Tensor, states: tuple[Tensor, ...], weights: Weights, batch_sizes: Tensor, reverse: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run a layer over the packed steps of all samples, as two products and one pass over time.
+
+    The backward pass is one pass over time, too, and one product for each gradient; torch records each gate of each
+    step in place of it. All tensors are on the CPU, in one dtype: float32 or float64.
+
+    Args:
+        x: (N, I) in the layout of a PackedSequence.
+        states: h (B, H) of a GRU, h and c of an LSTM.
+        weights: ``weight_ih`` (G * H, I), ``weight_hh`` (G * H, H), and ``bias_ih`` and ``bias_hh`` (G * H,) or None,
+            in the layout of ``torch.nn.LSTM`` (G = 4) and ``torch.nn.GRU`` (3).
+        batch_sizes: (T,) int64, the samples of each step.
+        reverse: whether samples are read from their last step to the first.
+
+    Returns:
+        The outputs of all steps (N, H), and the states after the last step that was read.
+
+    Raises:
+        RuntimeError: if shapes disagree, or a gradient is differentiated again.
+
+    >>> x, states, weights = torch.zeros(2, 1), (torch.ones(1, 1),), (torch.zeros(3, 1), torch.zeros(3, 1), None, None)
+    >>> recurrent_steps(x, states, weights, torch.tensor([1, 1]))[0].flatten()
+    tensor([0.5000, 0.2500])
+    """
+    h, c = (*states, None)[:2]
+    out, *new = _Layer.apply(x, h, c, *weights, batch_sizes, reverse)
+    return out, tuple(new[: len(states)])
+
+
+class _Layer(torch.autograd.Function):
+    """Save the values of the gates (N, G * H), h before each step, and c or what a GRU's reset gate multiplies."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, batch_sizes, reverse = inputs
+        gates, bias = _enter(x, h, c, weight_ih, bias_ih, bias_hh)
+        h, c = h.clone(), None if c is None else c.clone()
+        run = torch.ops.lightning_accel_native.recurrent_steps if _kernel_serves(x) else _run_reference
+        out, before, extra = run(gates, weight_hh.contiguous(), bias, h, c, batch_sizes, reverse)
+        ctx.save_for_backward(x, weight_ih, weight_hh, gates, before, extra, batch_sizes)
+        ctx.reverse, ctx.has_cell = reverse, c is not None
+        return out, h, c
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, weight_ih, weight_hh, gates, before, extra, batch_sizes = ctx.saved_tensors
+        d_out, d_h = gradients[0].contiguous(), gradients[1].clone(memory_format=torch.contiguous_format)
+        d_c = gradients[2].clone(memory_format=torch.contiguous_format) if ctx.has_cell else None
+        run = torch.ops.lightning_accel_native.recurrent_steps_backward if _kernel_serves(x) else _run_back_reference
+        d_gates, d_hidden = run(
+            d_out, d_h, d_c, gates, before, extra, weight_hh.contiguous(), batch_sizes, ctx.reverse
+        )
+        d_hidden = d_gates if ctx.has_cell else d_hidden
+        wanted = ctx.needs_input_grad
+        return (
+            d_gates @ weight_ih if wanted[0] else None,
+            d_h,
+            d_c,
+            d_gates.t() @ x if wanted[3] else None,
+            d_hidden.t() @ before if wanted[4] else None,
+            d_gates.sum(0) if wanted[5] else None,
+            d_hidden.sum(0) if wanted[6] else None,
+            None,
+            None,
+        )
+
+
+def _kernel_serves(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and KERNELS.serves(x.device)
+
+
+def _enter(
+    x: Tensor, h: Tensor, c: Tensor | None, weight_ih: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what the gates get from the input, with all biases but one: that of the state in a GRU's last gate."""
+    if bias_ih is None or bias_hh is None:
+        return x @ weight_ih.t(), x.new_zeros(0 if c is not None else h.shape[1])
+    if c is not None:
+        return torch.addmm(bias_ih + bias_hh, x, weight_ih.t()), x.new_empty(0)
+    last = 2 * h.shape[1]
+    bias = torch.cat([bias_ih[:last] + bias_hh[:last], bias_ih[last:]])
+    return torch.addmm(bias, x, weight_ih.t()), bias_hh[last:].contiguous()
+
+
+def _steps(batch_sizes: Tensor, reverse: bool) -> list[tuple[int, slice]]:
+    """Return the number of samples and the position of each step, in the order in which they are read."""
+    sizes = batch_sizes.tolist()
+    ends = batch_sizes.cumsum(0).tolist()
+    steps = [(size, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return steps[::-1] if reverse else steps
+
+
+def _run_reference(
+    gates: Tensor, weight: Tensor, bias: Tensor, h: Tensor, c: Tensor | None, batch_sizes: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute in torch what the kernel computes: overwrite ``gates`` and the states, return the rest."""
+    out, before, extra = (gates.new_empty(len(gates), h.shape[1]) for _ in range(3))
+    for size, at in _steps(batch_sizes, reverse):
+        state = h[:size]
+        before[at] = state
+        products = (state @ weight.t()).chunk(3 if c is None else 4, dim=1)
+        values = gates[at].chunk(len(products), dim=1)
+        if c is None:
+            reset, update, new = values
+            extra[at] = products[2] + bias
+            reset.add_(products[0]).sigmoid_()
+            update.add_(products[1]).sigmoid_()
+            new.add_(reset * extra[at]).tanh_()
+            state.sub_(new).mul_(update).add_(new)
+        else:
+            for value, product in zip(values, products, strict=True):
+                value.add_(product)
+            entry, keep, new, show = values[0].sigmoid_(), values[1].sigmoid_(), values[2].tanh_(), values[3].sigmoid_()
+            extra[at] = c[:size]
+            c[:size].mul_(keep).addcmul_(entry, new)
+            state.copy_(show * c[:size].tanh())
+        out[at] = state
+    return out, before, extra
+
+
+def _run_back_reference(
+    grad: Tensor,
+    d_h: Tensor,
+    d_c: Tensor | None,
+    gates: Tensor,
+    before: Tensor,
+    extra: Tensor,
+    weight: Tensor,
+    batch_sizes: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute in torch what the kernel computes: overwrite the gradients of the states, return those of the gates."""
+    d_gates = torch.empty_like(gates)
+    d_hidden = torch.empty_like(gates) if d_c is None else gates.new_empty(0, gates.shape[1])
+    for size, at in reversed(_steps(batch_sizes, reverse)):
+        d = grad[at] + d_h[:size]
+        if d_c is None:
+            reset, update, new = gates[at].chunk(3, dim=1)
+            d_new = d * (1 - update) * (1 - new * new)
+            d_reset = d_new * extra[at] * reset * (1 - reset)
+            d_update = d * (before[at] - new) * update * (1 - update)
+            d_gates[at] = torch.cat([d_reset, d_update, d_new], dim=1)
+            d_hidden[at] = torch.cat([d_reset, d_update, d_new * reset], dim=1)
+            d_h[:size] = d * update + d_hidden[at] @ weight
+        else:
+            entry, keep, new, show = gates[at].chunk(4, dim=1)
+            shown = (keep * extra[at] + entry * new).tanh()
+            d_cell = d_c[:size] + d * show * (1 - shown * shown)
+            d_entry, d_keep = d_cell * new * entry * (1 - entry), d_cell * extra[at] * keep * (1 - keep)
+            d_new, d_show = d_cell * entry * (1 - new * new), d * shown * show * (1 - show)
+            d_gates[at] = torch.cat([d_entry, d_keep, d_new, d_show], dim=1)
+            d_c[:size] = d_cell * keep
+            d_h[:size] = d_gates[at] @ weight
+    return d_gates, d_hidden
