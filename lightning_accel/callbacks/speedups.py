@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_accel._private.torch import allow_recompilations, wrapped_frames
 from lightning_accel.data.batched_fetch import fetch_batches
 from lightning_accel.measure.machine import describe_machine
+from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
 from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.strategies.sharding.blocks import find_blocks
 
@@ -39,6 +40,9 @@ class Speedups(L.Callback):
             which would yield each item once a worker, are left as they are.
         pin_memory: load batches to page-locked memory, from which copies to a GPU are asynchronous.
         fused_optimizer: step each optimizer that has a fused implementation by one kernel for all parameters.
+        fused_rnn: train each ``torch.nn.LSTM`` and ``torch.nn.GRU`` on the CPU by one operation per layer and
+            direction, where torch records each gate of each step. LSTMs on padded tensors are left to oneDNN, which is
+            faster. There are no second derivatives then.
         batched_fetch: index the tensors of a TensorDataset, or of a Subset of one, once a batch in place of once a
             sample, where the loader collates by default. Batches stay equal bit for bit.
         channels_last: store the weights of 2D convolutions with channels as the last dimension, which their inputs
@@ -62,6 +66,7 @@ class Speedups(L.Callback):
         num_workers: int | None = None,
         pin_memory: bool | None = None,
         fused_optimizer: bool = False,
+        fused_rnn: bool = False,
         batched_fetch: bool = False,
         channels_last: bool = False,
         compile: CompileScope | None = None,  # the name of torch.compile
@@ -77,6 +82,7 @@ class Speedups(L.Callback):
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.fused_optimizer = fused_optimizer
+        self.fused_rnn = fused_rnn
         self.batched_fetch = batched_fetch
         self.channels_last = channels_last
         self.compile = compile
@@ -85,6 +91,7 @@ class Speedups(L.Callback):
         self.native_dropout = native_dropout
         self.measured_on = measured_on
         self._before: dict[str, Any] = {}
+        self._fused: list[nn.RNNBase] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.measured_on is not None and self.measured_on != (here := machine_name()):
@@ -112,6 +119,8 @@ class Speedups(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.num_workers is not None or self.pin_memory is not None or self.batched_fetch:
             self._set_up_loaders(trainer)
+        if self.fused_rnn and trainer.strategy.root_device.type == "cpu":
+            self._fused = fuse_(pl_module)
         if self.compile is not None:
             modules = blocks_of(pl_module) if self.compile == "blocks" else called_children(pl_module)
             if not modules:
@@ -130,6 +139,8 @@ class Speedups(L.Callback):
         torch.set_num_threads(self._before["threads"])
         torch.set_float32_matmul_precision(self._before["matmul_precision"])
         trainer.strategy.__dict__.pop("process_dataloader", None)
+        unfuse_(self._fused)
+        self._fused = []
         self._before = {}
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_accel.ops.native import KERNELS
 
@@ -34,7 +33,7 @@ def recurrent_steps(
         The outputs of all steps (N, H), and the states after the last step that was read.
 
     Raises:
-        RuntimeError: if shapes disagree, or a gradient is differentiated again.
+        RuntimeError: if shapes disagree, or if second derivatives are asked for (``create_graph=True``).
 
     >>> x, states, weights = torch.zeros(2, 1), (torch.ones(1, 1),), (torch.zeros(3, 1), torch.zeros(3, 1), None, None)
     >>> recurrent_steps(x, states, weights, torch.tensor([1, 1]))[0].flatten()
@@ -60,15 +59,17 @@ class _Layer(torch.autograd.Function):
         return out, h, c
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fused recurrent steps have first derivatives alone, and create_graph=True asks for second ones: train "
+                "without fused_rnn of Speedups"
+            )
         x, weight_ih, weight_hh, gates, before, extra, batch_sizes = ctx.saved_tensors
         d_out, d_h = gradients[0].contiguous(), gradients[1].clone(memory_format=torch.contiguous_format)
         d_c = gradients[2].clone(memory_format=torch.contiguous_format) if ctx.has_cell else None
         run = torch.ops.lightning_accel_native.recurrent_steps_backward if _kernel_serves(x) else _run_back_reference
-        d_gates, d_hidden = run(
-            d_out, d_h, d_c, gates, before, extra, weight_hh.contiguous(), batch_sizes, ctx.reverse
-        )
+        d_gates, d_hidden = run(d_out, d_h, d_c, gates, before, extra, weight_hh.contiguous(), batch_sizes, ctx.reverse)
         d_hidden = d_gates if ctx.has_cell else d_hidden
         wanted = ctx.needs_input_grad
         return (

@@ -59,6 +59,10 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
         yield _dropout(facts)
     else:
         yield Factor("benchmark", "benchmark", "exact", Changes(trainer={"benchmark": True}))
+    if facts["num_fusible_rnns"] and not is_cuda:
+        yield _speedup("fused_rnn", "rnn", "exact", fused_rnn=True)
+    else:
+        yield Refusal("fused_rnn", "the model trains no nn.LSTM or nn.GRU without proj_size on the CPU")
     if facts["num_conv2d"]:
         yield _speedup("channels_last", "channels_last", "exact", channels_last=True)
     else:

@@ -17,6 +17,7 @@ from lightning_accel.callbacks.speedups import blocks_of, called_children, has_f
 from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import PeakMemory, batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
+from lightning_accel.nn.recurrent.fused import is_fusible
 from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy, find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
@@ -132,6 +133,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
         "has_dropout": has_dropout(module),
+        "num_fusible_rnns": sum(is_fusible(layer) for layer in module.modules()),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),
         "num_repeated": len(find_blocks(module)),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_accel._private.torch import dataset_of
@@ -234,3 +235,35 @@ def test_another_machine_is_warned_of():
 def test_rejects(options, message):
     with pytest.raises(ValueError, match=message):
         Speedups(**options)
+
+
+class Tagger(L.LightningModule):
+    """Classify samples by a GRU and an LSTM over their pixels, as users write them."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.GRU(6, 5, batch_first=True, bidirectional=True)
+        self.columns = nn.LSTM(10, 4, dropout=0.3, num_layers=2)
+        self.head = nn.Linear(4, 2)
+        self.losses, self.fused = [], []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        rows = pack_padded_sequence(self.rows(x[:, 0])[0].transpose(0, 1), torch.arange(len(x), 0, -1))
+        loss = F.cross_entropy(self.head(self.columns(rows)[1][0][-1]), y)
+        self.losses.append(loss.item())
+        self.fused.append(["forward" in vars(layer) for layer in (self.rows, self.columns)])
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_recurrent_layers_are_fused_for_the_run_alone():
+    plain, module = fit(kind=Tagger), fit(kind=Tagger, fused_rnn=True)
+    assert module.fused == [[True, True]] * 6
+    assert module.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert plain.losses[0] != plain.losses[-1]
+    for name, weight in plain.state_dict().items():
+        assert torch.allclose(module.state_dict()[name], weight, atol=1e-5)
+    assert not any("forward" in vars(layer) for layer in module.modules())

@@ -35,6 +35,7 @@ FACTS = {
     "bfloat16_units": True,
     "num_conv2d": 3,
     "has_dropout": False,
+    "num_fusible_rnns": 1,
     "num_children": 1,
     "num_blocks": 4,
     "fusible_optimizers": ["Adam"],
@@ -328,6 +329,7 @@ def test_factors_are_those_that_the_run_admits():
     everything = tried()
     assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
+    assert everything - tried(num_fusible_rnns=0) == {"fused_rnn"}
     assert everything - tried(bfloat16_units=False) == {"precision=bf16-mixed", "matmul_precision=medium"}
     assert everything - tried(num_blocks=0) == {"compile=blocks"}
     assert everything - tried(waited=0.001) == {"batched_fetch", "num_workers=1", "num_workers=2"}
@@ -339,7 +341,7 @@ def test_factors_are_those_that_the_run_admits():
     assert tried(loaders=[FACTS["loaders"][0] | {"num_workers": 4}]) - everything == {"num_workers=0"}
     assert everything - tried(precision="bf16-mixed") == {"precision=bf16-mixed", "matmul_precision=medium"}
     assert {"precision=16-mixed", "benchmark", "pin_memory"} < tried(device="cuda")
-    assert "threads=1" not in tried(device="cuda")
+    assert not {"threads=1", "fused_rnn"} & tried(device="cuda")
 
 
 def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):

@@ -28,14 +28,16 @@ def fuse_(module: nn.Module) -> list[nn.RNNBase]:
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and is_fusible(layer)]
     for layer in layers:
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, layer)
     return layers
 
 
 def unfuse_(layers: Iterable[nn.RNNBase]) -> None:
     """Return ``layers``, which :func:`fuse_` has changed, to torch's own execution."""
     for layer in layers:
-        layer.__dict__.pop("forward", None)
+        replaced = vars(layer).get("forward")
+        if isinstance(replaced, partial) and replaced.func is _forward:
+            del layer.forward
 
 
 def is_fusible(layer: nn.Module) -> bool:
@@ -44,14 +46,15 @@ def is_fusible(layer: nn.Module) -> bool:
     return is_known and not layer.proj_size
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # named as in torch
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if is_traced or not torch.is_grad_enabled():
         return type(layer).forward(layer, input, hx)
     is_packed = isinstance(input, PackedSequence)
     x = input.data if is_packed else input
     given = () if hx is None else tuple(hx) if isinstance(hx, list | tuple) else (hx,)
-    weights = [weight for group in layer.all_weights for weight in group]
+    weights: list[Tensor] = [weight for group in layer.all_weights for weight in group]
     is_faster_in_torch = layer.mode == "LSTM" and not is_packed and _onednn_serves(weights[0])
     if is_faster_in_torch or not _has_served_tensors(x, given, weights) or x.dim() != (2 if is_packed else 3):
         return type(layer).forward(layer, input, hx)
@@ -75,7 +78,9 @@ def _forward(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # named as 
 
 def _onednn_serves(weight: Tensor) -> bool:
     """Return whether torch runs LSTMs on padded tensors by oneDNN, which takes no other dtype of ``weight``."""
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and weight.dtype == torch.float32
+    return (
+        bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled) and weight.dtype == torch.float32
+    )
 
 
 def _has_served_tensors(x: Any, states: tuple[Any, ...], weights: list[Tensor]) -> bool:
@@ -100,19 +105,20 @@ def _permute(state: Tensor, order: Tensor | None) -> Tensor:
 
 def _run(layer: nn.RNNBase, data: Tensor, states: States, batch_sizes: Tensor) -> tuple[Tensor, States]:
     """Run all layers over packed steps (N, I) in the dtype of the weights."""
+    directions = 1 + layer.bidirectional
     ends: list[States] = []
-    for number, weights in enumerate(layer.all_weights):
-        direction = number % (1 + layer.bidirectional)
-        if not direction:
-            x = data if not number else F.dropout(data, layer.dropout, layer.training)
-            parts = []
-        weights = (*weights, None, None)[:4]
-        initial = tuple(state[number].to(weights[0].dtype) for state in states)
-        out, end = recurrent_steps(x.to(weights[0].dtype), initial, weights, batch_sizes, reverse=direction == 1)
-        parts.append(out)
-        ends.append(end)
-        if len(parts) == 1 + layer.bidirectional:
-            data = torch.cat(parts, dim=1) if layer.bidirectional else out
+    for number in range(layer.num_layers):
+        x = F.dropout(data, layer.dropout, layer.training) if number else data
+        parts = []
+        for reverse in (False, True)[:directions]:
+            weight_ih, weight_hh, *biases = layer.all_weights[len(ends)]
+            bias_ih, bias_hh = biases or (None, None)
+            initial = tuple(state[len(ends)].to(weight_ih.dtype) for state in states)
+            weights = (weight_ih, weight_hh, bias_ih, bias_hh)
+            out, end = recurrent_steps(x.to(weight_ih.dtype), initial, weights, batch_sizes, reverse)
+            parts.append(out)
+            ends.append(end)
+        data = torch.cat(parts, dim=1) if layer.bidirectional else parts[0]
     return data, tuple(torch.stack(each) for each in zip(*ends, strict=True))
 
 

@@ -1,0 +1,241 @@
+"""Fused training of torch's LSTM and GRU, against torch's own execution of the same layers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from lightning_accel.nn.recurrent import fused
+from lightning_accel.nn.recurrent.fused import fuse_, is_fusible, unfuse_
+from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.recurrent_steps import recurrent_steps
+
+CELLS = [nn.LSTM, nn.GRU]
+LENGTHS = torch.tensor([3, 7, 1, 5, 7, 2, 2, 1, 4])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record the dtypes that the fused steps run in."""
+    seen = []
+
+    def spy(x, *rest, **options):
+        seen.append(x.dtype)
+        return recurrent_steps(x, *rest, **options)
+
+    monkeypatch.setattr(fused, "recurrent_steps", spy)
+    return seen
+
+
+def fused_copy(layer):
+    copied = copy.deepcopy(layer)
+    assert fuse_(copied) == [copied]
+    return copied
+
+
+def inputs(layer, samples=9, steps=7):
+    """Draw an input (B, T, I) and states."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (layer.num_layers * (1 + layer.bidirectional), samples, layer.hidden_size)
+    draw = lambda *size: torch.randn(size, generator=generator, dtype=torch.float64).to(layer.weight_ih_l0)  # noqa: E731
+    return draw(samples, steps, layer.input_size), tuple(draw(*shape) for _ in range(1 + isinstance(layer, nn.LSTM)))
+
+
+def results(layer, x, states=None, lengths=None, enforce_sorted=False):
+    """Return outputs, last states and all gradients of a random function of them."""
+    x = x.clone().requires_grad_()
+    states = None if states is None else tuple(state.clone().requires_grad_() for state in states)
+    hx = states if states is None or isinstance(layer, nn.LSTM) else states[0]
+    torch.manual_seed(1)  # of dropout
+    given = x if layer.batch_first else x.transpose(0, 1)
+    if lengths is not None:
+        given = pack_padded_sequence(given, lengths, layer.batch_first, enforce_sorted)
+    output, new = layer(given, hx)
+    if lengths is not None:
+        assert isinstance(output, PackedSequence)
+        output, found = pad_packed_sequence(output, layer.batch_first)
+        assert found.tolist() == lengths.tolist()
+    outputs = [output, *(new if isinstance(new, tuple) else (new,))]
+    wanted = [x, *(states or ()), *(one for one in layer.parameters() if one.requires_grad)]
+    loss = sum((one * torch.randn(one.shape, dtype=one.dtype)).sum() for one in outputs)
+    return [one.detach() for one in (*outputs, *torch.autograd.grad(loss, wanted))]
+
+
+def assert_equal(actual, expected):
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.02}
+    for found, exact in zip(actual, expected, strict=True):
+        assert found.dtype == exact.dtype
+        assert found.shape == exact.shape
+        assert (found - exact).abs().max() <= tolerance[exact.dtype] * exact.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["padded", "packed"])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}, {"batch_first": True, "dropout": 0.5}])
+@pytest.mark.parametrize("cell", CELLS)
+def test_outputs_states_and_gradients_are_torchs(cell, options, lengths, calls):
+    layer = cell(5, 7, 2, dtype=torch.float64, **options)
+    x, states = inputs(layer)
+    for given in (None, states):
+        assert_equal(results(fused_copy(layer), x, given, lengths), results(layer, x, given, lengths))
+    assert calls == [torch.float64] * 4 * (1 + layer.bidirectional)
+
+
+@pytest.mark.parametrize("hidden_size", [1, 16, 37, 70])
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_kernel_computes_the_formula(cell, hidden_size, native, calls):
+    layer = cell(5, hidden_size, bidirectional=True)
+    x, states = inputs(layer)
+    expected = results(layer, x, states, LENGTHS)
+    assert_equal(results(fused_copy(layer), x, states, LENGTHS), expected)
+    with KERNELS.switched_off():
+        assert_equal(results(fused_copy(layer), x, states, LENGTHS), expected)
+    assert calls == [torch.float32] * 4
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_threads_change_no_bit(cell, native):
+    layer = fused_copy(cell(64, 96))
+    x, states = inputs(layer, samples=11, steps=9)
+    lengths = torch.arange(1, 12).clamp(max=9)
+    before = torch.get_num_threads()
+    runs = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            pack = pack_padded_sequence(x.transpose(0, 1), lengths, enforce_sorted=False)
+            runs.append(layer(pack, states if cell is nn.LSTM else states[0])[0].data)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("lengths", [[1], [4], [1, 1, 1], [6, 6, 6], [5, 3, 1]])
+@pytest.mark.parametrize("cell", CELLS)
+def test_batches_of_one_and_steps_of_one(cell, lengths):
+    layer = cell(3, 5, bidirectional=True, dtype=torch.float64)
+    x, states = inputs(layer, samples=len(lengths), steps=max(lengths))
+    lengths = torch.tensor(lengths)
+    expected = results(layer, x, states, lengths, enforce_sorted=True)
+    assert_equal(results(fused_copy(layer), x, states, lengths, enforce_sorted=True), expected)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("num_gates", [3, 4])
+def test_gradients_are_those_of_finite_differences(num_gates, reverse):
+    shapes = [(6, 2), (3, 3), (3, 3), (3 * num_gates, 2), (3 * num_gates, 3), (3 * num_gates,), (3 * num_gates,)]
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def run(x, h, c, *weights):
+        states = (h, c) if num_gates == 4 else (h,)
+        out, new = recurrent_steps(x, states, weights, torch.tensor([3, 2, 1]), reverse)
+        return out, *new
+
+    if num_gates == 3:
+        tensors[2] = tensors[2].detach()
+    assert torch.autograd.gradcheck(run, tensors)
+    loss = run(*tensors)[0].sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, tensors[0], create_graph=True)
+
+
+def test_frozen_parameters_and_inputs_get_no_gradient():
+    layer = nn.GRU(5, 7, 2, dtype=torch.float64)
+    layer.weight_ih_l0.requires_grad_(False)
+    layer.bias_hh_l1.requires_grad_(False)
+    x, _ = inputs(layer)
+    assert_equal(results(fused_copy(layer), x), results(layer, x))
+    model = fused_copy(layer)
+    model(x)[0].sum().backward()
+    assert model.weight_ih_l0.grad is None
+    assert model.bias_hh_l1.grad is None
+
+
+def test_layers_that_share_weights_add_their_gradients():
+    first, second = nn.GRU(4, 4, dtype=torch.float64), nn.GRU(4, 4, dtype=torch.float64)
+    for name in dict(first.named_parameters()):
+        setattr(second, name, getattr(first, name))
+    model = nn.ModuleList([first, second])
+    x = torch.randn(5, 3, 4, dtype=torch.float64)
+    gradients = []
+    for change in (lambda: None, lambda: fuse_(model)):
+        change()
+        loss = second(first(x)[0])[0].sum()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert len(gradients[1]) == 4
+    assert_equal(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cell", CELLS)
+def test_under_autocast_sums_are_float32_and_outputs_have_torchs_dtype(cell, dtype, packed, calls):
+    layer = cell(8, 16, 2)
+    x, states = inputs(layer)
+    exact = results(layer, x.to(dtype).float(), states, LENGTHS if packed else None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (None, states):
+            mixed = results(layer, x.to(dtype), given, LENGTHS if packed else None)
+            found = results(fused_copy(layer), x.to(dtype), given, LENGTHS if packed else None)
+            assert [one.dtype for one in found] == [one.dtype for one in mixed]
+    if packed or cell is nn.GRU:
+        assert set(calls) == {torch.float32}
+        assert_equal(found[:1], [exact[0].to(found[0].dtype)])
+
+
+def test_torch_runs_what_the_steps_do_not_serve(calls):
+    layer, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
+    model = fused_copy(layer)
+    with torch.no_grad():
+        assert torch.equal(model(x)[0], layer(x)[0])
+    assert torch.equal(model(x[:, 0])[0], layer(x[:, 0])[0])  # one sample without a batch
+    assert torch.equal(model.requires_grad_(False)(x)[0], layer(x)[0])
+    if torch.backends.mkldnn.is_available():
+        fused_copy(nn.LSTM(3, 4))(x)
+    assert not is_fusible(nn.LSTM(3, 4, proj_size=2))
+    assert not is_fusible(nn.RNN(3, 4))
+    assert not calls
+    model.requires_grad_()
+    with pytest.raises(ValueError, match="dtype"):
+        model(x.double())
+    with pytest.raises(RuntimeError, match="Expected hidden size"):
+        model(x, torch.zeros(1, 3, 4))
+    with pytest.raises(RuntimeError, match="input_size"):
+        model(torch.zeros(5, 2, 9))
+
+
+def test_hooks_checkpoints_copies_and_pickles_stay(calls):
+    layer = nn.GRU(3, 4)
+    model = fused_copy(layer)
+    assert list(model.state_dict()) == list(layer.state_dict())
+    assert type(model) is nn.GRU
+    model.flatten_parameters()
+    hooked = []
+    model.register_forward_hook(lambda module, args, kwargs, out: hooked.append(set(kwargs)), with_kwargs=True)
+    x = torch.randn(5, 2, 3)
+    model(input=x, hx=None)
+    assert hooked == [{"input", "hx"}]
+    model._forward_hooks.clear()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        with torch.no_grad():
+            other.bias_ih_l0.add_(1)
+        assert not torch.allclose(other(x)[0], model(x)[0])
+        assert len(calls) == 2
+    unfuse_([model])
+    calls.clear()
+    model(x)
+    assert not calls
+    assert "forward" not in vars(model)
+
+
+def test_a_compiled_model_runs_the_steps(calls):
+    model = nn.Sequential(nn.Linear(3, 3), nn.GRU(3, 4))
+    x = torch.randn(5, 2, 3)
+    expected = model(x)[0]
+    fuse_(model)
+    assert torch.allclose(torch.compile(model, backend="eager")(x)[0], expected, atol=1e-6)
+    assert calls
+    torch._dynamo.reset()
