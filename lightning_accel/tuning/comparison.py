@@ -50,9 +50,17 @@ def steps_per_second(steps: Sequence[Step]) -> float:
 
 
 def compare(
-    baseline: Variant, variant: Variant, *, width: float, least: int, most: int, seconds: float, deadline: float
+    baseline: Variant,
+    variant: Variant,
+    *,
+    width: float,
+    least: int,
+    most: int,
+    seconds: float,
+    deadline: float,
+    needed: float = 1.0,
 ) -> Ratio:
-    """Run two variants in turns until the interval of their ratio is narrow, or below 1.
+    """Run two variants in turns until the interval of their ratio is narrow, or below what is needed.
 
     Args:
         baseline: a variant that has warmed up.
@@ -62,6 +70,7 @@ def compare(
         most: turns of each at most.
         seconds: length of a turn.
         deadline: when to stop, a time of ``time.monotonic``.
+        needed: a ratio, below which it does not matter how much the variant is faster.
 
     Raises:
         TrialError: if one of them fails, or there is not the time for the least turns.
@@ -75,5 +84,5 @@ def compare(
             continue
         ratio = ratio_of(ratios)
         is_narrow = math.log(ratio.high / ratio.low) <= 2 * width
-        if is_narrow or ratio.high < 1 or len(ratios) >= most or time.monotonic() + 2 * seconds > deadline:
+        if is_narrow or ratio.high < needed or len(ratios) >= most or time.monotonic() + 2 * seconds > deadline:
             return ratio

@@ -16,7 +16,7 @@ from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.parity import Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.savings import savings_for
-from lightning_accel.tuning.variant import TrialError, Variant, fork_server
+from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, fork_server
 
 Goal = Literal["speed", "memory"]
 GOALS = get_args(Goal)
@@ -313,10 +313,12 @@ class Search:
             deadline = self._deadline(0.3 if least == 4 else 1.0)
             try:
                 reference, _ = self._warm_variant(name, against, deadline)
-                variant, found.start_seconds = self._warm_variant(name, changes, deadline)
+                pays_until = time.monotonic() + self._longest_start()
+                variant, found.start_seconds = self._warm_variant(name, changes, min(deadline, pays_until))
                 found.ratio = compare(
-                    reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline
-                )
+                    reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline,
+                    needed=self._needed(found) if against == Changes() else 1.0,
+                )  # fmt: skip
                 found.over_run = self._over_run(found)
                 if self.outcome.goal == "memory":
                     found.saving = _saving(reference, variant)
@@ -325,6 +327,8 @@ class Search:
                 found.reason = self._why_not(found)
             except TrialError as error:
                 found.reason = str(error)
+                if isinstance(error, NotReadyError) and pays_until < deadline:
+                    found.reason = "starts for longer than the whole run trains"
                 self._forget_ended()
             if not name.startswith("together"):
                 self._forget(changes)
@@ -352,14 +356,27 @@ class Search:
             savings.append(_saving(*pair))
         return ratio_of(savings)
 
+    def _training_seconds(self) -> float:
+        """Return how long the planned run trains as it is given; infinitely long if it has no end."""
+        planned = self._baseline["facts"]["planned_steps"]
+        return math.inf if planned is None else planned / self._baseline["rate"]
+
+    def _extra_seconds(self, found: Measurement) -> float:
+        return max(0.0, found.start_seconds - self._baseline["start_seconds"])
+
+    def _longest_start(self) -> float:
+        """Return the seconds of a start that no speed makes up for in the planned run."""
+        bearable = LEAST_SPEED if self.outcome.goal == "memory" else 1.0
+        return self._baseline["start_seconds"] + self._training_seconds() / bearable
+
+    def _needed(self, found: Measurement) -> float:
+        """Return how much faster a step has to be to make up for the start in the planned run."""
+        share = self._extra_seconds(found) / self._training_seconds()
+        return 1 / (1 - share) if share < 1 else math.inf
+
     def _over_run(self, found: Measurement) -> float:
         assert found.ratio is not None
-        planned = self._baseline["facts"]["planned_steps"]
-        if planned is None:
-            return found.ratio.value
-        training = planned / self._baseline["rate"]
-        extra = max(0.0, found.start_seconds - self._baseline["start_seconds"])
-        return training / (training / found.ratio.value + extra)
+        return 1 / (1 / found.ratio.value + self._extra_seconds(found) / self._training_seconds())
 
     def _why_not(self, found: Measurement) -> str:
         assert found.ratio is not None

@@ -22,6 +22,10 @@ class TrialError(Exception):
     """Say why a variant did not run."""
 
 
+class NotReadyError(TrialError):
+    """Say that a variant has not begun its steps in time."""
+
+
 @dataclass(frozen=True)
 class Step:
     """Hold when a step began and ended, by ``time.monotonic``, how long it waited for data, and its loss."""
@@ -184,7 +188,7 @@ class Variant:
             if now > since + self.stall_timeout * patience:
                 raise TrialError(f"hangs: no step for {self.stall_timeout * patience:.0f} s")
             if now > deadline:
-                raise TrialError("not ready within its share of the budget")
+                raise NotReadyError("not ready within its share of the budget")
             time.sleep(_POLL)
         return steps
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import has_dropout
 from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.search import Search
-from lightning_accel.tuning.variant import Step, TrialError
+from lightning_accel.tuning.variant import NotReadyError, Step, TrialError
 from lightning_accel.tuning.writing import write_outcome
 
 FACTS = {
@@ -50,7 +51,7 @@ class World:
     def __init__(self, monkeypatch, facts=FACTS):
         self.speed = {"compile": 1.5, "precision": 1.4, "channels_last": 0.8}
         self.bytes = {"micro_batches": 0.4, "activation_checkpointing": 0.6, "precision": 0.8}
-        self.fails, self.start_seconds = {}, {}
+        self.fails, self.start_seconds, self.needed = {}, {}, {}
         self.unequal, self.different = set(), set()
         self.started, self.interrupt_at = [], None
         world = self
@@ -71,7 +72,10 @@ class World:
                     if name in world.fails:
                         self.is_alive = False
                         raise TrialError(world.fails[name])
-                return 5.0 + sum(world.start_seconds.get(name, 0) for name in names)
+                seconds = 5.0 + sum(world.start_seconds.get(name, 0) for name in names)
+                if seconds > deadline - time.monotonic():
+                    raise NotReadyError("not ready within its share of the budget")
+                return seconds
 
             def run_for(self, seconds, deadline):
                 duration = 0.1 / world.speed_of(self.changes)
@@ -89,7 +93,8 @@ class World:
             def stop(self):
                 self.is_alive = False
 
-        def compare(reference, variant, **_):
+        def compare(reference, variant, *, needed, **_):
+            self.needed[str(self.names(variant.changes))] = needed
             value = world.speed_of(variant.changes) / world.speed_of(reference.changes)
             return Ratio(value, value * 0.98, value * 1.02, 5)
 
@@ -231,6 +236,17 @@ def test_an_interrupted_search_hands_back_the_best_so_far(world, tmp_path):
     assert names(one.outcome) == ["compile"]
     assert one.outcome.is_faster
     assert "interrupted" in one.outcome.verdicts[-1].reason
+
+
+def test_a_start_that_no_speed_makes_up_for_is_not_waited_for(monkeypatch, tmp_path):
+    """The run trains for 10 s, and starts for 5."""
+    world = World(monkeypatch, FACTS | {"planned_steps": 100})
+    world.start_seconds = {"compile": 12, "channels_last": 5}
+    outcome = run(tmp_path)
+    assert outcome.alone["compile=children"].reason == "starts for longer than the whole run trains"
+    assert world.needed["['channels_last']"] == pytest.approx(2)  # 5 s of 10 remain
+    assert world.needed["['precision']"] == 1
+    assert names(outcome) == ["precision"]
 
 
 def test_measurements_of_another_run_are_not_mixed(world, tmp_path):

@@ -50,6 +50,12 @@ def test_turns_end_when_the_interval_is_narrow_or_below_one():
     loser = Turns(0.40, 0.44)
     assert compare(Turns(0.2), loser, width=0.001, least=3, most=9, seconds=1, deadline=math.inf).high < 1
     assert loser.taken == 3
+    too_slow = Turns(0.17, 0.13)  # at most 1.9 times as fast
+    turns = {"width": 0.001, "least": 3, "most": 9, "seconds": 1, "deadline": math.inf}
+    assert 1 < compare(Turns(0.2), too_slow, needed=2, **turns).high < 2
+    assert too_slow.taken == 3
+    compare(Turns(0.2), too_slow, **turns)
+    assert too_slow.taken == 3 + 9
 
 
 def test_turns_end_with_their_time():
