@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins import LayerSync, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -263,3 +264,8 @@ def make_result(
     meta = _Metadata(**options, reduce_fx=reduction)
     meta.sync = _Sync(fn=reduce, **sync)
     return _ResultMetric(meta, is_tensor)
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return the arguments that ``strategy`` will give to DistributedDataParallel; its constructor alone takes them."""
+    return strategy._ddp_kwargs

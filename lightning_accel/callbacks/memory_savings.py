@@ -5,15 +5,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
 from lightning_accel._private.torch import BatchNormBase, tree_map_only
+from lightning_accel.callbacks.ddp_settings import is_ddp
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
 from lightning_accel.strategies.sharding.blocks import find_blocks, recompute_activations
-from lightning_accel.strategies.sharding.strategy import FullyShardedStrategy
 
 
 class MemorySavings(L.Callback):
@@ -162,8 +162,7 @@ def has_batch_norms(*modules: nn.Module) -> bool:
 
 def _require_splittable(trainer: L.Trainer, module: L.LightningModule) -> None:
     require_own_steps(trainer, module, "MemorySavings(micro_batches)", "split batches there")
-    whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-    if not whole or isinstance(trainer.strategy, FullyShardedStrategy):
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_ddp(trainer.strategy):
         raise TypeError(
             "micro_batches needs a single device or DDP, whose gradients are whole; got "
             f"{type(trainer.strategy).__name__}: use accumulate_grad_batches with smaller batches"

@@ -70,9 +70,7 @@ class AccelDDPStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._trained = self._find_trained()
         if self.compression in _HOOKS:
-            hook = _HOOKS[self.compression]
-            # by another name, since torch rejects its own on gloo, which can send bf16, too
-            self.model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+            compress_gradients(self.model, self.compression)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._has_failed:  # after a failure this process may be alone, as when it saves a checkpoint
@@ -106,3 +104,10 @@ class AccelDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._accumulating = False
         super().teardown()
+
+
+def compress_gradients(model: DistributedDataParallel, dtype: str) -> None:
+    """Send gradients as ``bf16`` or ``fp16``."""
+    hook = _HOOKS[dtype]
+    # by another name, since torch rejects its own on gloo, which can send bf16, too
+    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))

@@ -49,8 +49,10 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     yield from precisions(facts, is_cuda)
     yield from compilations(facts)
     yield from _loaders(facts, wait_share, is_cuda)
+    if facts["world_size"] > 1:
+        yield from _ddp(facts)
     if not is_cuda:
-        for threads in sorted({1, facts["cores"]} - {facts["threads"]}):
+        for threads in sorted({1, max(1, facts["cores"] // facts["world_size"])} - {facts["threads"]}):
             yield _speedup(f"threads={threads}", "threads", "exact", threads=threads)
         if platform.libc_ver()[0] == "glibc":
             yield _speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
@@ -134,3 +136,28 @@ def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iter
         return
     for number in sorted({0, 1, 2, facts["cores"]} - {now}):
         yield _speedup(f"num_workers={number}", "num_workers", "random", num_workers=number)
+
+
+def _ddp(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    now = facts["ddp"]
+    if not now:
+        yield Refusal("DDP", "the strategy is another one, and synchronizes gradients in its own way")
+        return
+
+    def change(kind: Kind, **arguments: Any) -> Factor:
+        ((name, value),) = arguments.items()
+        return Factor(f"{name}={value}", name, kind, Changes(ddp=arguments))
+
+    for size in sorted({5, 100} - {now.get("bucket_cap_mb", 25)}):
+        yield change("exact", bucket_cap_mb=size)
+    if not now.get("gradient_as_bucket_view"):
+        yield change("exact", gradient_as_bucket_view=True)
+    if not now["is_plain"]:
+        reason = "accel_ddp looks for unused parameters, and compresses gradients by an argument of its own"
+        yield from (Refusal(name, reason) for name in ("static_graph", "find_unused_parameters", "compression"))
+        return
+    if not now.get("static_graph"):
+        yield change("exact", static_graph=True)
+    if now.get("find_unused_parameters"):
+        yield change("exact", find_unused_parameters=False)
+    yield change("rounding", compression="bf16")

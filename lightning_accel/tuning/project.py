@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 
+from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.measure import isolate
@@ -26,29 +27,37 @@ class Changes:
         trainer: arguments of the Trainer.
         speedups: arguments of :class:`lightning_accel.callbacks.Speedups`.
         savings: arguments of :class:`lightning_accel.callbacks.MemorySavings`.
+        ddp: arguments of :class:`lightning_accel.callbacks.DDPSettings`.
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)
     speedups: dict[str, Any] = field(default_factory=dict)
     savings: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
 
     def __or__(self, other: "Changes") -> "Changes":
-        return Changes(self.trainer | other.trainer, self.speedups | other.speedups, self.savings | other.savings)
+        return Changes(
+            self.trainer | other.trainer,
+            self.speedups | other.speedups,
+            self.savings | other.savings,
+            self.ddp | other.ddp,
+        )
 
     def callbacks(self) -> list[L.Callback]:
-        """Return the callbacks that apply speedups and savings, if there are any."""
-        kinds = ((MemorySavings, self.savings), (Speedups, self.speedups))
-        return [kind(**arguments) for kind, arguments in kinds if arguments]
+        """Return the callbacks that apply what is no argument of the Trainer."""
+        return [kind(**arguments) for kind, arguments in self._given()]
 
     def config(self) -> dict[str, Any]:
         """Return the overlay of a config that makes the changes."""
-        kinds = (("MemorySavings", self.savings), ("Speedups", self.speedups))
         appended = [
-            {"class_path": f"lightning_accel.callbacks.{name}", "init_args": arguments}
-            for name, arguments in kinds
-            if arguments
+            {"class_path": f"lightning_accel.callbacks.{kind.__name__}", "init_args": arguments}
+            for kind, arguments in self._given()
         ]
         return {"trainer": self.trainer | ({"callbacks+": appended} if appended else {})}
+
+    def _given(self) -> list[tuple[type[L.Callback], dict[str, Any]]]:
+        kinds = ((DDPSettings, self.ddp), (MemorySavings, self.savings), (Speedups, self.speedups))
+        return [(kind, arguments) for kind, arguments in kinds if arguments]
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,20 @@ from typing import IO, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from lightning_accel._private.lightning import ddp_options
 from lightning_accel._private.torch import DropoutBase
+from lightning_accel.callbacks.ddp_settings import is_ddp
 from lightning_accel.callbacks.memory_savings import has_batch_norms
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
 from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import PeakMemory, batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.nn.recurrent.fused import is_fusible
-from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy, find_blocks
+from lightning_accel.strategies import AccelDDPStrategy, find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 
@@ -141,6 +143,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "batch_norms_in_blocks": has_batch_norms(*find_blocks(module)),
         "automatic_optimization": module.automatic_optimization,
         "strategy": _kind_of(trainer.strategy),
+        "ddp": _ddp_of(trainer.strategy),
         "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [
@@ -183,10 +186,17 @@ def _kind_of(strategy: Strategy) -> str:
     """Return ``single``, ``ddp``, or ``other``, which splits parameters or batches itself."""
     if isinstance(strategy, SingleDeviceStrategy):
         return "single"
-    splits = isinstance(strategy, FullyShardedStrategy | PipelineStrategy)
-    return "ddp" if isinstance(strategy, DDPStrategy) and not splits else "other"
+    return "ddp" if is_ddp(strategy) else "other"
 
 
 def _random_state(device: torch.device) -> list[int]:
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return state.tolist()
+
+
+def _ddp_of(strategy: Strategy) -> dict[str, Any]:
+    """Return what DDP was given, as far as it is plain values, and whether it is Lightning's own; empty without DDP."""
+    if not is_ddp(strategy):
+        return {}
+    given = {name: value for name, value in ddp_options(strategy).items() if isinstance(value, bool | int | float)}
+    return {"is_plain": not isinstance(strategy, AccelDDPStrategy)} | given

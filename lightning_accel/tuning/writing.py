@@ -44,7 +44,7 @@ def overlay(outcome: Outcome, command: str, date: str) -> str:
     gains = {}
     for factor in outcome.chosen:
         gain = _gain(outcome.alone[factor.name])
-        for name in (*factor.changes.trainer, *factor.changes.speedups, *factor.changes.savings):
+        for name in (*factor.changes.trainer, *factor.changes.speedups, *factor.changes.savings, *factor.changes.ddp):
             gains[name] = f"alone {gain}, {date}"
     changes = outcome.changes
     if changes.speedups:

@@ -64,7 +64,7 @@ ARGUMENTS = {
     "Pruning": {"sparsity": 0.5, "end": 3},
     "Quantization": {"mode": "dynamic", "backend": "torchao", "seconds": 0.01},
 }
-NAMES = [name for name in callbacks.__all__ if name != "PredictionWriter"]  # which is for predict alone
+NAMES = [name for name in callbacks.__all__ if name not in ("PredictionWriter", "DDPSettings")]  # for predict, or ranks
 SLOW = {
     "CompressionReport",
     "Export",

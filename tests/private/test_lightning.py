@@ -216,6 +216,7 @@ def test_flag_of_samplers():
 def test_settings_of_strategies():
     for kind in (DDPStrategy, ModelParallelStrategy):
         assert private.timeout_of(kind(timeout=timedelta(seconds=7))) == timedelta(seconds=7)
+    assert private.ddp_options(DDPStrategy(bucket_cap_mb=3)) == {"bucket_cap_mb": 3}
     assert private.starts_scripts(DDPStrategy())
     assert not private.starts_scripts(DDPStrategy(start_method="fork"))
     assert private.starts_scripts(SingleDeviceStrategy())

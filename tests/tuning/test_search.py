@@ -26,6 +26,7 @@ FACTS = {
     "items_per_step": 8,
     "world_size": 1,
     "strategy": "single",
+    "ddp": {},
     "automatic_optimization": True,
     "has_batch_norms": False,
     "num_repeated": 4,
@@ -108,7 +109,7 @@ class World:
 
     @staticmethod
     def names(changes):
-        return [*changes.trainer, *changes.speedups, *changes.savings]
+        return [*changes.trainer, *changes.speedups, *changes.savings, *changes.ddp]
 
     def speed_of(self, changes):
         product = 1.0
@@ -358,6 +359,29 @@ def test_factors_are_those_that_the_run_admits():
     assert everything - tried(precision="bf16-mixed") == {"precision=bf16-mixed", "matmul_precision=medium"}
     assert {"precision=16-mixed", "benchmark", "pin_memory"} < tried(device="cuda")
     assert not {"threads=1", "fused_rnn"} & tried(device="cuda")
+
+
+def test_settings_of_ddp_are_tried_where_there_are_several_ranks():
+    def found(**ddp):
+        facts = FACTS | {"world_size": 2, "threads": 1, "ddp": {"is_plain": True} | ddp}
+        return {one.name for one in factors_for(facts, 0.2) if isinstance(one, Factor)} - tried()
+
+    plain = {"bucket_cap_mb=5", "bucket_cap_mb=100", "gradient_as_bucket_view=True"}
+    graph = {"static_graph=True", "compression=bf16"}
+    assert found() == plain | graph
+    assert found(bucket_cap_mb=5, static_graph=True) == (plain | graph) - {"bucket_cap_mb=5", "static_graph=True"}
+    assert found(find_unused_parameters=True) == plain | graph | {"find_unused_parameters=False"}
+    assert found(is_plain=False) == plain
+    refused = [one.name for one in factors_for(FACTS | {"world_size": 2}, 0.2) if isinstance(one, Refusal)]
+    assert "DDP" in refused
+
+
+def test_ranks_share_the_cores():
+    """Each of two ranks has one of two cores."""
+    ddp = {"ddp": {"is_plain": True}, "world_size": 2}
+    assert not any("threads" in name for name in tried(**ddp, threads=1))
+    assert "threads=2" in tried(**ddp, threads=1, cores=4)
+    assert "threads=4" not in tried(**ddp, threads=1, cores=4)
 
 
 def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
