@@ -401,7 +401,7 @@ def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
     ("module", "expected"),
     [
         (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
-        (nn.PairwiseDistance(2.0), False),
+        (nn.TripletMarginLoss(p=2.0), False),
         (nn.Sequential(nn.Linear(2, 2), nn.Dropout2d(0.1)), True),
         (nn.MultiheadAttention(4, 2, dropout=0.1), True),
         (nn.LSTM(2, 2, 2, dropout=0.1), True),
