@@ -127,6 +127,18 @@ def profile_with_stacks(activities: Sequence[Any]) -> torch.profiler.profile:
     return torch.profiler.profile(activities=activities, with_stack=True, experimental_config=config)
 
 
+def event_tree(profiled: torch.profiler.profile) -> Sequence[Any]:
+    """Return what a profile saw as trees of calls, with lines; ``events()`` takes a second to make and has no lines."""
+    inner: Any = profiled.profiler
+    trees: Sequence[Any] = inner.kineto_results.experimental_event_tree()
+    return trees
+
+
+def compilations() -> Sequence[Any]:
+    """Return times and reasons of the last 64 compilations of this process, which otherwise go only to a log."""
+    return torch._dynamo.utils.get_compilation_metrics()
+
+
 def compile_frozen(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile ``graph`` with constant weights; the options of torch.compile do not include freezing."""
     return torch._inductor.compile(graph, list(inputs), options={"freezing": True})
@@ -233,6 +245,11 @@ def _changed_iterator(loader: DataLoader[Any], change: Callable[[DataLoader[Any]
     del copied.__dict__["_get_iterator"]
     change(copied)
     return copied._get_iterator()
+
+
+def forget_workers(loader: Any) -> None:
+    """Make the next ``iter(loader)`` start workers anew, where it would use those that persist."""
+    loader._iterator = None
 
 
 def default_store() -> Any:

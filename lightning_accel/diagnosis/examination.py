@@ -3,19 +3,23 @@
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
-from lightning_accel._private.lightning import logger_connector
-from lightning_accel._private.torch import BatchNormBase, DropoutBase, profile_with_stacks, tree_leaves
-from lightning_accel.diagnosis.graph_breaks import CompiledCalls, GraphBreaks
+from lightning_accel._private.lightning import data_fetcher_of, logger_connector
+from lightning_accel._private.torch import BatchNormBase, DropoutBase, forget_workers, profile_with_stacks, tree_leaves
+from lightning_accel.diagnosis.call_tree import CallTree
+from lightning_accel.diagnosis.graph_breaks import Compilations, CompiledCalls, GraphBreaks, compilations_since
 from lightning_accel.diagnosis.host_syncs import HostSync, host_syncs
 from lightning_accel.measure import (
     FlopCount,
@@ -33,6 +37,15 @@ from lightning_accel.measure.machine import usable_cores
 _PROFILED = 2  # batches under torch.profiler
 _SANITY_BATCHES = 2
 _LEAST = 3  # batches to time
+
+
+class SlowLoop(NamedTuple):
+    """Hold a loop of small operations: its place, how often it runs and operations in a batch, and their time in ms."""
+
+    place: str
+    times: int
+    operations: int
+    ms: float
 
 
 @dataclass
@@ -60,7 +73,14 @@ class Examined:
         batch_bytes: of the tensors of a batch.
         fewer_threads_saved_ms: how much shorter a step is with one thread for each core of this process's share, None
             if it has no more than that.
+        fewer_workers_saved_ms: how much shorter a step is with a worker for each core, None if there are no more.
+        workers_start_ms: time to start and end workers, for each batch of an epoch; None if none start with each epoch.
+        fewer_workers_start_ms: that of a worker for each core.
         graph_breaks: of compiled submodules.
+        graph_breaks_ms: time that all of them take of a step.
+        compilations: during ``steps``, None if there were none.
+        loops: of small operations.
+        unused_ms: time of the submodules in the forward pass of which no parameter has a gradient.
     """
 
     device: torch.device
@@ -72,7 +92,14 @@ class Examined:
     threads: int
     batch_bytes: int = 0
     fewer_threads_saved_ms: float | None = None
+    fewer_workers_saved_ms: float | None = None
+    workers_start_ms: float | None = None
+    fewer_workers_start_ms: float | None = None
     graph_breaks: list[GraphBreaks] = field(default_factory=list)
+    graph_breaks_ms: float = 0.0
+    compilations: Compilations | None = None
+    loops: list[SlowLoop] = field(default_factory=list)
+    unused_ms: float = 0.0
     steps: list[Step] = field(default_factory=list)
     logged: list[bool] = field(default_factory=list)
     flops: int | None = None
@@ -91,7 +118,7 @@ class Examined:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the module and the single steps as values that JSON can hold."""
-        left_out = ("module", "steps", "logged", "device", "memory", "syncs", "graph_breaks")
+        left_out = ("module", "steps", "logged", "device", "memory", "syncs", "graph_breaks", "loops", "compilations")
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
         parts = part_times(self.steps)
         return told | {
@@ -101,6 +128,8 @@ class Examined:
             "steps": len(self.steps),
             "memory": None if self.memory is None else self.memory.to_dict(),
             "syncs": [sync._asdict() for sync in self.syncs],
+            "loops": [loop._asdict() for loop in self.loops],
+            "compilations": None if self.compilations is None else self.compilations._asdict(),
             "graph_breaks": [each._asdict() for each in self.graph_breaks],
         }
 
@@ -115,13 +144,18 @@ class _Examination(L.Callback):
     def __init__(self, seconds: float, max_steps: int, accumulate: int) -> None:
         self.seconds, self.max_steps = seconds, max_steps
         self.steps = StepParts(keep=max_steps)
-        self.timed: list[Step] = []
+        self.phase = ""
+        self.timed_since = 0.0
+        self.phases: dict[str, list[Step]] = {}  # the first is the run as it is
+        self.planned: dict[str, Callable[[], None]] = {}
         self.compiled: CompiledCalls | None = None
         self.profile_from = accumulate + 2  # after batches that warm up, count operations and measure memory
         self.timed_from = self.profile_from + _PROFILED
         self.seen = 0
         self.began = 0.0
         self.profiler: profile | None = None
+        self.tree: CallTree | None = None
+        self.profiled: Step | None = None  # the last batch of the tree
         self.found: Examined | None = None
         self.loaders: Any = None
         self.training_in_validation: dict[str, None] = {}
@@ -176,35 +210,57 @@ class _Examination(L.Callback):
             self.compiled.stop()
         if self.profiler is not None and self.seen == self.timed_from:
             self.profiler.stop()
-            self.found.syncs = host_syncs(self.profiler, _PROFILED)
+            self.tree = CallTree(self.profiler)
+            self.found.syncs = host_syncs(self.tree, _PROFILED)
             self.profiler = None
             self.began = time.monotonic()  # what reading the profile took is not the run's
         timed = self.seen - self.timed_from
         if timed == 1:  # the batches before it have instruments, and are complete now
+            assert self.tree is not None
+            self.profiled = self.steps.steps[-1 - self.tree.from_last]
             self.steps.steps.clear()
-        if timed > 0 and not self.timed:
+            self.timed_since = time.time()
+        if timed > 0 and not self.phases:
             self.found.logged.append(logger_connector(trainer).should_update_logs)
         is_late = time.monotonic() - self.began > self.seconds and min(timed, len(self.steps.steps)) >= _LEAST
         if timed >= self.max_steps or is_late:
             self._end_phase(trainer)
 
     def _end_phase(self, trainer: L.Trainer) -> None:
-        """Stop the fit, or if there are too many threads, go on with fewer for as many batches again."""
+        """Stop the fit, or if there are too many threads or workers, go on with fewer for as many batches again."""
         assert self.found is not None
         cores = max(int(usable_cores()) // trainer.world_size, 1)
-        if self.timed or self.found.device.type != "cpu" or self.found.threads <= cores:
+        if not self.phase:
+            loaders = [each for each in tree_leaves(self.loaders) if isinstance(each, DataLoader)]
+            if self.found.device.type == "cpu" and self.found.threads > cores:
+                self.planned["threads"] = partial(torch.set_num_threads, cores)
+            # ranks that would begin anew at different batches would wait for each other for ever
+            if trainer.world_size == 1 and sum(each.num_workers for each in loaders) > cores:
+                self.planned["workers"] = partial(_use_fewer_workers, trainer, loaders, cores)
+        if not self.planned:
             trainer.should_stop = True
             return
-        self.timed = list(self.steps.steps)
+        self._keep_steps()
+        self._restore()
+        self.phase, change = self.planned.popitem()
         self.steps.steps.clear()
-        self.max_steps += len(self.timed)
+        self.max_steps += len(self.phases[""])
         self.began = time.monotonic()
-        torch.set_num_threads(cores)
+        change()
+
+    def _keep_steps(self) -> None:
+        if self.found is not None and not self.phases:
+            self.found.compilations = compilations_since(self.timed_since)
+        self.phases[self.phase] = list(self.steps.steps)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self.found is not None
-        torch.set_num_threads(self.found.threads)
+        self._keep_steps()
+        self._restore()
         self._stop_profiler()
+
+    def _restore(self) -> None:
+        if self.found is not None:
+            torch.set_num_threads(self.found.threads)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -214,8 +270,7 @@ class _Examination(L.Callback):
         self.training_in_validation |= dict.fromkeys(names)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self.found is not None:
-            torch.set_num_threads(self.found.threads)
+        self._restore()
         self._stop_profiler()
 
     def _stop_profiler(self) -> None:
@@ -263,7 +318,7 @@ def examine(
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
             trainer.fit(module, **loaders)
     found = watch.found
-    steps = watch.timed or list(watch.steps.steps)
+    steps = watch.phases[""]
     timed = [step for step in steps if not step.parts_ns()["validation"]]
     if found is None or watch.seen < watch.timed_from + _LEAST or not timed:
         raise TooShortError(
@@ -275,15 +330,86 @@ def examine(
     pairs = list(zip(steps, found.logged, strict=False))
     found.steps = timed
     found.logged = [logged for step, logged in pairs if not step.parts_ns()["validation"]]
-    if watch.timed:
-        fewer = [step for step in watch.steps.steps if not step.parts_ns()["validation"]][1:]
-        found.fewer_threads_saved_ms = _median_ms(timed) - _median_ms(fewer) if fewer else None
+    found.fewer_threads_saved_ms = _saved_ms(watch, "threads")
+    found.fewer_workers_saved_ms = _saved_ms(watch, "workers")
     found.graph_breaks = [] if watch.compiled is None else watch.compiled.explain()
     found.flops, found.memory = counter.flops, memory.use
     found.unused = watch.unused or []
     found.training_in_validation = list(watch.training_in_validation)
+    _read_tree(watch, found)
+    _time_starts(watch, found, trainer.num_training_batches)
     found.loading_ms = _time_loading(watch.loaders, seconds / 3, max_steps)
     return found
+
+
+def _saved_ms(watch: _Examination, phase: str) -> float | None:
+    """Return how much shorter the median step of a phase is, None if there was none."""
+    # a step that had begun before the phase, and one that waits for new workers
+    fewer = [step for step in watch.phases.get(phase, [])[2:] if not step.parts_ns()["validation"]]
+    return _median_ms(watch.phases[""]) - _median_ms(fewer) if fewer else None
+
+
+def _use_fewer_workers(trainer: L.Trainer, loaders: list[DataLoader[Any]], cores: int) -> None:
+    """Begin to iterate over the loaders anew, with one worker for each core."""
+    _set_workers(loaders, max(cores // len(loaders), 1))
+    iter(data_fetcher_of(trainer.fit_loop))
+
+
+def _set_workers(loaders: list[DataLoader[Any]], most: int) -> None:
+    for loader in loaders:
+        loader.num_workers = min(loader.num_workers, most)
+        forget_workers(loader)
+
+
+def _time_starts(watch: _Examination, found: Examined, batches: float) -> None:
+    """Measure what workers that end with each epoch take for their start and end, in ms a batch."""
+    loaders = [each for each in tree_leaves(watch.loaders) if isinstance(each, DataLoader)]
+    starts = any(each.num_workers and not each.persistent_workers for each in loaders)
+    if "workers" in watch.phases:
+        found.fewer_workers_start_ms = _start_ms(loaders) / batches if starts else None
+        for loader, facts in zip(loaders, found.loader_facts, strict=True):
+            loader.num_workers = facts["num_workers"]
+            forget_workers(loader)
+    found.workers_start_ms = _start_ms(loaders) / batches if starts else None
+
+
+def _start_ms(loaders: list[DataLoader[Any]]) -> float:
+    """Return the median time of an epoch of one batch of each loader in ms."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for loader in loaders:
+            next(iter(loader), None)
+        times.append(time.perf_counter() - begin)
+    return 1000 * median(times)
+
+
+def _read_tree(watch: _Examination, found: Examined) -> None:
+    """Note what ran in the last profiled batch, without the time that the profiler took."""
+    assert watch.tree is not None
+    assert watch.profiled is not None
+    parts = {part: median(step.parts_ns()[part] / 1e6 for step in found.steps) for part in ("forward", "backward")}
+    tracing = watch.tree.tracing(part_times([watch.profiled]), parts)
+    for loop in watch.tree.loops():
+        found.loops.append(SlowLoop(loop.place, loop.times, loop.operations, tracing.ms(loop.forward, loop.backward)))
+    found.unused_ms = tracing.ms(watch.tree.modules(_without_gradients(found)))
+    regions, *spans = watch.tree.compiled()
+    breaks = sum(each.breaks for each in found.graph_breaks)
+    if regions:
+        found.graph_breaks_ms = tracing.ms(*spans) * min(breaks / regions, 1.0)
+
+
+def _without_gradients(found: Examined) -> list[nn.Module]:
+    """Return the outermost submodules of which no parameter has a gradient."""
+    used = {id(each) for name, each in found.module.named_parameters() if name not in found.unused}
+    outermost: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for each in found.module.modules():
+        own = {id(parameter) for parameter in each.parameters()}
+        if each not in inner and own and not own & used:
+            outermost.append(each)
+            inner.update(each.modules())
+    return outermost
 
 
 def _median_ms(steps: list[Step]) -> float:

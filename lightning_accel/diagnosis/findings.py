@@ -50,12 +50,16 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_slow_loader(seen, parts, machine),
         *_unpinned(seen, rates),
         *_host_syncs(seen),
+        *_small_operations(seen, parts),
         *_frequent_logging(seen),
         *_slow_callbacks(seen, parts),
         *_waiting(parts),
         *_float64(seen, parts, rates),
         *_too_many_threads(seen, machine),
+        *_too_many_workers(seen, machine),
+        *_restarted_workers(seen, parts),
         *_graph_breaks(seen),
+        *_compilations(seen),
         *_unused(seen),
         *_tiny_batch_norms(seen),
         *_training_in_validation(seen),
@@ -95,9 +99,19 @@ def _unpinned(seen: Examined, rates: Rates) -> Iterator[Finding]:
 def _host_syncs(seen: Examined) -> Iterator[Finding]:
     for sync in seen.syncs:
         verb = "prints a tensor" if sync.is_print else "reads a number of a tensor"
-        what = f"{sync.place} {verb} {sync.times:g} times a batch, and waits until it is computed"
+        waits = "which on a CPU has been computed" if seen.device.type == "cpu" else "and waits until it is computed"
+        what = f"{sync.place} {verb} {sync.times:g} times a batch, {waits}"
         mend = "print every so often" if sync.is_print else "keep it a tensor (detach()), or read it every so often"
         yield Finding("host sync", what, sync.ms, mend)
+
+
+def _small_operations(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
+    for loop in seen.loops:
+        cost = loop.ms * (1 - 1 / loop.times)  # whole tensors in place of the loop take about as long as it does once
+        if cost >= _NOTABLE * sum(parts.values()):
+            what = f"{loop.place} runs {loop.times} times a batch, {loop.operations} small operations in all"
+            mend = "operations on whole tensors in place of the loop (torch.stack, torch.vmap), or torch.compile"
+            yield Finding("small operations", f"{what}, with their backward pass {loop.ms:.3g} ms", cost, mend)
 
 
 def _frequent_logging(seen: Examined) -> Iterator[Finding]:
@@ -149,17 +163,45 @@ def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:
     yield Finding("too many threads", f"{what} share {machine.cores:g} cores", cost, mend)
 
 
+def _too_many_workers(seen: Examined, machine: Machine) -> Iterator[Finding]:
+    if seen.fewer_workers_saved_ms is None:
+        return
+    workers = sum(facts["num_workers"] or 0 for facts in seen.loader_facts)
+    started = (seen.workers_start_ms or 0.0) - (seen.fewer_workers_start_ms or 0.0)
+    what = f"{workers} workers share {machine.cores:g} cores with the training"
+    mend = f"num_workers={max(int(machine.cores), 1)} at most"
+    yield Finding("too many workers", what, max(seen.fewer_workers_saved_ms + started, 0.0), mend)
+
+
+def _restarted_workers(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
+    every = seen.workers_start_ms if seen.fewer_workers_start_ms is None else seen.fewer_workers_start_ms
+    if every is not None and every >= _NOTABLE * sum(parts.values()):
+        what = "workers start and end with each epoch, which takes this long for each of its batches"
+        yield Finding("restarted workers", what, every, "DataLoader(persistent_workers=True), or num_workers=0")
+
+
 def _graph_breaks(seen: Examined) -> Iterator[Finding]:
     for each in seen.graph_breaks:
         what = f"the compiled {each.name or 'module'} breaks its graph {each.breaks} times; first: {each.reason}"
-        yield Finding("graph breaks", what, 0.0, "rewrite that line in torch, or compile only the parts without such")
+        cost = seen.graph_breaks_ms * each.breaks / sum(one.breaks for one in seen.graph_breaks)
+        yield Finding("graph breaks", what, cost, "rewrite that line in torch, or compile only the parts without such")
+
+
+def _compilations(seen: Examined) -> Iterator[Finding]:
+    if seen.compilations is not None:
+        times, ms, first = seen.compilations
+        what = f"compiled {times} times in {len(seen.steps)} steps, after the first ones; first: {first}"
+        mend = "inputs of one shape (drop_last=True, padding to a few lengths), or torch.compile(dynamic=True)"
+        yield Finding("recompilations", what, ms / len(seen.steps), mend)
 
 
 def _unused(seen: Examined) -> Iterator[Finding]:
     if seen.unused:
         what = f"{len(seen.unused)} parameters get no gradient: {_listed(seen.unused)}"
         mend = "remove them, or requires_grad_(False); DDP needs find_unused_parameters for them, or accel_ddp"
-        yield Finding("unused parameters", what, 0.0, mend)
+        if seen.unused_ms:
+            what += f"; their forward pass takes {seen.unused_ms:.3g} ms"
+        yield Finding("unused parameters", what, seen.unused_ms, mend)
 
 
 def _tiny_batch_norms(seen: Examined) -> Iterator[Finding]:

@@ -1,11 +1,18 @@
 """Graph breaks of compiled submodules, as ``torch._dynamo.explain`` finds them for inputs of a training batch."""
 
+import sys
 from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_accel._private.torch import compiled_call, compiled_original, explain_compilation, tree_map_only
+from lightning_accel._private.torch import (
+    compilations,
+    compiled_call,
+    compiled_original,
+    explain_compilation,
+    tree_map_only,
+)
 from lightning_accel.callbacks.recorded_calls import CallRecorder, Calls
 
 
@@ -15,6 +22,28 @@ class GraphBreaks(NamedTuple):
     name: str
     breaks: int
     reason: str
+
+
+class Compilations(NamedTuple):
+    """Hold how often a run compiles anew, the time of that in ms, and the place and reason of the first time."""
+
+    times: int
+    ms: float
+    first: str
+
+
+def compilations_since(seconds: float) -> Compilations | None:
+    """Return what was compiled in this process since ``time.time()`` was ``seconds``, None if nothing."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    later = [each for each in compilations() if each.start_time is not None and each.start_time > seconds]
+    frames = [each for each in later if each.co_name is not None]
+    if not frames:
+        return None
+    first = frames[0]
+    place = f"{first.co_name} at {first.co_filename}:{first.co_firstlineno}"
+    reason = f", since {first.recompile_reason}" if first.recompile_reason else ""
+    return Compilations(len(frames), sum(each.duration_us or 0 for each in later) / 1000, place + reason)
 
 
 class CompiledCalls:

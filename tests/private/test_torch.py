@@ -114,14 +114,30 @@ def test_compilations_are_explained(capsys):
     assert private.num_compiled_graphs() == before + 1
 
 
-def test_profiles_have_stacks():
+def test_profiles_have_trees_of_calls_with_lines():
     def adds(x):
-        return x + 1
+        return torch.add(x, 1)
 
     with private.profile_with_stacks([torch.profiler.ProfilerActivity.CPU]) as profiled:
         adds(torch.ones(1))
-    (event,) = [event for event in profiled.events() if event.name == "aten::add"]
-    assert any("test_torch.py" in frame and "adds" in frame for frame in event.stack)
+    events = list(private.event_tree(profiled))
+    for event in events:
+        events += event.children
+    (event,) = [event for event in events if event.name == "aten::add"]
+    assert event.duration_time_ns >= 0
+    assert isinstance(event.extra_fields.sequence_number, int)
+    assert event.parent.extra_fields.caller.line_number == adds.__code__.co_firstlineno + 1
+    assert event.parent.parent.extra_fields.callsite.function_name == "adds"
+
+
+@pytest.mark.slow
+def test_compilations_have_reasons():
+    call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    call(torch.ones(2)), call(torch.ones(3))
+    first, second = private.compilations()[-2:]
+    assert first.recompile_reason is None
+    assert "size mismatch" in second.recompile_reason
+    assert second.start_time * 1e6 + second.duration_us > first.start_time * 1e6 + first.duration_us > 0
 
 
 def test_transforms():
@@ -331,3 +347,12 @@ def test_iterators_of_a_changed_loader():
     own = type("Own", (DataLoader,), {"_get_iterator": lambda self: iter("ab")})([1])
     assert private.makes_own_iterators(own)
     assert list(own) == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_forgotten_workers_are_started_anew():
+    loader = torch.utils.data.DataLoader([1, 2], num_workers=1, persistent_workers=True)
+    before = iter(loader)
+    assert iter(loader) is before
+    private.forget_workers(loader)
+    assert iter(loader) is not before

@@ -1,0 +1,268 @@
+"""What the doctor says of faults that are planted in a foreign project, and what they really cost.
+
+The truth is the difference of the median epochs with and without a fault, fitted in turns from equal seeds, for each
+batch. Run: ``OMP_NUM_THREADS=1 python benchmarks/doctor_planted.py [FAULT ...]``.
+"""
+
+import argparse
+import copy
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs without an installation
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.foreign.tabular import HousesData, TabularMLP
+from lightning_accel import __version__
+from lightning_accel.diagnosis import examine, find_slowness
+from lightning_accel.measure import Rates, describe_machine, measure_rates
+
+CORES = max(int(describe_machine().cores), 1)
+SIZES = {"batch_size": 256, "num_samples": 6000}  # epochs of 19 batches
+EPOCHS = 3  # timed, after one that warms up
+
+
+class Tabular(TabularMLP):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())  # without a schedule, which would need validation
+
+
+class Reading(Tabular):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item()
+        return loss
+
+
+class Doubled(Tabular):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0].double(), batch[1]], batch_idx)
+
+
+class Branching(Tabular):
+    def __init__(self):
+        super().__init__()
+        self.branch = copy.deepcopy(self.model)
+
+    def forward(self, x):
+        self.hidden = self.branch(x)
+        return super().forward(x)
+
+
+class Each(nn.Module):
+    def forward(self, logits, y):
+        loss = 0.0
+        for i in range(len(y)):
+            loss = loss + F.cross_entropy(logits[i : i + 1], y[i : i + 1])
+        return loss / len(y)
+
+
+class Looping(Tabular):
+    def __init__(self):
+        super().__init__()
+        self.loss_fn = Each()
+
+
+class Steps(nn.Module):
+    """Twenty steps without a loop, since a graph that breaks within a loop is not compiled at all."""
+
+    def __init__(self, model, pause):
+        super().__init__()
+        self.model, self.pause = model, pause
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = self.model(x)
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        x = torch.tanh(x)
+        self.pause()
+        x = x * 1.1
+        self.pause()
+        return x  # fmt: skip
+
+
+def nothing():
+    pass
+
+
+def compiled(pause):
+    module = Tabular()
+    module.model = Steps(module.model, pause)
+    module.model.compile()
+    return module
+
+
+class Sleeping(Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if index % 16 == 0:
+            time.sleep(1e-3)
+        return self.samples[index]
+
+
+class Data(HousesData):
+    def __init__(self, wrap=lambda samples: samples, **options):
+        super().__init__(**SIZES)
+        self.wrap, self.options = wrap, options
+
+    def train_dataloader(self):
+        return DataLoader(self.wrap(self.train_set), SIZES["batch_size"], shuffle=True, **self.options)
+
+
+def fit(module=Tabular, data=Data, threads=1, **options):
+    """Return what fits a new run in a folder, with further callbacks."""
+
+    def make(folder, epochs, callbacks=()):
+        torch.set_num_threads(threads)
+        L.seed_everything(0)
+        settings = {"log_every_n_steps": 50, "max_epochs": epochs, "limit_val_batches": 0, "accelerator": "cpu"}
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+        return L.Trainer(**settings | quiet | options, logger=logger, callbacks=list(callbacks)), module(), data()
+
+    return make
+
+
+SOUND = fit()
+# the finding's name, the run with the fault, that without
+FAULTS: dict[str, tuple[str, Callable, Callable]] = {
+    "item": ("host sync", fit(Reading), SOUND),
+    "sleeping dataset": ("slow loader", fit(data=lambda: Data(Sleeping)), SOUND),
+    "workers": ("too many workers", fit(data=lambda: Data(num_workers=16)), fit(data=lambda: Data(num_workers=CORES))),
+    "threads": ("too many threads", fit(threads=8 * CORES), fit(threads=CORES)),
+    "float64": ("float64", fit(lambda: Doubled().double()), SOUND),
+    "logging": ("frequent logging", fit(log_every_n_steps=1), SOUND),
+    "unused branch": ("unused parameters", fit(Branching), SOUND),
+    "graph breaks": (
+        "graph breaks",
+        fit(lambda: compiled(torch._dynamo.graph_break)),
+        fit(lambda: compiled(nothing)),
+    ),
+    "Python loop": ("small operations", fit(Looping), SOUND),
+    "not pinned": (
+        "no pinned memory",
+        fit(data=lambda: Data(pin_memory=False)),
+        fit(data=lambda: Data(pin_memory=True)),
+    ),
+}
+
+
+class Epochs(L.Callback):
+    """Time epochs with what lies between them, for each batch."""
+
+    def __init__(self):
+        self.begins = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.begins.append(time.perf_counter())
+        self.batches = trainer.num_training_batches
+
+    def times_ms(self):
+        return [1000 * (b - a) / self.batches for a, b in zip(self.begins[1:], self.begins[2:], strict=False)]
+
+
+def truth_ms(faulty, sound, rounds):
+    """Return the median time of a step with the fault, and without."""
+    times = [], []
+    for _ in range(rounds):
+        for make, found in zip((faulty, sound), times, strict=True):
+            with tempfile.TemporaryDirectory() as folder:
+                epochs = Epochs()
+                trainer, module, data = make(folder, EPOCHS + 2, [epochs])
+                trainer.fit(module, data)
+                found += epochs.times_ms()
+    return tuple(map(statistics.median, times))
+
+
+def found_ms(name, faulty, rates, rounds, seconds):
+    """Return the median cost of the finding with this name, and how often it was found."""
+    costs = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            seen = examine(*faulty(folder, 1000), seconds=seconds)
+        findings = [one for one in find_slowness(seen, describe_machine(), rates) if one.name == name]
+        costs += [sum(one.cost_ms for one in findings)] if findings else []
+    return statistics.median(costs) if costs else None, len(costs)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("faults", nargs="*", default=[], help="those to plant, all by default")
+    parser.add_argument("--rounds", type=int, default=5, help="fits with and without each fault")
+    parser.add_argument("--examinations", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of an examination")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    rates: Rates = measure_rates(tempfile.gettempdir())
+    print(f"lightning_accel {__version__}, torch {torch.__version__}, {CORES} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{'fault':18}{'finding':20}{'found':>6}{'cost':>9}{'truth':>9}{'off':>7}{'step':>9}  (ms)", flush=True)
+    for fault, (name, faulty, sound) in FAULTS.items():
+        if args.faults and fault not in args.faults:
+            continue
+        if fault == "not pinned" and not torch.cuda.is_available():
+            print(f"{fault:18}{name:20}  needs a GPU: not measured here")
+            continue
+        cost, times = found_ms(name, faulty, rates, args.examinations, args.seconds)
+        slow, plain = truth_ms(faulty, sound, args.rounds)
+        truth = slow - plain
+        told = ("", "") if cost is None else (f"{cost:.3f}", f"{cost / truth - 1:+.0%}")
+        counted = f"{times}/{args.examinations}"
+        print(f"{fault:18}{name:20}{counted:>6}{told[0]:>9}{truth:9.3f}{told[1]:>7}{plain:9.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
