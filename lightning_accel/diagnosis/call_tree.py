@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -239,7 +238,7 @@ def _own_ns(event: Any) -> int:
 
 
 def _work_ns(operations: Sequence[Any]) -> tuple[float, float]:
-    """Return the time of small and of large operations, each at the median of its kind: any may be interrupted."""
+    """Return the time of small and of large operations, each at the lower quartile of its kind: any may be interrupted."""
     times: dict[str, list[int]] = {}
     for each in operations:
         times.setdefault(each.name, []).append(_own_ns(each))
