@@ -238,16 +238,17 @@ def _own_ns(event: Any) -> int:
 
 
 def _work_ns(operations: Sequence[Any]) -> tuple[float, float]:
-    """Return the time of small and of large operations, each at the lower quartile of its kind: any may be interrupted."""
+    """Return the time of small and of large operations, each at the lower quartile of its kind."""
     times: dict[str, list[int]] = {}
     for each in operations:
         times.setdefault(each.name, []).append(_own_ns(each))
     small = large = 0.0
     for each in times.values():
-        middle = median(each)
-        small, large = (
-            (small + len(each) * middle, large) if middle < _SMALL_NS else (small, large + len(each) * middle)
-        )
+        usual = sorted(each)[len(each) // 4]  # any may be interrupted
+        if usual < _SMALL_NS:
+            small += len(each) * usual
+        else:
+            large += len(each) * usual
     return small, large
 
 
