@@ -207,4 +207,4 @@ def check_waiting(rank):
 
 @pytest.mark.slow
 def test_the_first_rank_reports_how_long_it_waits_for_the_other():
-    run_ranks(check_waiting, 2)
+    run_ranks(check_waiting)
