@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
+MARKS: dict[str, list[pytest.MarkDecorator]] = {"custom_ops": [], "tune": [pytest.mark.slow, pytest.mark.weekly]}
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +29,11 @@ def words(text: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:tutorial_add")  # that there is no compiler: formulas take the place of kernels
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem == "custom_ops" else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
+    [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, [pytest.mark.slow])) for path in NOTEBOOKS],
 )
 def test_cells_run_and_say_what_is_stored_below_them(path, capsys, run_folder, monkeypatch):
     """Except for cells with the tag ``varies``, whose words depend on the machine."""
-    monkeypatch.setenv("BUDGET", "30s")  # of tune
+    monkeypatch.setenv("BUDGET", "90s")  # of tune
     names: dict[str, object] = {"__name__": "__main__"}
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":

@@ -39,7 +39,7 @@ def test_planted_sleeps_are_found_in_their_parts_and_sum_to_the_whole(manual, tm
     begin = Begin()
     trainer = L.Trainer(
         max_epochs=1, logger=SleepingLogger(), log_every_n_steps=1, accelerator="cpu", num_sanity_val_steps=0,
-        callbacks=[begin, SleepingCallback(), ModelCheckpoint(tmp_path)],
+        callbacks=[begin, SleepingCallback(), ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     SLEPT.clear()

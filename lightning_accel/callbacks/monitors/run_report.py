@@ -201,7 +201,7 @@ class RunReport(L.Callback):
         if reason := _reason_not_to_count(trainer):
             return None, reason
         if self._counter is None:
-            return None, f"not measured in runs of less than {_COUNT_AFTER:.0f} s"
+            return None, f"not measured in the first {_COUNT_AFTER:.0f} s"
         if not self._counter.flops:
             return None, "no operations that torch counts"
         device = trainer.strategy.root_device
