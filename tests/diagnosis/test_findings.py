@@ -253,13 +253,13 @@ def test_a_loop_and_a_branch_cost_what_they_are_planted_to():
             self.branch(batch)
             loss = super().training_step(batch, batch_idx)
             for _ in range(20):
-                time.sleep(0.001)
+                time.sleep(0.002)
                 loss = loss + batch.sum()
             return loss
 
     found, seen = findings(Wasteful(), rows(8))
     assert found["unused parameters"].cost_ms == pytest.approx(20, rel=0.25)
-    assert found["small operations"].cost_ms == pytest.approx(20, rel=0.5)  # sleeps of a millisecond are longer
+    assert found["small operations"].cost_ms == pytest.approx(40, rel=0.25)
     first = Wasteful.training_step.__code__.co_firstlineno
     assert [(one.place, one.times) for one in seen.loops] == [(f"{__file__}:{first + 4} in training_step", 20)]
 
