@@ -39,7 +39,7 @@ class Refusal:
 
 
 def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor | Refusal]:
-    """Yield what can be tried on a run, and what cannot.
+    """Yield what can be tried on a run, and what cannot; last what takes longest to start.
 
     Args:
         facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
@@ -47,7 +47,6 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     """
     is_cuda = facts["device"] == "cuda"
     yield from precisions(facts, is_cuda)
-    yield from compilations(facts)
     yield from _loaders(facts, wait_share, is_cuda)
     if facts["world_size"] > 1:
         yield from _ddp(facts)
@@ -73,6 +72,7 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
         yield _speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)
     else:
         yield Refusal("fused_optimizer", "no optimizer has a fused implementation that is not used already")
+    yield from compilations(facts)
 
 
 def _speedup(name: str, group: str, kind: Kind, **arguments: Any) -> Factor:

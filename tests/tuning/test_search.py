@@ -234,7 +234,7 @@ def test_an_interrupted_search_hands_back_the_best_so_far(world, tmp_path):
     one = Search(Project("nobody:runs", {}), tmp_path, 600.0, {"of": "a test"})
     with pytest.raises(KeyboardInterrupt):
         one.run()
-    assert names(one.outcome) == ["compile"]
+    assert names(one.outcome) == ["precision"]
     assert one.outcome.is_faster
     assert "interrupted" in one.outcome.verdicts[-1].reason
 
@@ -410,6 +410,11 @@ def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
 )
 def test_dropout_is_found_in_layers(module, expected):
     assert has_dropout(module) == expected
+
+
+def test_a_budget_goes_first_to_what_starts_fast():
+    tried_in_turn = [one.group for one in factors_for(FACTS, 0.2) if isinstance(one, Factor)]
+    assert set(tried_in_turn[-2:]) == {"compile"}
 
 
 def test_changes_are_joined_field_by_field():
