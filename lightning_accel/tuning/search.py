@@ -100,6 +100,7 @@ class Outcome:
 
     @property
     def is_faster(self) -> bool:
+        """Return whether changes were found that are better by the goal: faster, or with less memory."""
         return bool(self.chosen) and self.proof is not None and self.proof.wins
 
     @property

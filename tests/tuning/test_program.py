@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_accel.tuning.program import parse_budget
+from lightning_accel.tuning.program import parse_budget, tune
 
 
 def test_budgets_have_units():
@@ -27,6 +27,15 @@ def test_a_missing_package_is_named_before_anything_is_measured(command, run_fol
     done = command("tune", "--config", "run.yaml")
     assert done.status == 1
     assert "lightning_accel[tune]" in done.err
+    assert not list(run_folder.iterdir())
+
+
+def test_rejects_other_goals(command, run_folder):
+    with pytest.raises(ValueError, match="goal must be speed or memory; got 'latency'"):
+        tune("run.yaml", goal="latency")
+    done = command("tune", "--config", "run.yaml", "--goal", "latency")
+    assert done.status == 2
+    assert "choose from" in done.err
     assert not list(run_folder.iterdir())
 
 
