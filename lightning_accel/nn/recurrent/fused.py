@@ -67,7 +67,7 @@ def _forward(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # named as 
     with torch.autocast("cpu", enabled=False):
         states = tuple(_permute(state, order) for state in given) or _zeros(layer, weights[0], shape)
         data, new = _run(layer, steps.reshape(-1, layer.input_size), states, batch_sizes)
-    dtype = _output_dtype(layer, x, given, is_packed)
+    dtype = given[0].dtype if given else x.dtype  # as torch does under autocast
     data, new = data.to(dtype), tuple(_permute(state.to(dtype), back) for state in new)
     hidden = new if len(new) == 2 else new[0]
     if is_packed:
@@ -120,10 +120,3 @@ def _run(layer: nn.RNNBase, data: Tensor, states: States, batch_sizes: Tensor) -
             ends.append(end)
         data = torch.cat(parts, dim=1) if layer.bidirectional else parts[0]
     return data, tuple(torch.stack(each) for each in zip(*ends, strict=True))
-
-
-def _output_dtype(layer: nn.RNNBase, x: Tensor, states: States, is_packed: bool) -> torch.dtype:
-    """Return the dtype of torch's outputs, which under autocast differs by kernel."""
-    if layer.mode == "LSTM" and not is_packed and torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    return states[0].dtype if states else x.dtype
