@@ -154,6 +154,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
                 timeout=timedelta(seconds=timeout_s),
             )
             torch.manual_seed(0)
+            os.environ.pop("PL_GLOBAL_SEED", None)  # an earlier check leaves it, and samplers obey it
             answer = True, check(rank, *args)
         except BaseException:
             answer = False, traceback.format_exc()
