@@ -1,7 +1,8 @@
 """What the doctor says of faults that are planted in a foreign project, and what they really cost.
 
 The truth is the difference of the median epochs with and without a fault, fitted in turns from equal seeds, for each
-batch. Run: ``OMP_NUM_THREADS=1 python benchmarks/doctor_planted.py [FAULT ...]``.
+batch; beside it is the processor time of this process, which other processes change less, but in which neither sleeps
+nor worker processes count. Run: ``OMP_NUM_THREADS=1 python benchmarks/doctor_planted.py [FAULT ...]``.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from lightning_accel.diagnosis import examine, find_slowness
 from lightning_accel.measure import Rates, describe_machine, measure_rates
 
 CORES = max(int(describe_machine().cores), 1)
-SIZES = {"batch_size": 256, "num_samples": 6000}  # epochs of 19 batches
+SIZES = {"batch_size": 256, "num_samples": 3000}  # epochs of 9 batches
 EPOCHS = 3  # timed, after one that warms up
 
 
@@ -206,15 +207,16 @@ class Epochs(L.Callback):
         self.begins = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.begins.append(time.perf_counter())
+        self.begins.append((time.perf_counter(), time.process_time()))
         self.batches = trainer.num_training_batches
 
     def times_ms(self):
-        return [1000 * (b - a) / self.batches for a, b in zip(self.begins[1:], self.begins[2:], strict=False)]
+        pairs = zip(self.begins[1:], self.begins[2:], strict=False)
+        return [[1000 * (later - sooner) / self.batches for sooner, later in zip(*pair, strict=True)] for pair in pairs]
 
 
 def truth_ms(faulty, sound, rounds):
-    """Return the median time of a step with the fault, and without."""
+    """Return the median time of a step with the fault, and without, each by the clock and of the processor."""
     times = [], []
     for _ in range(rounds):
         for make, found in zip((faulty, sound), times, strict=True):
@@ -223,7 +225,7 @@ def truth_ms(faulty, sound, rounds):
                 trainer, module, data = make(folder, EPOCHS + 2, [epochs])
                 trainer.fit(module, data)
                 found += epochs.times_ms()
-    return tuple(map(statistics.median, times))
+    return [[statistics.median(kind) for kind in zip(*found, strict=True)] for found in times]
 
 
 def found_ms(name, faulty, rates, rounds, seconds):
@@ -249,7 +251,10 @@ def main():
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     rates: Rates = measure_rates(tempfile.gettempdir())
     print(f"lightning_accel {__version__}, torch {torch.__version__}, {CORES} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{'fault':18}{'finding':20}{'found':>6}{'cost':>9}{'truth':>9}{'off':>7}{'step':>9}  (ms)", flush=True)
+    print(
+        f"{'fault':18}{'finding':20}{'found':>6}{'cost':>9}{'truth':>9}{'off':>7}{'processor':>11}{'step':>9}{'load':>6}",
+        flush=True,
+    )
     for fault, (name, faulty, sound) in FAULTS.items():
         if args.faults and fault not in args.faults:
             continue
@@ -258,10 +263,11 @@ def main():
             continue
         cost, times = found_ms(name, faulty, rates, args.examinations, args.seconds)
         slow, plain = truth_ms(faulty, sound, args.rounds)
-        truth = slow - plain
+        truth, of_processor = (more - less for more, less in zip(slow, plain, strict=True))
         told = ("", "") if cost is None else (f"{cost:.3f}", f"{cost / truth - 1:+.0%}")
         counted = f"{times}/{args.examinations}"
-        print(f"{fault:18}{name:20}{counted:>6}{told[0]:>9}{truth:9.3f}{told[1]:>7}{plain:9.3f}", flush=True)
+        head = f"{fault:18}{name:20}{counted:>6}{told[0]:>9}{truth:9.3f}{told[1]:>7}"
+        print(f"{head}{of_processor:11.3f}{plain[0]:9.3f}{os.getloadavg()[0]:6.1f}", flush=True)
 
 
 if __name__ == "__main__":
