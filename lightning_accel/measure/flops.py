@@ -1,5 +1,7 @@
 """Operations of a training batch, by torch's counter, and what share of the measured peak they are."""
 
+import sys
+from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
@@ -26,21 +28,25 @@ class FlopCount(L.Callback):
         self.batch = batch
         self.flops: int | None = None
         self._seen = 0
-        self._mode: FlopCounterMode | None = None
+        self._mode: ExitStack | None = None
+        self._counter: FlopCounterMode | None = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._seen == self.batch:
-            self._mode = FlopCounterMode(display=False)
-            self._mode.__enter__()
+            self._mode = ExitStack()
+            if "torch._dynamo" in sys.modules:  # what it meets under a mode, it would not compile in later batches
+                self._mode.enter_context(torch.compiler.set_stance("force_eager"))
+            self._counter = self._mode.enter_context(FlopCounterMode(display=False))
         self._seen += 1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._mode is not None:
-            self.flops = self._mode.get_total_flops()
+            assert self._counter is not None
+            self.flops = self._counter.get_total_flops()
             self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -48,8 +54,8 @@ class FlopCount(L.Callback):
 
     def _close(self) -> None:
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
+            self._mode.close()
+            self._mode = self._counter = None
 
 
 def share_of_peak(flops: float, seconds: float, rates: Rates, precision: str) -> float | None:

@@ -56,6 +56,34 @@ def test_operations_are_those_counted_by_hand(manual):
     assert counter.flops == BY_HAND
 
 
+@pytest.mark.slow
+def test_compiled_modules_are_counted_and_stay_compiled():
+    runs = []
+
+    def backend(graph, inputs):
+        def call(*values):
+            runs.append(graph)
+            return graph(*values)
+
+        return call
+
+    class Net(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return self.layers(x)
+
+    module = Perceptron()
+    module.net = Net(module.net)
+    module.net.compile(backend=backend)
+    counter = FlopCount(batch=1)
+    fit(counter, module=module, batches=4)
+    assert counter.flops == BY_HAND
+    assert len(runs) == 3  # all batches but the counted one
+
+
 def test_a_batch_that_never_comes_or_fails_is_not_counted():
     late = FlopCount(batch=3)
     fit(late)
