@@ -21,7 +21,9 @@ from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, f
 Goal = Literal["speed", "memory"]
 GOALS = get_args(Goal)
 _EXACT_STEPS = 10
-_UNTIL_ALONE, _UNTIL_TOGETHER = 0.45, 0.6  # shares of the budget after which no such measurement begins
+# shares of the budget after which no such measurement begins
+_UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.7
+_PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
 _SEEDS = range(5)
 LEAST_SPEED = 0.7  # where memory is the goal: to recompute all activations takes a quarter of a step's time, and more
 LEAST_SAVING = 1.05  # what counts alone, since peaks of one process vary by some percent
@@ -79,6 +81,7 @@ class Outcome:
         refused: what was not tried.
         chosen: the changes of the fastest variant whose losses agree; empty if none is faster.
         without: how much slower the chosen changes are without each of them.
+        added: how much faster they are with each of those that were not faster alone.
         verdicts: on losses.
         proof: the last measurement, of all chosen changes.
         seconds: how long everything took.
@@ -92,6 +95,7 @@ class Outcome:
     refused: list[Refusal] = field(default_factory=list)
     chosen: list[Factor] = field(default_factory=list)
     without: dict[str, Measurement] = field(default_factory=dict)
+    added: dict[str, Measurement] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     proof: Measurement | None = None
     seconds: float = 0.0
@@ -165,7 +169,7 @@ class Search:
             self._measure_baseline()
             winners = self._try_alone()
             chosen = self._try_together(winners) if len(winners) > 1 else winners
-            self._prove(chosen)
+            self._prove(self._try_added(chosen) if self.outcome.goal == "speed" else chosen)
         except KeyboardInterrupt:
             self._hand_back_best()
             raise
@@ -224,6 +228,7 @@ class Search:
         while len(chosen) > 1:
             found = self._measure(f"together {_names(chosen)}", Changes(), together(chosen), most=8)
             if found.ratio is not None and (found.saving is None or found.over_run >= LEAST_SPEED):
+                self._best = max(self._best, found.gain)
                 break
             chosen.pop()  # they cannot work together, or not at a bearable speed: without the least effective
         for factor in reversed(winners):
@@ -236,6 +241,23 @@ class Search:
             if found.ratio is not None and (found.saving or found.ratio.value) > 0.995:
                 self._forget(together(chosen))
                 chosen = others
+        return chosen
+
+    def _try_added(self, chosen: list[Factor]) -> list[Factor]:
+        """Return the chosen changes and those others, not faster alone, with which they are faster still."""
+        promising = [
+            one for one in self._tried if (ratio := self.outcome.alone[one.name].ratio) and ratio.high > _PROMISING
+        ]
+        for factor in sorted(promising, key=lambda one: -self.outcome.alone[one.name].gain):
+            name = f"{factor.name} beside {_names(chosen)}"
+            is_affordable = name in self.journal or self._passed() < _UNTIL_ADDED
+            if not chosen or factor.group in {one.group for one in chosen} or not is_affordable:
+                continue
+            found = self._measure(name, together(chosen), together([*chosen, factor]), most=8)
+            self.outcome.added[factor.name] = found
+            if found.wins:
+                self._forget(together(chosen))
+                chosen = [*chosen, factor]
         return chosen
 
     def _prove(self, chosen: list[Factor]) -> None:
@@ -313,14 +335,14 @@ class Search:
             found = Measurement()
             deadline = self._deadline(0.3 if least == 4 else 1.0)
             try:
-                reference, _ = self._warm_variant(name, against, deadline)
+                reference, before = self._warm_variant(name, against, deadline)
                 pays_until = time.monotonic() + self._longest_start()
                 variant, found.start_seconds = self._warm_variant(name, changes, min(deadline, pays_until))
                 found.ratio = compare(
                     reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline,
                     needed=self._needed(found) if against == Changes() else 1.0,
                 )  # fmt: skip
-                found.over_run = self._over_run(found)
+                found.over_run = self._over_run(found) if against == Changes() else self._over_rest(found, before)
                 if self.outcome.goal == "memory":
                     found.saving = _saving(reference, variant)
                     if least > 4:
@@ -378,6 +400,12 @@ class Search:
     def _over_run(self, found: Measurement) -> float:
         assert found.ratio is not None
         return 1 / (1 / found.ratio.value + self._extra_seconds(found) / self._training_seconds())
+
+    def _over_rest(self, found: Measurement, before: float) -> float:
+        """Return how much faster the planned run is than with the best changes so far, which start in ``before`` s."""
+        assert found.ratio is not None
+        extra = max(0.0, found.start_seconds - before) / (self._training_seconds() / self._best)
+        return 1 / (1 / found.ratio.value + extra)
 
     def _why_not(self, found: Measurement) -> str:
         assert found.ratio is not None

@@ -43,9 +43,10 @@ def overlay(outcome: Outcome, command: str, date: str) -> str:
     """Return the YAML that a run takes by another ``--config``, with what each line gained alone as its comment."""
     gains = {}
     for factor in outcome.chosen:
-        gain = _gain(outcome.alone[factor.name])
+        added = outcome.added.get(factor.name)
+        gain = f"alone {_gain(outcome.alone[factor.name])}" if added is None else f"beside the others {_gain(added)}"
         for name in (*factor.changes.trainer, *factor.changes.speedups, *factor.changes.savings, *factor.changes.ddp):
-            gains[name] = f"alone {gain}, {date}"
+            gains[name] = f"{gain}, {date}"
     changes = outcome.changes
     if changes.speedups:
         changes.speedups["measured_on"] = machine_name()
@@ -104,6 +105,15 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
         what = "times as fast as with it (95 %)" if outcome.goal == "speed" else "times less memory than with it"
         lines += ["", "## Without each change", "", f"| without | {what} |", "| --- | --- |"]
         lines += [f"| {name} | {_gain(found)} |" for name, found in outcome.without.items()]
+    if outcome.added:
+        lines += [
+            "",
+            "## With each further change",
+            "",
+            "| with | times as fast as without it (95 %) |",
+            "| --- | --- |",
+        ]
+        lines += [f"| {name} | {_gain(found)} |" for name, found in outcome.added.items()]
     if outcome.refused:
         lines += ["", "## Not tried", "", *[f"- {one.name}: {one.reason}" for one in outcome.refused]]
     return "\n".join(lines) + "\n"

@@ -53,7 +53,7 @@ class World:
         self.speed = {"compile": 1.5, "precision": 1.4, "channels_last": 0.8}
         self.bytes = {"micro_batches": 0.4, "activation_checkpointing": 0.6, "precision": 0.8}
         self.fails, self.start_seconds, self.needed = {}, {}, {}
-        self.unequal, self.different = set(), set()
+        self.unequal, self.different, self.pairs = set(), set(), {}
         self.started, self.interrupt_at = [], None
         world = self
 
@@ -115,6 +115,8 @@ class World:
         product = 1.0
         for name in self.names(changes):
             product *= self.speed.get(name, 1.0)
+        for pair, factor in self.pairs.items():
+            product *= factor if pair <= set(self.names(changes)) else 1.0
         return product
 
     @staticmethod
@@ -151,6 +153,27 @@ def test_what_the_others_make_useless_is_left_out_again(world, tmp_path, monkeyp
     outcome = run(tmp_path)
     assert len(outcome.chosen) == 1
     assert len(outcome.without) > 2
+
+
+def test_a_change_that_helps_only_beside_others_is_added(world, tmp_path):
+    world.speed = {"precision": 1.4, "channels_last": 0.95, "fused_optimizer": 0.8}
+    world.pairs = {frozenset({"precision", "channels_last"}): 1.3, frozenset({"precision", "fused_optimizer"}): 2.0}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["channels_last", "precision"]  # what is far slower alone is not tried again
+    assert outcome.added["channels_last"].ratio.value == pytest.approx(0.95 * 1.3)
+    assert "fused_optimizer" not in outcome.added
+    overlay, report, *_ = write_outcome(outcome, tmp_path, "a test", "today")
+    assert "| channels_last | 1.23 " in report.read_text()
+    assert "channels_last: true  # beside the others 1.23 " in overlay.read_text()
+
+
+def test_an_added_compilation_has_to_pay_within_the_planned_run(monkeypatch, tmp_path):
+    world = World(monkeypatch, FACTS | {"planned_steps": 1000})  # 100 s as it is, 71 s in fewer digits
+    world.speed = {"precision": 1.4, "compile": 0.95}
+    world.pairs, world.start_seconds = {frozenset({"precision", "compile"}): 1.3}, {"compile": 20}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["precision"]
+    assert outcome.added["compile=children"].over_run == pytest.approx(1 / (1 / (0.95 * 1.3) + 20 * 1.4 / 100))
 
 
 def test_a_failing_change_is_a_row_and_the_rest_goes_on(world, tmp_path):
