@@ -1,5 +1,6 @@
 """Examination of a user's own fit in a temporary folder."""
 
+import gc
 import tempfile
 import time
 import warnings
@@ -150,7 +151,8 @@ class _Examination(L.Callback):
         self.planned: dict[str, Callable[[], None]] = {}
         self.compiled: CompiledCalls | None = None
         self.profile_from = accumulate + 2  # after batches that warm up, count operations and measure memory
-        self.timed_from = self.profile_from + _PROFILED
+        self.profile_until = self.profile_from + _PROFILED
+        self.timed_from = self.profile_until + 1  # a batch after a profile and a collection of garbage is slower
         self.seen = 0
         self.began = 0.0
         self.profiler: profile | None = None
@@ -208,16 +210,17 @@ class _Examination(L.Callback):
         self.seen += 1
         if self.seen == 1 and self.compiled is not None:
             self.compiled.stop()
-        if self.profiler is not None and self.seen == self.timed_from:
+        if self.profiler is not None and self.seen == self.profile_until:
             self.profiler.stop()
             self.tree = CallTree(self.profiler)
             self.found.syncs = host_syncs(self.tree, _PROFILED)
             self.profiler = None
+            gc.collect()  # or it would be while a step is timed
             self.began = time.monotonic()  # what reading the profile took is not the run's
         timed = self.seen - self.timed_from
         if timed == 1:  # the batches before it have instruments, and are complete now
             assert self.tree is not None
-            self.profiled = self.steps.steps[-1 - self.tree.from_last]
+            self.profiled = self.steps.steps[-2 - self.tree.from_last]
             self.steps.steps.clear()
             self.timed_since = time.time()
         if timed > 0 and not self.phases:

@@ -314,7 +314,7 @@ def test_accumulated_batches_are_examined():
 
 
 def test_a_run_that_is_too_short_says_so():
-    with pytest.raises(TooShortError, match="ended after 4 batches, and the doctor needs at least 8"):
+    with pytest.raises(TooShortError, match="ended after 4 batches, and the doctor needs at least 9"):
         findings(Sleeping(), rows(4), max_epochs=1)
 
 
