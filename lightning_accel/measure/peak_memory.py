@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ class PeakMemory:
     """Measure the most memory that this process needs from now on, above what it holds now.
 
     Without a GPU that is the rise of the peak of resident memory, to which the memory is added that its children, such
-    as loaders' workers, hold alone when it is read. What is there already, such as imported libraries, the weights and
-    data in memory, is left out. On CUDA it is the peak of what tensors take on the device, weights included.
+    as loaders' workers, hold alone when it is read. What is there already, such as imported libraries, the weights,
+    data in memory and other children, is left out. On CUDA it is the peak of what tensors take, weights included.
 
     Args:
         device: where the run computes.
@@ -28,6 +27,7 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
+        self._others = set(_children())
         gc.collect()
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)  # freed memory that is used again would hide what the run needs
@@ -35,11 +35,11 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
         self._begin = _resident_peak()
 
-    def read(self, others: Collection[int] = ()) -> int:
-        """Return the bytes; ``others`` are the process ids of children that are left out."""
+    def read(self) -> int:
+        """Return that memory in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        children = sum(_private_bytes(child) for child in _children() if child not in others)
+        children = sum(_private_bytes(child) for child in _children() if child not in self._others)
         return _resident_peak() - self._begin + children
 
 

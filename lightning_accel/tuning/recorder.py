@@ -100,9 +100,8 @@ class StepRecorder(L.Callback):
             self._begin, self._waited, self._validated = now, 0.0, 0.0
         self.num_recorded += 1
         if self._memory is not None and self.num_recorded & (self.num_recorded - 1) == 0:
-            ranks = [one.pid for one in getattr(trainer.strategy.launcher, "procs", [])]
             with open(self.folder / f"memory_{trainer.global_rank}.csv", "a") as file:
-                file.write(f"{self.num_recorded},{self._memory.read(ranks)}\n")
+                file.write(f"{self.num_recorded},{self._memory.read()}\n")
         if self.num_recorded == self.num_steps:
             raise TrialEnd
 
