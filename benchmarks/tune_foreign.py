@@ -4,7 +4,7 @@ python benchmarks/tune_foreign.py [--budget 10m] [--only vae unet ...] [--output
 
 Each project of benchmarks/foreign is tuned by itself, one after the other, with nothing else running. A row gives the
 samples per second of the run as it is and of the proven variant, their ratio with its 95 % interval, what was chosen,
-the time that the search took, and what its last comparison of losses found. A project for which nothing was found
+the time that the search took, and the comparison of its losses that passed last. A project for which nothing was found
 counts as 1 in the geometric mean. Searches that were interrupted go on; a search that has ended is not repeated.
 """
 
@@ -38,7 +38,7 @@ def row(name: str, outcome: Outcome) -> Iterator[str]:
     yield str(outcome.proof.ratio) if outcome.is_faster else "1"
     yield ", ".join(factor.name for factor in outcome.chosen) if outcome.is_faster else "nothing"
     yield f"{outcome.seconds:.0f}"
-    yield outcome.verdicts[-1].reason if outcome.verdicts else ""
+    yield next((verdict.reason for verdict in reversed(outcome.verdicts) if verdict.passed), "")
 
 
 def main() -> None:
