@@ -78,55 +78,14 @@ class Looping(Tabular):
 
 
 class Steps(nn.Module):
-    """Twenty steps without a loop, since a graph that breaks within a loop is not compiled at all."""
+    """Twenty pauses without a loop, since a graph that breaks within a loop is not compiled at all."""
 
     def __init__(self, model, pause):
         super().__init__()
         self.model, self.pause = model, pause
 
-    def forward(self, x):
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = self.model(x)
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        x = torch.tanh(x)
-        self.pause()
-        x = x * 1.1
-        self.pause()
-        return x  # fmt: skip
+    half = "x = torch.tanh(x); self.pause(); x = x * 1.1; self.pause()\n    " * 5
+    exec(f"def forward(self, x):\n    {half}x = self.model(x)\n    {half}return x")
 
 
 def nothing():

@@ -19,7 +19,7 @@ import torch
 
 from lightning_accel import tune
 from lightning_accel.callbacks.speedups import machine_name
-from lightning_accel.tuning.search import Outcome
+from lightning_accel.tuning.outcome import Outcome
 from lightning_accel.tuning.variant import TrialError
 
 FOLDER = Path(__file__).parent / "foreign"

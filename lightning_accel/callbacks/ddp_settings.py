@@ -69,6 +69,9 @@ class DDPSettings(L.Callback):
             options.update(self._before)
             self._before = None
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")  # which Lightning leaves out
+
 
 def is_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
     """Return whether a strategy is DDP with whole parameters on each process."""

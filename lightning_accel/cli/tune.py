@@ -11,9 +11,9 @@ import yaml
 
 from lightning_accel.cli.bare_run import BareRun
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+from lightning_accel.tuning.outcome import GOALS
 from lightning_accel.tuning.program import tune
 from lightning_accel.tuning.project import Changes, fit_isolated
-from lightning_accel.tuning.search import GOALS
 from lightning_accel.tuning.variant import TrialError
 from lightning_accel.tuning.writing import claim
 

@@ -1,6 +1,7 @@
 """Operations of a training batch, by torch's counter, and what share of the measured peak they are."""
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,13 +22,14 @@ class FlopCount(L.Callback):
         batch: number of the batch to count, from 0, within this fit.
 
     Attributes:
-        flops: operations of that batch in this process; None before it ends.
+        flops: operations of that batch in this process; None before it ends, or if a formula of torch's fails on it.
     """
 
     def __init__(self, batch: int = 1) -> None:
         self.batch = batch
         self.flops: int | None = None
         self._seen = 0
+        self._has_failed = False
         self._mode: ExitStack | None = None
         self._counter: FlopCounterMode | None = None
 
@@ -39,6 +41,8 @@ class FlopCount(L.Callback):
             if "torch._dynamo" in sys.modules:  # what it meets under a mode, it would not compile in later batches
                 self._mode.enter_context(torch.compiler.set_stance("force_eager"))
             self._counter = self._mode.enter_context(FlopCounterMode(display=False))
+            formulas = self._counter.flop_registry
+            self._counter.flop_registry = {operation: self._guarded(formulas[operation]) for operation in formulas}
         self._seen += 1
 
     def on_train_batch_end(
@@ -46,8 +50,20 @@ class FlopCount(L.Callback):
     ) -> None:
         if self._mode is not None:
             assert self._counter is not None
-            self.flops = self._counter.get_total_flops()
+            self.flops = None if self._has_failed else self._counter.get_total_flops()
             self._close()
+
+    def _guarded(self, formula: Callable[..., int]) -> Callable[..., int]:
+        """Return a formula for operations that does not end the step, which would run without it, where it raises."""
+
+        def count(*args: Any, **kwargs: Any) -> int:
+            try:
+                return formula(*args, **kwargs)
+            except Exception:
+                self._has_failed = True
+                return 0
+
+        return count
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()

@@ -1,15 +1,15 @@
 """Accounting of a fit's wall time by parts of a step, from the actions that Lightning reports to its profiler."""
 
 import time
-import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
 
 # In the order of a step
 PARTS = (
@@ -219,10 +219,18 @@ def part_of(action: str) -> str:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return how many samples a batch holds, as Lightning tells it; None if it holds no tensor."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is a guess
-        try:
-            return extract_batch_size(batch)
-        except Exception:
-            return None
+    """Return the size of the first dimension of a batch's first tensor, or its number of graphs; None without one.
+
+    Lightning's own function warns where several tensors differ, and reads iterators, which it empties.
+    """
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(graphs := getattr(batch, "num_graphs", None), int):
+        return graphs
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif is_dataclass(batch):
+        batch = vars(batch).values()
+    elif not isinstance(batch, list | tuple):
+        return None
+    return next((size for each in batch if (size := batch_size_of(each)) is not None), None)

@@ -13,8 +13,9 @@ import torch
 import lightning_accel
 from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.tuning.outcome import GOALS, Goal, Outcome
 from lightning_accel.tuning.project import Project, project_of
-from lightning_accel.tuning.search import GOALS, Goal, Outcome, Search
+from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.writing import write_outcome
 
 progress = import_on_use("rich.progress")

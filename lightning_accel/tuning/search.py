@@ -4,120 +4,25 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from operator import or_
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_per_second
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.journal import Journal
+from lightning_accel.tuning.outcome import LEAST_SPEED, Goal, Measurement, Outcome, together
 from lightning_accel.tuning.parity import Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, fork_server
 
-Goal = Literal["speed", "memory"]
-GOALS = get_args(Goal)
 _EXACT_STEPS = 10
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.7
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
 _SEEDS = range(5)
-LEAST_SPEED = 0.7  # where memory is the goal: to recompute all activations takes a quarter of a step's time, and more
-LEAST_SAVING = 1.05  # what counts alone, since peaks of one process vary by some percent
 _PAIRS = 4  # of processes, which prove that memory is saved
-
-
-@dataclass
-class Measurement:
-    """Hold what was measured of some changes against others.
-
-    Attributes:
-        ratio: how much faster a step is; None if the variant failed.
-        start_seconds: from its start, which includes compilation, until its steps took equally long.
-        over_run: how much faster the whole planned run is, its start included.
-        saving: where memory is the goal, how many times less of it training needs, in one process of each.
-        memory: the same with its interval, from several processes of each, in the proof.
-        reason: why it failed, or why it is not taken.
-        seconds: how long the measurement took.
-    """
-
-    ratio: Ratio | None = None
-    start_seconds: float = 0.0
-    over_run: float = 0.0
-    saving: float | None = None
-    memory: Ratio | None = None
-    reason: str = ""
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, result: dict[str, Any]) -> "Measurement":
-        ratios = {name: result[name] and Ratio(**result[name]) for name in ("ratio", "memory")}
-        return cls(**result | ratios)
-
-    @property
-    def wins(self) -> bool:
-        if self.ratio is None or self.saving is None:
-            return self.ratio is not None and self.ratio.is_faster and self.over_run > 1
-        saves = self.saving > LEAST_SAVING if self.memory is None else self.memory.is_faster
-        return saves and self.over_run >= LEAST_SPEED
-
-    @property
-    def gain(self) -> float:
-        """Return what the goal compares: how much less memory, or how much faster the planned run is."""
-        return self.over_run if self.saving is None else self.saving
-
-
-@dataclass
-class Outcome:
-    """Hold what a search has found.
-
-    Attributes:
-        facts: about the run as it was given.
-        steps_per_second: of the run as it was given.
-        alone: the measurement of each change alone.
-        refused: what was not tried.
-        chosen: the changes of the fastest variant whose losses agree; empty if none is faster.
-        without: how much slower the chosen changes are without each of them.
-        added: how much faster they are with each of those that were not faster alone.
-        verdicts: on losses.
-        proof: the last measurement, of all chosen changes.
-        seconds: how long everything took.
-        goal: ``speed`` or ``memory``.
-        peak_bytes: memory that training needs as it was given, in all its processes.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    steps_per_second: float = 0.0
-    alone: dict[str, Measurement] = field(default_factory=dict)
-    refused: list[Refusal] = field(default_factory=list)
-    chosen: list[Factor] = field(default_factory=list)
-    without: dict[str, Measurement] = field(default_factory=dict)
-    added: dict[str, Measurement] = field(default_factory=dict)
-    verdicts: list[Verdict] = field(default_factory=list)
-    proof: Measurement | None = None
-    seconds: float = 0.0
-    goal: Goal = "speed"
-    peak_bytes: int = 0
-
-    @property
-    def is_faster(self) -> bool:
-        """Return whether changes were found that are better by the goal: faster, or with less memory."""
-        return bool(self.chosen) and self.proof is not None and self.proof.wins
-
-    @property
-    def changes(self) -> Changes:
-        return together(self.chosen)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def together(factors: Iterable[Factor]) -> Changes:
-    """Return the changes of all factors."""
-    return reduce(or_, (factor.changes for factor in factors), Changes())
 
 
 class Search:

@@ -9,7 +9,7 @@ import yaml
 from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.ops.extras import require_module
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
-from lightning_accel.tuning.search import LEAST_SPEED, Measurement, Outcome
+from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, Outcome
 
 
 def write_outcome(outcome: Outcome, folder: Path, command: str, date: str) -> list[Path]:

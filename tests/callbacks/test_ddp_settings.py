@@ -72,3 +72,13 @@ def test_settings_reach_ddp_and_leave_the_strategy_as_it_was():
 def test_rejects_other_strategies():
     with pytest.raises(TypeError, match="needs DDP; got SingleDeviceStrategy"):
         fit("auto", 1, static_graph=True)
+
+
+def test_a_run_that_fails_leaves_the_strategy_as_it_was():
+    strategy = DDPStrategy(bucket_cap_mb=3)
+    trainer = L.Trainer(strategy=strategy, devices=1, **QUIET)
+    settings = DDPSettings(static_graph=True)
+    settings.setup(trainer, Net(), "fit")
+    assert ddp_options(strategy) == {"bucket_cap_mb": 3, "static_graph": True}
+    settings.on_exception(trainer, Net(), ValueError())
+    assert ddp_options(strategy) == {"bucket_cap_mb": 3}

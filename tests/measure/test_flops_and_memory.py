@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils import flop_counter
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.measure import FlopCount, MemoryCount, MemoryUse, Rates, share_of_peak
@@ -126,3 +127,13 @@ def test_memory_is_that_counted_by_hand(manual, accumulate):
         activations=4 * activations,
     )
     assert counter.use.to_dict()["gradients"] == 4 * weights
+
+
+def test_a_formula_that_fails_ends_no_step(monkeypatch):
+    def fails(*args, **kwargs):
+        raise AssertionError("shapes that it does not know")
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.addmm, fails)
+    counter = FlopCount()
+    fit(counter)
+    assert counter.flops is None

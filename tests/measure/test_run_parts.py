@@ -4,23 +4,12 @@ from contextlib import suppress
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_accel.measure import RUN_PARTS, RunParts
-from tests.planted import SLEPT, Sleeping, rows, sleep
-
-SLEEPS = {"transfer": 0.012, "forward": 0.03, "backward": 0.02, "optimizer": 0.016, "callbacks": 0.008}
+from tests.planted import SLEEPS, SLEPT, Sleeping, SleepingCallback, SleepingLogger, rows, sleep
 
 
-class SleepingLogger(DummyLogger):
-    def log_metrics(self, metrics, step=None):
-        sleep("logging", 0.014)
-
-
-class SleepingCallback(L.Callback):
-    def on_after_backward(self, trainer, pl_module):  # nested in the backward pass
-        sleep("callbacks", 0.01)
-
+class SleepingEverywhere(SleepingCallback):
     def on_validation_end(self, trainer, pl_module):
         sleep("validation", 0.01)
 
@@ -39,7 +28,7 @@ def test_planted_sleeps_are_found_in_their_parts_and_sum_to_the_whole(manual, tm
     begin = Begin()
     trainer = L.Trainer(
         max_epochs=1, logger=SleepingLogger(), log_every_n_steps=1, accelerator="cpu", num_sanity_val_steps=0,
-        callbacks=[begin, SleepingCallback(), ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)],
+        callbacks=[begin, SleepingEverywhere(), ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     SLEPT.clear()

@@ -2,24 +2,12 @@ import time
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_accel.measure import PARTS, StepParts, action_times, part_times
-from tests.planted import SLEPT, Sleeping, rows, sleep
+from lightning_accel.measure import PARTS, StepParts, action_times, batch_size_of, part_times
+from tests.planted import SLEEPS, SLEPT, Sleeping, SleepingCallback, SleepingLogger, rows
 from tests.ranks import run_ranks
-
-SLEEPS = {"transfer": 0.012, "forward": 0.03, "backward": 0.02, "optimizer": 0.016, "callbacks": 0.008}
-
-
-class SleepingLogger(DummyLogger):
-    def log_metrics(self, metrics, step=None):
-        sleep("logging", 0.014)
-
-
-class SleepingCallback(L.Callback):
-    def on_after_backward(self, trainer, pl_module):  # nested in the backward pass
-        sleep("callbacks", 0.01)
 
 
 def fit(module, loader, profiler, callbacks=(), logger=False, **options):
@@ -129,3 +117,15 @@ def test_accounting_costs_little():
             with profiler.profile(action):
                 pass
     assert (time.process_time() - begin) / 2000 < 100e-6
+
+
+def test_sizes_of_batches():
+    x, y = torch.zeros(5, 2), torch.zeros(3)
+    for batch in (x, (x, y), {"ids": [x], "text": ["a"]}, ("a", x)):
+        assert batch_size_of(batch) == 5
+
+
+def test_batches_without_a_size():
+    batches = iter([torch.zeros(5, 2)])
+    assert batch_size_of(batches) is batch_size_of(torch.tensor(1.0)) is batch_size_of(["a"]) is None
+    assert next(batches).shape == (5, 2)

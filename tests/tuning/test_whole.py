@@ -9,8 +9,8 @@ import yaml
 
 from lightning_accel.tuning.comparison import Ratio
 from lightning_accel.tuning.factors import Factor
+from lightning_accel.tuning.outcome import Measurement, Outcome
 from lightning_accel.tuning.project import Changes
-from lightning_accel.tuning.search import Measurement, Outcome
 from lightning_accel.tuning.writing import write_outcome
 
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,7 @@
 """Report at the end of a fit: where its time went, what it reached, and what to do next."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
 from lightning_accel._private.torch import num_compiled_graphs
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -25,6 +23,7 @@ from lightning_accel.measure.memory import gradient_bytes, optimizer_bytes, stor
 from lightning_accel.measure.peak_memory import peak_bytes
 from lightning_accel.measure.rates import matmul_rate
 from lightning_accel.measure.run_parts import RunParts
+from lightning_accel.measure.step_parts import batch_size_of
 from lightning_accel.measure.table import print_tables
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
@@ -117,7 +116,7 @@ class RunReport(L.Callback):
             self._counter.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._parts is not None:
             self._batches += 1
-            self._samples += samples_of(batch) or 0
+            self._samples += batch_size_of(batch) or 0
             if self._batches == 1:  # validation frees them
                 self._gradients = gradient_bytes(pl_module)
 
@@ -240,24 +239,6 @@ def _reason_not_to_count(trainer: L.Trainer) -> str | None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         return f"not measured under {type(trainer.strategy).__name__}"
     return "not measured in compiled runs" if num_compiled_graphs() else None
-
-
-def samples_of(batch: Any) -> int | None:
-    """Return the size of the first dimension of a batch's first tensor, or its number of graphs; None without one.
-
-    Lightning's own function warns where several tensors differ, and reads iterators, which it empties.
-    """
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if isinstance(graphs := getattr(batch, "num_graphs", None), int):
-        return graphs
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif is_dataclass(batch):
-        batch = vars(batch).values()
-    elif not isinstance(batch, list | tuple):
-        return None
-    return next((count for each in batch if (count := samples_of(each)) is not None), None)
 
 
 def _num_replicas(trainer: L.Trainer) -> int:

@@ -2,14 +2,12 @@ import json
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from lightning_accel.callbacks import RunReport
 from lightning_accel.callbacks.monitors import run_report
-from lightning_accel.callbacks.monitors.run_report import samples_of
 from lightning_accel.measure import RUN_PARTS
 from tests.planted import SLEPT, Sleeping, rows
 from tests.ranks import run_ranks
@@ -184,12 +182,6 @@ def test_numbers_that_are_not_finite_are_none_in_json(tmp_path):
     made(tmp_path, report).fit(Lost(), rows(2), rows(1))
     told = json.loads((tmp_path / "run" / "run_report.json").read_text())
     assert told["metrics"]["val/loss"] is told["best"][0]["value"] is None
-
-
-def test_samples_of_batches():
-    x, y = torch.zeros(5, 2), torch.zeros(3)
-    assert samples_of(x) == samples_of((x, y)) == samples_of({"ids": [x], "text": ["a"]}) == samples_of(("a", x)) == 5
-    assert samples_of(iter([x])) is samples_of(torch.tensor(1.0)) is samples_of(["a"]) is None
 
 
 def check_waiting(rank):
