@@ -12,16 +12,15 @@ from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_pe
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.outcome import LEAST_SPEED, Goal, Measurement, Outcome, together
-from lightning_accel.tuning.parity import Verdict, are_equal, are_equivalent, record_losses
+from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, fork_server
 
 _EXACT_STEPS = 10
 # shares of the budget after which no such measurement begins
-_UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.7
+_UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED, _UNTIL_COMPARED = 0.45, 0.6, 0.7, 0.85
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
-_SEEDS = range(5)
 _PAIRS = 4  # of processes, which prove that memory is saved
 
 
@@ -206,31 +205,61 @@ class Search:
     def _agree(self, factors: Sequence[Factor], exactly: bool) -> bool:
         """Return whether losses with changes are equal up to rounding, or equivalent over seeds."""
         names = _names(factors)
-        seeds, num_steps = ([0], _EXACT_STEPS) if exactly else (_SEEDS, self._num_steps())
-
-        def losses(changes: Changes, perturb: bool = False) -> list[list[float]]:
-            self._say(f"losses of {names}")
-            folder, deadline = self._new_folder(), self._deadline(1.0)
-            return record_losses(self.project, changes, folder, seeds, num_steps, deadline, perturb, self._server)
 
         def measure() -> dict[str, Any]:
-            begin = time.monotonic()
             try:
-                name = f"losses {seeds[-1]} {num_steps}"
-                base = self.journal.result(name, lambda: {"losses": losses(Changes())})["losses"]
-                other = losses(together(factors))
-                if exactly:
-                    moved = self.journal.result(f"{name} perturbed", lambda: {"losses": losses(Changes(), True)})
-                    verdict = are_equal(base, moved["losses"], other)
-                else:
-                    verdict = are_equivalent(base, other)
+                return asdict(self._compare_losses(factors) if exactly else self._compare_seeds(factors))
             except TrialError as error:
-                verdict = Verdict(False, str(error))
-            return asdict(verdict) | {"seconds": time.monotonic() - begin}
+                return asdict(Verdict(False, str(error)))
 
         result = self.journal.result(f"{'equal' if exactly else 'equivalent'} {names}", measure)
         self.outcome.verdicts.append(Verdict(result["passed"], f"{names}: {result['reason']}"))
         return self.outcome.verdicts[-1].passed
+
+    def _compare_losses(self, factors: Sequence[Factor]) -> Verdict:
+        base, moved, other = (
+            self._losses(one, [0], _EXACT_STEPS, perturb)[0]
+            for one, perturb in (((), False), ((), True), (factors, False))
+        )
+        return are_equal(base, moved, other)
+
+    def _compare_seeds(self, factors: Sequence[Factor]) -> Verdict:
+        """Compare as many seeds as it takes to decide, or as there is time for."""
+        base: Losses = []
+        other: Losses = []
+        taken = 0.0
+        verdict = Verdict(False, "", is_open=True)
+        for num_seeds in LOOKS:
+            if not verdict.is_open:
+                break
+            # another look takes as long as all before
+            if base and self._passed() + taken / self.budget > _UNTIL_COMPARED:
+                return replace(verdict, reason=f"{verdict.reason}; the budget did not suffice for more seeds")
+            seeds = range(len(base), num_seeds)
+            for losses, changed in (base, ()), (other, factors):
+                recorded, seconds = self._losses(changed, seeds, self._num_steps())
+                losses += recorded
+                taken += seconds
+            verdict = are_equivalent(base, other)
+        return verdict
+
+    def _losses(
+        self, factors: Sequence[Factor], seeds: Sequence[int], num_steps: int, perturb: bool = False
+    ) -> tuple[Losses, float]:
+        """Return losses of each seed with changes, and the seconds that they have taken."""
+        names = "perturbed" if perturb else _names(factors)
+
+        def measure() -> dict[str, Any]:
+            self._say(f"losses of {names}" if names else "losses of the run as it is")
+            begin = time.monotonic()
+            losses = record_losses(
+                self.project, together(factors), self._new_folder(), seeds, num_steps, self._deadline(1.0), perturb,
+                self._server,
+            )  # fmt: skip
+            return {"losses": losses, "seconds": time.monotonic() - begin}
+
+        result = self.journal.result(f"losses {seeds[0]} to {seeds[-1]}, {num_steps} steps, {names}", measure)
+        return result["losses"], result["seconds"]
 
     def _measure(
         self, name: str, against: Changes, changes: Changes, *, most: int, least: int = 4, width: float = 0.04
@@ -353,7 +382,7 @@ class Search:
 
     def _num_steps(self) -> int:
         """Return the steps of each seed that a tenth of the budget allows, at least 12 and at most 60."""
-        affordable = 0.1 * self.budget * self._baseline["rate"] / len(_SEEDS)
+        affordable = 0.1 * self.budget * self._baseline["rate"] / min(LOOKS)
         return int(min(60, max(12, affordable)))
 
     def _new_folder(self) -> Path:

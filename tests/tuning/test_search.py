@@ -19,6 +19,7 @@ from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import NotReadyError, Step, TrialError
 from lightning_accel.tuning.writing import write_outcome
 
+clock = time.monotonic
 FACTS = {
     "device": "cpu",
     "precision": "32-true",
@@ -55,6 +56,9 @@ class World:
         self.fails, self.start_seconds, self.needed = {}, {}, {}
         self.unequal, self.different, self.pairs = set(), set(), {}
         self.started, self.interrupt_at = [], None
+        self.seeds, self.deciding_seeds = [], 5
+        self.passed_seconds, self.seed_seconds = 0.0, 0.0
+        monkeypatch.setattr(search.time, "monotonic", lambda: clock() + self.passed_seconds)
         world = self
 
         class Stub:
@@ -101,11 +105,22 @@ class World:
 
         monkeypatch.setattr(search, "Variant", Stub)
         monkeypatch.setattr(search, "compare", compare)
-        monkeypatch.setattr(search, "record_losses", lambda project, changes, *_: [world.names(changes)])
+        monkeypatch.setattr(search, "record_losses", self.record)
         monkeypatch.setattr(
             search, "are_equal", lambda base, moved, other: self.judge(other, self.unequal | self.different)
         )
-        monkeypatch.setattr(search, "are_equivalent", lambda base, other: self.judge(other, self.unequal))
+        monkeypatch.setattr(search, "are_equivalent", self.judge_seeds)
+
+    def record(self, project, changes, folder, seeds, *_):
+        self.seeds.append((str(self.names(changes)), list(seeds)))
+        self.passed_seconds += self.seed_seconds * len(seeds)
+        return [self.names(changes)] * len(seeds)
+
+    def judge_seeds(self, base, other):
+        assert len(base) == len(other)
+        if len(base) < self.deciding_seeds:
+            return Verdict(False, "by the table", is_open=True)
+        return self.judge(other, self.unequal)
 
     @staticmethod
     def names(changes):
@@ -202,6 +217,31 @@ def test_exact_changes_that_draw_otherwise_have_to_be_equivalent(world, tmp_path
     outcome = run(tmp_path)
     assert names(outcome) == ["channels_last", "compile"]
     assert {factor.group: factor.kind for factor in outcome.chosen} == {"channels_last": "random", "compile": "exact"}
+
+
+def test_seeds_are_added_until_they_decide(world, tmp_path):
+    world.deciding_seeds = 20
+    assert names(run(tmp_path)) == ["compile", "precision"]
+    compared = [seeds for changed, seeds in world.seeds if "precision" in changed]
+    assert compared == [list(range(5)), list(range(5, 10)), list(range(10, 20))]
+    before = len(world.seeds)
+    world.deciding_seeds = 40
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(one for one in lines if '"equivalent ' not in one and "10 to 19" not in one))
+    assert names(run(tmp_path)) == ["compile", "precision"]  # as if it had been killed in the last look
+    assert [seeds for _, seeds in world.seeds[before:]] == [list(range(10, 20))] * 2 + [list(range(20, 40))] * 2
+
+
+def test_seeds_end_with_the_budget(world, tmp_path):
+    world.deciding_seeds = 40
+    world.seed_seconds = 6.5  # twenty take 260 of 600 s, as twenty more would
+    outcome = run(tmp_path)
+    assert names(outcome) == ["compile"]
+    verdict = outcome.verdicts[1]
+    assert not verdict.passed
+    assert verdict.reason.endswith("by the table; the budget did not suffice for more seeds")
+    assert max(seeds[-1] for _, seeds in world.seeds) == 19
 
 
 def test_of_changes_that_deviate_together_those_that_deviate_alone_are_dropped(world, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from lightning_accel.tuning.comparison import compare, ratio_of
-from lightning_accel.tuning.parity import are_equal, are_equivalent
+from lightning_accel.tuning.parity import LOOKS, are_equal, are_equivalent
 from lightning_accel.tuning.variant import Step
 
 
@@ -79,23 +79,51 @@ def runs(last, num_steps=9):
     return [[5.0] * (num_steps - num_steps // 3) + [value] * (num_steps // 3) for value in last]
 
 
-def test_equivalence_is_two_one_sided_t_tests_against_the_spread_of_seeds():
-    base = [1.0, 1.4, 0.8, 1.2, 0.9]
+@pytest.mark.parametrize(("num_seeds", "level"), [(5, 0.005), (10, 0.01), (20, 0.015), (40, 0.02)])
+def test_equivalence_is_two_one_sided_t_tests_against_the_spread_of_seeds(num_seeds, level):
+    generator = torch.Generator().manual_seed(num_seeds)
+    base = torch.randn(num_seeds, generator=generator).tolist()
     margin = torch.tensor(base).std().item()
-    generator = torch.Generator().manual_seed(0)
-    passed = []
-    for shift in (0.0, 0.1, 0.2, 0.4):
-        for spread in (0.01, 0.1, 0.3):
-            other = (torch.tensor(base) + shift + spread * torch.randn(5, generator=generator)).tolist()
+    passed, is_open = [], []
+    for shift in (0.0, 0.3, -0.6, 1.5):
+        for spread in (0.01, 0.3, 1.0):
+            noise = torch.randn(num_seeds, generator=generator)
+            other = (torch.tensor(base) + shift + spread * noise).tolist()
             differences = [b - a for a, b in zip(base, other, strict=True)]
             above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
             below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
-            passed.append(are_equivalent(runs(base), runs(other)).passed)
-            assert passed[-1] == (max(above, below) < 0.05)
-    assert 2 < sum(passed) < 10
+            verdict = are_equivalent(runs(base), runs(other))
+            passed.append(verdict.passed)
+            is_open.append(verdict.is_open)
+            assert passed[-1] == (max(above, below) < level)
+            is_different = min(1 - above, 1 - below) < level
+            assert is_open[-1] == (not is_different and not passed[-1])
+    assert 2 < sum(passed) < 11
+    assert 0 < sum(is_open) < 9
+
+
+def decide(base, other):
+    """Return the last verdict of all looks, and at how many seeds it was."""
+    for num_seeds in LOOKS:
+        verdict = are_equivalent(runs(base[:num_seeds], 3), runs(other[:num_seeds], 3))
+        if not verdict.is_open:
+            break
+    return verdict, num_seeds
+
+
+def test_looks_together_pass_5_in_100_that_are_not_equivalent_and_most_that_are_equal():
+    base = [1.0, -1.0] * 20  # whose spread is 1.01 to 1.1, by the number of seeds
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1000, 40, generator=generator)
+    different, equal = (
+        [decide(base, (torch.tensor(base) + shift + each).tolist()) for each in noise] for shift in (1.1, 0.0)
+    )
+    assert 0.005 < sum(verdict.passed for verdict, _ in different) / 1000 < 0.05
+    assert sum(verdict.passed for verdict, _ in equal) / 1000 > 0.98
+    assert sum(num_seeds for _, num_seeds in equal) / 1000 < 20
 
 
 def test_losses_that_are_not_finite_are_not_equivalent():
-    verdict = are_equivalent(runs([1.0, 1.1]), runs([1.0, math.nan]))
+    verdict = are_equivalent(runs([1.0] * 5), runs([1.0] * 4 + [math.nan]))
     assert not verdict.passed
     assert "nan" in verdict.reason
