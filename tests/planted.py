@@ -2,8 +2,10 @@
 
 import time
 from collections import Counter
+from types import ModuleType
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
@@ -11,6 +13,34 @@ from torch.utils.data import DataLoader, Dataset
 
 SLEPT: Counter[str] = Counter()
 SLEEPS = {"transfer": 0.012, "forward": 0.03, "backward": 0.02, "optimizer": 0.016, "callbacks": 0.008}
+
+
+class Clock:
+    """Takes the place of the module ``time``: it goes on by what is slept on it, and by 1 µs each time it is read."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.time = time.time
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += round(1e9 * seconds)
+
+    def perf_counter_ns(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+    def perf_counter(self) -> float:
+        return self.perf_counter_ns() / 1e9
+
+    monotonic = perf_counter
+
+
+def use_clock(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Clock:
+    """Let planted sleeps take no time but on a clock of their own, which these modules then read."""
+    clock = Clock()
+    for name in (__name__, *(module.__name__ for module in modules)):
+        monkeypatch.setattr(f"{name}.time", clock)
+    return clock
 
 
 def sleep(part: str, seconds: float) -> None:

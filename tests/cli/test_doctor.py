@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from lightning_accel.measure import Collective, rates
+from lightning_accel.diagnosis import examination
+from lightning_accel.measure import Collective, rates, step_parts
+from tests.planted import use_clock
 
 
 @pytest.fixture
@@ -34,7 +36,8 @@ def test_without_rich_the_tables_are_plain_text(command, quick, monkeypatch):
 
 
 MODULE = """
-import lightning as L, torch, time
+import lightning as L, torch
+from tests.planted import sleep
 class Slow(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -44,7 +47,7 @@ class Slow(L.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("val/loss", self.training_step(batch, batch_idx))
     def on_train_batch_end(self, *_):
-        time.sleep(0.03)
+        sleep("callbacks", 0.03)
 """
 
 
@@ -63,11 +66,12 @@ trainer:
 """
     (run_folder / "x.yaml").write_text(config)
     monkeypatch.syspath_prepend(run_folder)
+    use_clock(monkeypatch, examination, step_parts)
     done = command("doctor", "--config", "x.yaml", "--seconds", 0.5, "--json", "x.json")
     assert done.status == 0, done.err
     told = json.loads((run_folder / "x.json").read_text())
     slow = next(one for one in told["findings"] if one["name"] == "slow hook")
-    assert slow["cost_ms"] == pytest.approx(30, rel=0.25)
+    assert slow["cost_ms"] == pytest.approx(30, rel=0.01)
     assert told["run"]["batch_size"] == 32
     assert told["run"]["flops"] == 2 * 2 * 32 * 64 * 10
     assert "slow hook" in done.out

@@ -57,20 +57,20 @@ def test_planted_sleeps_are_found_in_their_parts(manual):
 
 def test_with_accumulation_most_steps_have_no_update():
     profiler = StepParts()
-    fit(Sleeping(optimizer=0.02, backward=0.01), [rows(6)], profiler, accumulate_grad_batches=3)
+    fit(Sleeping(optimizer=0.1, backward=0.01), [rows(6)], profiler, accumulate_grad_batches=3)
     check_parts(profiler, 6)
-    updates = [step.parts_ns()["optimizer"] > 0.02e9 for step in profiler.steps]
+    updates = [step.parts_ns()["optimizer"] >= 0.1e9 for step in profiler.steps]
     assert updates == [False, False, True, False, False, True]
 
 
 def test_validation_within_an_epoch_is_a_part_of_its_own():
     profiler = StepParts()
-    module = Sleeping(validation=0.01, transfer=0.005)
+    module = Sleeping(validation=0.01, transfer=0.05)
     fit(module, [rows(4), rows(3)], profiler, val_check_interval=2, num_sanity_val_steps=0)
     times = part_times(profiler.steps)
     # 2 validations of 3 batches; the second one, at the end of the epoch, belongs to its last step
     assert times["validation"] >= 1000 * SLEPT["validation"] / 4
-    assert times["transfer"] < 1000 * SLEPT["transfer"] / 4 + 6
+    assert times["transfer"] < 1.5 * 1000 * SLEPT["transfer"] / 4  # with those of validation it would be 2.5 times
     assert [step.parts_ns()["validation"] > 0 for step in profiler.steps] == [False, True, False, True]
 
 
@@ -93,8 +93,8 @@ def test_only_complete_steps_are_kept_the_last_ones():
 def check_waiting(rank):
     """Rank 1 is slower: rank 0 waits for it, before forward for its data and before backward for its forward."""
     profiler = StepParts(exact=True)
-    module = Sleeping(forward=0.04 * rank)
-    loader = rows(8, seconds=0.03 * rank)  # each rank takes every other batch
+    module = Sleeping(forward=0.2 * rank)
+    loader = rows(8, seconds=0.15 * rank)  # each rank takes every other batch
     fit(module, [loader], profiler, strategy="ddp", devices=2)
     dist.barrier()
     return part_times(profiler.steps), len(profiler.steps), dict(SLEPT)
