@@ -103,7 +103,7 @@ class _Pool:
         return failures, results
 
     def _exit_code(self, rank: int) -> int | None:
-        self.processes[rank].join(timeout=5)
+        self.processes[rank].join(timeout=60)
         return self.processes[rank].exitcode
 
     def kill(self) -> None:

@@ -1,6 +1,7 @@
 """Runs that torchrun starts, of one rank each per process: restarts, signals, two hosts."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,12 +131,12 @@ def whole(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.weekly)])
 def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
-    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05", launcher=("--standalone", "--max-restarts=2"))
+    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.1", launcher=("--standalone", "--max-restarts=2"))
     os.kill(wait_for_step(folder, 10, rank), signal.SIGKILL)
     assert finish(launcher, folder) == 0, (folder / "log.txt").read_text()[-3000:]
     log = (folder / "log.txt").read_text()
     assert "--ckpt_path auto: no checkpoint yet, a new run begins" in log
-    assert "--ckpt_path auto: going on from logs/lightning_logs/version_0/checkpoints/epoch=1-step=" in log
+    assert re.search(r"--ckpt_path auto: going on from logs/lightning_logs/version_0/checkpoints/epoch=\d-step=", log)
     assert os.listdir(folder / "logs/lightning_logs") == ["version_0"]
     assert_equal_ends(end_of(folder), whole)
     tables = sorted((folder / "logs/lightning_logs/version_0").glob("metrics*.csv"))
@@ -146,7 +147,7 @@ def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.weekly)])
 def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
-    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05")
+    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.1")
     os.kill(wait_for_step(folder, 7, rank), signal.SIGTERM)
     assert finish(launcher, folder) == 1
     log = (folder / "log.txt").read_text()
@@ -160,7 +161,7 @@ def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
 
 
 def test_sigterm_of_the_launcher_saves(folder):
-    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.05")
+    launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.1")
     wait_for_step(folder, 7)
     launcher.send_signal(signal.SIGTERM)
     assert finish(launcher, folder) != 0

@@ -88,7 +88,7 @@ def check_saved_alone(rank, folder):
 
 
 def test_a_process_that_fails_saves_without_the_others(tmp_path):
-    run_ranks(check_saved_alone, tmp_path, timeout_s=30)
+    run_ranks(check_saved_alone, tmp_path)
 
 
 def test_unknown_compression_is_rejected():

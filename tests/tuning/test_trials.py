@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def soon():
-    return time.monotonic() + 120
+    return time.monotonic() + 600
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,15 @@ def test_turns_freeze_all_processes(tmp_path, any_server):
     try:
         variant.warm_up(soon())
         begin = time.monotonic()
-        steps = variant.run_for(0.3, soon())
+        steps = variant.run_for(0.8, soon())
         end = time.monotonic()
         assert len(steps) > 5
         assert all(begin <= step.begin < step.end <= end for step in steps)
         assert all(step.end - step.begin > 0.01 for step in steps)
         assert [a.end for a in steps[:-1]] == [b.begin for b in steps[1:]]
-        time.sleep(0.2)
+        assert group_is(variant, {"T"})  # stopped: it and its worker
+        assert len(group(variant)) == 2
         variant.new_steps()  # that ended between the last look and the freeze
-        assert group(variant) == ["T", "T"]  # stopped: it and its worker
         time.sleep(0.3)
         assert not variant.new_steps()
         assert variant.run_for(0.1, soon())
@@ -58,12 +58,7 @@ def test_turns_freeze_all_processes(tmp_path, any_server):
         assert os.getsid(variant._process.pid) == variant._process.pid  # interrupts of a terminal do not reach it
     finally:
         variant.stop()
-    for _ in range(100):
-        if set(group(variant)) <= {"Z"}:  # the worker's parent is gone
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail(f"left behind in states {group(variant)}")
+    assert group_is(variant, {"Z"}), group(variant)  # nothing is left behind; the worker's parent is gone
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
@@ -74,7 +69,7 @@ def group(variant):
     return [state[0] for state, pgid in pairs if int(pgid) == variant._process.pid]
 
 
-def group_is(variant, states, seconds=10):
+def group_is(variant, states, seconds=120):
     """Return whether a variant's processes come to be in some states, as signals reach them one after the other."""
     end = time.monotonic() + seconds
     while not (is_so := set(group(variant)) <= states) and time.monotonic() < end:
@@ -90,13 +85,13 @@ def group_is(variant, states, seconds=10):
         (foreign_run.is_killed, "^killed by SIGKILL, as the system does when memory runs out"),
         (foreign_run.takes_all_memory, "^out of memory: "),
         (foreign_run.fills_the_disk, "No space left on device"),
-        (foreign_run.hangs, "^hangs: no step for 10 s"),
+        (foreign_run.hangs, "^hangs: no step for 20 s"),
         (foreign_run.returns_nothing, r"returns_nothing must return \(trainer, module, data\); got NoneType"),
     ],
 )
 def test_a_trial_that_fails_says_why(tmp_path, server, make, reason):
     """And the server outlives it."""
-    variant = Variant(project_of(make), Changes(), tmp_path / "trial", server, stall_timeout=10)
+    variant = Variant(project_of(make), Changes(), tmp_path / "trial", server, stall_timeout=20)
     variant.start()
     try:
         with pytest.raises(TrialError, match=reason):  # noqa: PT012  # it may fail in either
@@ -116,7 +111,7 @@ def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path, any_ser
         f"server = {'None' if any_server is None else 'fork_server()'}\n"
         f"variant = Variant(project_of(foreign_run.works), Changes(), Path({str(tmp_path / 'trial')!r}), server)\n"
         "variant.start()\n"
-        "variant.warm_up(time.monotonic() + 120)\n"
+        "variant.warm_up(time.monotonic() + 600)\n"
         "print(variant._process.pid, *([server._process.pid] if server else []), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -124,16 +119,15 @@ def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path, any_ser
     caller = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert caller.returncode == -signal.SIGKILL, caller.stderr
     leaders = set(map(int, caller.stdout.split()))
-    for _ in range(100):
+    end = soon()
+    while leaders:
+        assert time.monotonic() < end, "the trial or its server is still there"
         for leader in list(leaders):
             try:
                 os.killpg(leader, 0)
             except ProcessLookupError:
                 leaders.remove(leader)
-        if not leaders:
-            return
         time.sleep(0.1)
-    pytest.fail("the trial or its server is still there")
 
 
 def test_losses_of_a_variant_are_those_of_the_run(tmp_path, server):

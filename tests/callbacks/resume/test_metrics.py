@@ -235,7 +235,7 @@ def check_ranks(rank, folder):
 
 @pytest.mark.slow
 def test_figures_of_several_processes(tmp_path):
-    run_ranks(check_ranks, tmp_path, timeout_s=120)
+    run_ranks(check_ranks, tmp_path)
 
 
 def run_in_a_process(folder: Path, stop: str) -> int:

@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,9 @@ from torchmetrics.aggregation import SumMetric
 
 from lightning_accel.models import Experts, MoEClassifier, MoELanguageModel
 from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy
+from lightning_accel.strategies.pipeline import chain as pipeline_chain
 from lightning_accel.strategies.pipeline import engine as pipeline_engine
+from tests.planted import sleep, use_clock
 from tests.ranks import run_ranks
 from tests.tolerance import ADAM_EPS
 
@@ -283,7 +284,7 @@ class Slow(nn.Module):
         self.seconds = seconds
 
     def forward(self, x):
-        time.sleep(self.seconds)
+        sleep("forward", self.seconds)
         return x * 1.0
 
 
@@ -316,7 +317,9 @@ def check_costs(rank, folder):
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=PipelineStrategy(2), enable_model_summary=False, **options
     )
-    trainer.fit(Uneven(), rows)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(pipeline_chain, "perf_counter", use_clock(patches).perf_counter)
+        trainer.fit(Uneven(), rows)
     chain = trainer.strategy.pipeline.chain
     return [len(list(chain.layers_of(stage))) for stage in range(2)]
 
