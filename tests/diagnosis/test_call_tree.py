@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from lightning_accel._private.torch import profile_with_stacks
+from lightning_accel.diagnosis import call_tree
 from lightning_accel.diagnosis.call_tree import CallTree, Span, Tracing, place_of, walk
 
 
@@ -64,6 +65,12 @@ def tree():
     tree = CallTree(profiled)
     tree.net = net
     return tree
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch):
+    """Small operations may take five times as long."""
+    monkeypatch.setattr(call_tree, "_SMALL_NS", 5 * call_tree._SMALL_NS)
 
 
 def test_loops_of_small_operations_are_found_with_their_line(tree):

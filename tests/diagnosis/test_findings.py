@@ -18,6 +18,7 @@ from lightning_accel.diagnosis import (
     Diagnosis,
     Examined,
     TooShortError,
+    call_tree,
     doctor,
     examination,
     examine,
@@ -263,7 +264,9 @@ class SleepingBranch(nn.Linear):
 
 
 @pytest.mark.slow
-def test_a_loop_and_a_branch_cost_what_they_are_planted_to():
+def test_a_loop_and_a_branch_cost_what_they_are_planted_to(monkeypatch):
+    monkeypatch.setattr(call_tree, "_SMALL_NS", 5 * call_tree._SMALL_NS)  # after a sleep, and on a slow machine
+
     class Wasteful(Sleeping):
         def __init__(self):
             super().__init__()

@@ -8,8 +8,8 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from lightning_accel.callbacks import RunReport
 from lightning_accel.callbacks.monitors import run_report
-from lightning_accel.measure import RUN_PARTS
-from tests.planted import SLEPT, Sleeping, rows
+from lightning_accel.measure import RUN_PARTS, run_parts
+from tests.planted import SLEPT, Sleeping, rows, use_clock
 from tests.ranks import run_ranks
 
 QUIET = {
@@ -47,7 +47,8 @@ def names(folder):
     return sorted(path.name for path in folder.rglob("run_report*"))
 
 
-def test_a_fit_ends_with_table_picture_and_json(tmp_path, capsys):
+def test_a_fit_ends_with_table_picture_and_json(tmp_path, capsys, monkeypatch):
+    use_clock(monkeypatch, run_parts)  # on which the sleeps are what takes longest, however busy the machine is
     report, module = RunReport(), Steps()
     trainer = made(tmp_path, report)
     SLEPT.clear()
