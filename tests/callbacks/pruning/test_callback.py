@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -212,6 +212,15 @@ def test_a_second_callback_is_rejected(other):
 def test_a_criterion_must_be_finite():
     with pytest.raises(ValueError, match=r"must return finite scores; those of net.0.weight have NaN or infinity"):
         fit(Net(), Pruning(0.5, criterion=lambda name, value: value * torch.nan, schedule="one_shot", begin=0))
+
+
+def test_what_is_pruned_stays_so_whatever_the_criterion_gives_for_zeros():
+    pruning = Pruning(0.8, criterion=lambda name, value: -value.abs(), begin=2, end=12, every_n_steps=2)
+    seen = []
+    fit(Net(), [pruning, LambdaCallback(on_train_batch_end=lambda *_: seen.append(pruning.masks()))])
+    for earlier, later in itertools.pairwise(seen):
+        assert not any((later[name] & ~kept).any() for name, kept in earlier.items())
+    assert pruning.sparsity() == pytest.approx(0.8, abs=0.01)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16", "bf16-true"])

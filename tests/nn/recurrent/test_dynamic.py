@@ -126,6 +126,8 @@ def test_copies_torch_with_its_numbers(cell, bidirectional, execution):
     actual = ours(x, lengths, state)
     torch.testing.assert_close(actual.output, expected)
     torch.testing.assert_close(actual.state, end)
+    last = (end[0] if cell == "lstm" else end)[-1 - bidirectional :]
+    torch.testing.assert_close(actual.pooled, torch.cat([*last], dim=1))
 
 
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
@@ -331,6 +333,11 @@ def test_no_lengths_are_full_lengths():
 def test_means_of_bfloat16_count_every_step():
     steps = torch.ones(1, 1000, 1).bfloat16()  # a sum of them in bf16 stops at 256
     assert pool(steps, torch.tensor([1000]), "mean").item() == pytest.approx(1, abs=0.01)
+
+
+def test_the_largest_is_that_of_valid_steps():
+    steps = torch.tensor([-2.0, -1.0, 0.0]).view(1, 3, 1).expand(2, 3, 1)
+    assert pool(steps, torch.tensor([2, 0]), "max").tolist() == [[-1], [0]]
 
 
 def test_dropout_stands_between_layers_in_training():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -15,11 +16,12 @@ from torchmetrics import CatMetric
 from lightning_accel.models import Experts, MoELanguageModel
 from lightning_accel.nn import DynamicRNN
 from lightning_accel.strategies import PipelineStrategy
-from lightning_accel.strategies.gradients import broadcast_overflow_
+from lightning_accel.strategies.gradients import average_, broadcast_overflow_
 from lightning_accel.strategies.pipeline.chain import Chain, find_layers, stage_sizes
 from lightning_accel.strategies.pipeline.message import flat_specs, pack, unpack
 from lightning_accel.strategies.pipeline.stage import StageRun
 from tests.ranks import run_ranks
+from tests.strategies import trained as any_strategy
 from tests.strategies.pipeline.test_strategy import ADAMW, Plain, load, loader, make_trainer, tokens, trained
 
 
@@ -204,6 +206,37 @@ def check_overflow_of_other_layouts(rank):
 
 def test_overflow_spreads_to_gradients_in_any_layout():
     assert run_ranks(check_overflow_of_other_layouts) == [1, 2]
+
+
+def check_average(rank):
+    used, unused, wide = (
+        nn.Parameter(torch.zeros(3)),
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(1).double()),
+    )
+    used.grad, wide.grad = torch.full((3,), 1.0 + rank), torch.full((1,), 4.0 * rank).double()
+    if rank:
+        unused.grad = torch.tensor([6.0, 8.0])
+    average_([used, unused, wide], None, 2)
+    return [one.grad.tolist() for one in (used, unused, wide)]
+
+
+def test_gradients_of_pipelines_are_averaged():
+    assert run_ranks(check_average) == [[[1.5] * 3, [3.0, 4.0], [2.0]]] * 2
+
+
+def check_graphs(rank):
+    """Batches of graphs have no shape, so that none may run by the plan of an earlier one."""
+    states = []
+    keep = LambdaCallback(on_train_end=lambda run, _: states.append(run.strategy.lightning_module_state_dict()))
+    any_strategy.fit("graphs", strategy=PipelineStrategy(), devices=2, callbacks=[keep], max_steps=4)
+    return states[0]
+
+
+def test_graphs_of_unequal_sizes_train_as_in_one_process():
+    expected = any_strategy.fit("graphs", max_steps=4).lightning_module.state_dict()
+    actual, _ = run_ranks(check_graphs)
+    torch.testing.assert_close(actual, {**expected}, rtol=0, atol=1e-5)
 
 
 def check_memory(rank, folder):
