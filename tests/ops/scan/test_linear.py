@@ -159,6 +159,9 @@ def growing(case):
         value[..., 0] = 1.0
     elif case == "fixed point":
         gate[..., 1], value[..., 1], state = 4.0, 3.0, torch.tensor([[1.0, -1.0]])
+    elif case == "fixed point at first":  # a chunk from zeros ends where -1 added to it is lost
+        gate[:, :26, 1], value[:, :26, 1], value[:, 26:, 1] = 4.0, 3.0, -0.5
+        state = torch.tensor([[1.0, -1.0]])
     elif case == "small, then huge":
         gate[0, :, 1] = torch.tensor([1e-30, 1e-30, 1e30, 1e30]).repeat(num_steps // 4)
         state = torch.tensor([[1.0, 1e30]])
@@ -175,7 +178,7 @@ def growing(case):
     return gate, value, state, starts
 
 
-CASES = ["zeros", "fixed point", "small, then huge", "huge, then small", "zero gates", "starts"]
+CASES = ["zeros", "fixed point", "fixed point at first", "small, then huge", "huge, then small", "zero gates", "starts"]
 
 
 def twice(scan, gate, value, state, starts):
