@@ -56,6 +56,16 @@ def test_masks_of_several_graphs_are_refused():
         ready([network(*masks)], val_dataset=Given([network()]), test_dataset=Given([network()]))
 
 
+def test_a_node_that_no_longer_trains_is_other_data():
+    graph = network("train_mask", "val_mask", "test_mask")
+    state = ready([graph]).state_dict()
+    ready([graph.clone()]).load_state_dict(state)
+    changed = graph.clone()
+    changed.train_mask[39], changed.val_mask[39] = False, True
+    with pytest.raises(ValueError, match=r"trained on other graphs .*: digest of the graphs"):
+        ready([changed]).load_state_dict(state)
+
+
 def test_each_target_counts_where_it_is_known():
     graph = network()
     graph.y = torch.stack([torch.arange(60.0), torch.ones(60)], 1)
