@@ -65,6 +65,20 @@ def test_features_match_a_computation_by_hand(make, table):
     np.testing.assert_allclose(np.sort(every[:, 1]) * slope + shift, np.sort(widths), atol=1e-3)
 
 
+def test_raw_columns_are_encoded_as_the_rows_are_and_back(make, table):
+    table["height"] = np.where(np.arange(60) % 5 == 0, np.nan, table["width"] + 0.5)  # gaps in a second column
+    encoding = make(table).preprocessing()
+    category = {"red": 2, "green": 1}
+    kept = ["length", "width", "wet", "height"]
+    assert [column["name"] for column in encoding.columns] == [*kept, "colour"]
+    raw = table[kept].astype(float).assign(colour=[category.get(one, 0) for one in table["colour"]]).to_numpy()
+    features = encoding(torch.from_numpy(raw)).numpy()
+    lacking = np.isnan(raw[:, [0, 3]])
+    assert ((features[:, 4:6] > 0) == lacking).all()
+    np.testing.assert_array_equal(features[:, 6:], np.eye(3)[raw[:, 4].astype(int)])
+    np.testing.assert_allclose(encoding.inverse(torch.from_numpy(features)), raw, rtol=1e-5, atol=1e-5)
+
+
 def row_numbers(data):
     """The numbers of the rows of each split, from widths that grow with the number."""
     parts = [rows.tensors[0][:, 1] for rows in (data.train_rows, data.val_rows, data.test_rows)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,6 +144,22 @@ def test_training_equals_one_process_with_the_same_draws(tmp_path):
     torch.testing.assert_close(torch.stack(one.losses), losses, rtol=1e-5, atol=1e-6)
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
     torch.testing.assert_close(saved, trainer.lightning_module.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def check_hooks(rank, folder):
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(rank)
+    drawn = []
+    draws = (lambda: float(torch.rand(()))), np.random.rand, random.random
+    keep = LambdaCallback(on_train_start=lambda *_: drawn.extend(draw() for draw in draws))
+    fit(folder, PipelineStrategy(), Noisy(), callbacks=[keep], max_steps=1)
+    return drawn
+
+
+def test_hooks_draw_alike_on_all_stages(tmp_path):
+    first, last = run_ranks(check_hooks, tmp_path)
+    assert first == last
+    assert len(first) == 3
 
 
 def check_dropout(rank, folder):
