@@ -17,6 +17,7 @@ OVERRIDDEN = {
 }
 
 REPLACED = {
+    "callbacks/batching.py": {"process_dataloader": "no hook comes between a loader and its first iteration"},
     "callbacks/compression_phase.py": {"check_monitor_top_k": "ModelCheckpoint has no hook before it saves"},
     "callbacks/deployment/copies.py": {"forward": "other files of one module are validated in it, for a moment"},
     "callbacks/distillation/callback.py": {"training_step": "callbacks cannot add to the loss"},

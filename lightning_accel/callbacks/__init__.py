@@ -1,5 +1,6 @@
 """Callbacks for any LightningModule."""
 
+from lightning_accel.callbacks.batching import Batching
 from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.deployment.export import Export
 from lightning_accel.callbacks.deployment.quantization import Quantization
@@ -21,6 +22,7 @@ from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
 __all__ = [
+    "Batching",
     "CompressionReport",
     "DDPSettings",
     "Distillation",

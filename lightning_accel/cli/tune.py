@@ -11,6 +11,7 @@ import yaml
 
 from lightning_accel.cli.bare_run import BareRun
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+from lightning_accel.tuning.learning import ALLOWABLE
 from lightning_accel.tuning.outcome import GOALS
 from lightning_accel.tuning.program import tune
 from lightning_accel.tuning.project import Changes, fit_isolated
@@ -46,6 +47,13 @@ def run_tune(arguments: Sequence[str]) -> int:
         "processes hold when it begins (on CUDA, of what tensors take), at 0.7 times the speed or more (default: "
         "speed)",
     )
+    parser.add_argument(
+        "--allow",
+        default="",
+        metavar="NAME[,NAME]",
+        help="changes of what is learned to try as well, if losses after as many samples are equivalent: "
+        f"{', '.join(ALLOWABLE)} (default: none)",
+    )
     parser.add_argument("--output", default="tuned", help="folder of tuned.yaml and report.md (default: tuned)")
     try:
         own, of_fit = parser.parse_known_args(arguments)
@@ -54,7 +62,7 @@ def run_tune(arguments: Sequence[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        outcome = tune(of_fit, own.budget, own.output, own.goal)
+        outcome = tune(of_fit, own.budget, own.output, own.goal, [name for name in own.allow.split(",") if name])
     except (ModuleNotFoundError, NotWrittenError, TrialError, ValueError) as error:
         print(f"lightning-accel tune: error: {error}", file=sys.stderr)
         return 1

@@ -59,6 +59,7 @@ def compare(
     seconds: float,
     deadline: float,
     needed: float = 1.0,
+    samples: float = 1.0,
 ) -> Ratio:
     """Run two variants in turns until the interval of their ratio is narrow, or below what is needed.
 
@@ -71,6 +72,7 @@ def compare(
         seconds: length of a turn.
         deadline: when to stop, a time of ``time.monotonic``.
         needed: a ratio, below which it does not matter how much the variant is faster.
+        samples: of a step of the variant, as a multiple of those of the baseline's; what is compared is their rate.
 
     Raises:
         TrialError: if one of them fails, or there is not the time for the least turns.
@@ -79,7 +81,7 @@ def compare(
     while True:
         pair = (baseline, variant) if len(ratios) % 2 == 0 else (variant, baseline)
         rates = {id(one): steps_per_second(one.run_for(seconds, deadline)) for one in pair}
-        ratios.append(rates[id(variant)] / rates[id(baseline)])
+        ratios.append(samples * rates[id(variant)] / rates[id(baseline)])
         if len(ratios) < least:
             continue
         ratio = ratio_of(ratios)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning_accel.ops.bernoulli import missing_kernel
 from lightning_accel.tuning.project import Changes
 
-Kind = Literal["equal", "exact", "random", "rounding"]
+Kind = Literal["equal", "exact", "random", "rounding", "learned"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Factor:
         group: at most one factor of a group is chosen.
         kind: ``exact``: losses are equal up to rounding; ``equal``: so they are, or else it is dropped, since nothing
             can draw other random numbers; ``random``: so is their distribution, but other random numbers are drawn;
-            ``rounding``: numbers have fewer digits.
+            ``rounding``: numbers have fewer digits; ``learned``: the run learns otherwise, which has to be allowed.
         changes: the change.
     """
 

@@ -22,7 +22,7 @@ class Measurement:
     """Hold what was measured of some changes against others.
 
     Attributes:
-        ratio: how much faster a step is; None if the variant failed.
+        ratio: how many times as many samples are trained on a second; None if the variant failed.
         start_seconds: from its start, which includes compilation, until its steps took equally long.
         over_run: how much faster the whole planned run is, its start included.
         saving: where memory is the goal, how many times less of it training needs, in one process of each.

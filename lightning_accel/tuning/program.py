@@ -13,6 +13,7 @@ import torch
 import lightning_accel
 from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.tuning.learning import require_known
 from lightning_accel.tuning.outcome import GOALS, Goal, Outcome
 from lightning_accel.tuning.project import Project, project_of
 from lightning_accel.tuning.search import Search
@@ -26,6 +27,7 @@ def tune(
     budget: str | float = "10m",
     output: str | Path = "tuned",
     goal: Goal = "speed",
+    allow: Sequence[str] = (),
 ) -> Outcome:
     """Find a faster variant of a run on this machine, or one that needs less memory, as an overlay of its config.
 
@@ -50,15 +52,21 @@ def tune(
         budget: seconds for everything, or minutes as in ``10m``.
         output: folder.
         goal: ``speed`` or ``memory``.
+        allow: changes of what is learned to try as well: ``batch_size`` for batches of 2, 4 and 8 times the samples, at
+            a learning rate that goes with them (:class:`lightning_accel.callbacks.Batching`). Speed is that of samples,
+            and losses have to be equivalent over seeds after as many samples.
 
     Raises:
         TrialError: if the run does not work as it is.
-        ValueError: if the function cannot be imported by another process, the budget is not a time, or the folder holds
-            measurements of another run.
+        ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
+            is unknown, or the folder holds measurements of another run.
     """
     seconds = parse_budget(budget)
     if goal not in GOALS:
         raise ValueError(f"goal must be {' or '.join(GOALS)}; got {goal!r}")
+    require_known(allow)
+    if allow and goal != "speed":
+        raise ValueError(f"allow={tuple(allow)} changes what is learned for speed; leave it out with goal={goal!r}")
     for module in ("matplotlib", "rich", "scipy"):  # before anything is measured
         require_module(module)
     if callable(config):
@@ -84,7 +92,7 @@ def tune(
     ) as bar:
         task = bar.add_task("the run as it is", total=1.0, best=1.0)
         search = Search(
-            project, folder, seconds, identity, goal,
+            project, folder, seconds, identity, goal, allow,
             lambda what, share, best: bar.update(task, description=what, completed=share, best=best),
         )  # fmt: skip
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 
+from lightning_accel.callbacks.batching import Batching
 from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.speedups import Speedups
@@ -28,12 +29,14 @@ class Changes:
         speedups: arguments of :class:`lightning_accel.callbacks.Speedups`.
         savings: arguments of :class:`lightning_accel.callbacks.MemorySavings`.
         ddp: arguments of :class:`lightning_accel.callbacks.DDPSettings`.
+        batching: arguments of :class:`lightning_accel.callbacks.Batching`.
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)
     speedups: dict[str, Any] = field(default_factory=dict)
     savings: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    batching: dict[str, Any] = field(default_factory=dict)
 
     def __or__(self, other: "Changes") -> "Changes":
         return Changes(
@@ -41,6 +44,7 @@ class Changes:
             self.speedups | other.speedups,
             self.savings | other.savings,
             self.ddp | other.ddp,
+            self.batching | other.batching,
         )
 
     def callbacks(self) -> list[L.Callback]:
@@ -56,7 +60,12 @@ class Changes:
         return {"trainer": self.trainer | ({"callbacks+": appended} if appended else {})}
 
     def _given(self) -> list[tuple[type[L.Callback], dict[str, Any]]]:
-        kinds = ((DDPSettings, self.ddp), (MemorySavings, self.savings), (Speedups, self.speedups))
+        kinds: list[tuple[type[L.Callback], dict[str, Any]]] = [
+            (DDPSettings, self.ddp),
+            (MemorySavings, self.savings),
+            (Speedups, self.speedups),
+            (Batching, self.batching),
+        ]
         return [(kind, arguments) for kind, arguments in kinds if arguments]
 
 

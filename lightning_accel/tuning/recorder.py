@@ -22,6 +22,7 @@ from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.nn.recurrent.fused import is_fusible
 from lightning_accel.strategies import AccelDDPStrategy, find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.tuning.learning import larger_batches_of
 
 
 class TrialEnd(Exception):
@@ -119,7 +120,8 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
     """Return what decides which changes can be tried on a run, as plain values."""
     machine = describe_machine()
     parameters = list(module.parameters())
-    loaders = [loader for one in _flatten(trainer.train_dataloader) for loader in loaders_of(one)]
+    sources = _flatten(trainer.train_dataloader)
+    loaders = [loader for one in sources for loader in loaders_of(one)]
     planned = trainer.estimated_stepping_batches
     return {
         "device": trainer.strategy.root_device.type,
@@ -144,6 +146,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "strategy": _kind_of(trainer.strategy),
         "ddp": _ddp_of(trainer.strategy),
         "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
+        "larger_batches": larger_batches_of(trainer, sources),
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [
             {

@@ -5,12 +5,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_per_second
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.journal import Journal
+from lightning_accel.tuning.learning import BATCH_SIZE_FACTORS, learning_changes_for, samples_per_step
 from lightning_accel.tuning.outcome import LEAST_SPEED, Goal, Measurement, Outcome, together
 from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.project import Changes, Project
@@ -33,6 +35,7 @@ class Search:
         budget: seconds for everything.
         identity: plain values that tell this project on this machine from others.
         goal: ``speed``, or ``memory``: the least whose run takes at most 1 / ``LEAST_SPEED`` times as long.
+        allow: names of changes of what is learned, which are tried as well.
         progress: called with what is being done, the share of the budget that has passed, and the best factor so far.
 
     Raises:
@@ -46,12 +49,14 @@ class Search:
         budget: float,
         identity: dict[str, Any],
         goal: Goal = "speed",
+        allow: Sequence[str] = (),
         progress: Callable[[str, float, float], None] = lambda what, share, best: None,
     ) -> None:
         self.project = project
         self.folder = folder
         self.budget = budget
         self.progress = progress
+        self._allow = allow
         self.outcome = Outcome(goal=goal)
         self.journal = Journal(folder / "journal.jsonl", identity)
         self._begin = time.monotonic() - self.journal.seconds()
@@ -110,8 +115,8 @@ class Search:
         """Return the fastest factor of each group that is faster than the baseline, the most effective first."""
         best: dict[str, tuple[float, Factor]] = {}
         facts = self._baseline["facts"]
-        tried = savings_for(facts) if self.outcome.goal == "memory" else factors_for(facts, self._baseline["waited"])
-        for factor in tried:
+        faster = chain(learning_changes_for(facts, self._allow), factors_for(facts, self._baseline["waited"]))
+        for factor in savings_for(facts) if self.outcome.goal == "memory" else faster:
             if isinstance(factor, Refusal):
                 self.outcome.refused.append(factor)
                 continue
@@ -150,7 +155,9 @@ class Search:
     def _try_added(self, chosen: list[Factor]) -> list[Factor]:
         """Return the chosen changes and those others, not faster alone, with which they are faster still."""
         promising = [
-            one for one in self._tried if (ratio := self.outcome.alone[one.name].ratio) and ratio.high > _PROMISING
+            one
+            for one in self._tried
+            if one.kind != "learned" and (ratio := self.outcome.alone[one.name].ratio) and ratio.high > _PROMISING
         ]
         for factor in sorted(promising, key=lambda one: -self.outcome.alone[one.name].gain):
             name = f"{factor.name} beside {_names(chosen)}"
@@ -166,12 +173,24 @@ class Search:
 
     def _prove(self, chosen: list[Factor]) -> None:
         """Drop what changes losses, then measure what remains until its interval is narrow."""
-        chosen = self._drop_changed(self._judge_exact(chosen))
+        chosen = self._drop_changed(self._judge_exact(self._settle_learned(chosen)))
+        self.outcome.verdicts = list(dict.fromkeys(self.outcome.verdicts))
         self.outcome.chosen = chosen
         if chosen:
             self.outcome.proof = self._measure(
                 f"proof {_names(chosen)}", Changes(), together(chosen), least=8, most=40, width=0.03
             )
+
+    def _settle_learned(self, chosen: list[Factor]) -> list[Factor]:
+        """Return the changes, those of what is learned as the fastest of their groups whose losses are equivalent."""
+        settled = []
+        for factor in chosen:
+            group = [one for one in self._tried if one.group == factor.group and self.outcome.alone[one.name].wins]
+            group.sort(key=lambda one: -self.outcome.alone[one.name].gain)
+            candidates = group if factor.kind == "learned" else [factor]
+            kept = (one for one in candidates if one.kind != "learned" or self._agree([one], exactly=False))
+            settled += list(islice(kept, 1))
+        return settled
 
     def _judge_exact(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes; exact ones whose losses deviate count as ``random``: other layouts draw otherwise."""
@@ -194,7 +213,8 @@ class Search:
 
     def _hand_back_best(self) -> None:
         """Choose the change that is the fastest alone, unless all were measured together already."""
-        faster = {name: found for name, found in self.outcome.alone.items() if found.wins}
+        unproven = {factor.name for factor in self._tried if factor.kind == "learned"}
+        faster = {name: found for name, found in self.outcome.alone.items() if found.wins and name not in unproven}
         if self.outcome.proof is not None or not faster:
             return
         name = max(faster, key=lambda one: faster[one].gain)
@@ -237,7 +257,7 @@ class Search:
                 return replace(verdict, reason=f"{verdict.reason}; the budget did not suffice for more seeds")
             seeds = range(len(base), num_seeds)
             for losses, changed in (base, ()), (other, factors):
-                recorded, seconds = self._losses(changed, seeds, self._num_steps())
+                recorded, seconds = self._losses(changed, seeds, self._num_steps(changed, factors))
                 losses += recorded
                 taken += seconds
             verdict = are_equivalent(base, other)
@@ -275,6 +295,7 @@ class Search:
                 found.ratio = compare(
                     reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline,
                     needed=self._needed(found) if against == Changes() else 1.0,
+                    samples=self._samples(changes) / self._samples(against),
                 )  # fmt: skip
                 found.over_run = self._over_run(found) if against == Changes() else self._over_rest(found, before)
                 if self.outcome.goal == "memory":
@@ -380,10 +401,17 @@ class Search:
             if not variant.is_alive:
                 self._warm.pop(key)[0].stop()
 
-    def _num_steps(self) -> int:
-        """Return the steps of each seed that a tenth of the budget allows, at least 12 and at most 60."""
+    def _samples(self, changes: Changes) -> float:
+        return samples_per_step(self._baseline["facts"], changes)
+
+    def _num_steps(self, changed: Sequence[Factor], compared: Sequence[Factor]) -> int:
+        """Return the steps of each seed that a tenth of the budget allows, at least 12 and at most 60.
+
+        Where batches are larger in what is compared, it is as many times more, and ``changed`` sees as many samples.
+        """
         affordable = 0.1 * self.budget * self._baseline["rate"] / min(LOOKS)
-        return int(min(60, max(12, affordable)))
+        times = max(BATCH_SIZE_FACTORS) if self._samples(together(compared)) > 1 else 1
+        return int(min(60 * times, max(12 * times, affordable)) / self._samples(together(changed)))
 
     def _new_folder(self) -> Path:
         self._trials += 1

@@ -45,7 +45,7 @@ def overlay(outcome: Outcome, command: str, date: str) -> str:
     for factor in outcome.chosen:
         added = outcome.added.get(factor.name)
         gain = f"alone {_gain(outcome.alone[factor.name])}" if added is None else f"beside the others {_gain(added)}"
-        for name in (*factor.changes.trainer, *factor.changes.speedups, *factor.changes.savings, *factor.changes.ddp):
+        for name in (name for part in vars(factor.changes).values() for name in part):
             gains[name] = f"{gain}, {date}"
     changes = outcome.changes
     if changes.speedups:

@@ -41,6 +41,7 @@ FACTS = {
     "num_fusible_rnns": 1,
     "num_children": 1,
     "num_blocks": 4,
+    "larger_batches": {str(factor): {"reason": "", "samples": 0.9 * factor} for factor in (2, 4, 8)},
     "fusible_optimizers": ["Adam"],
     "fused": False,
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "by_sample": ""}],
@@ -57,6 +58,7 @@ class World:
         self.unequal, self.different, self.pairs = set(), set(), {}
         self.started, self.interrupt_at = [], None
         self.seeds, self.deciding_seeds = [], 5
+        self.num_steps, self.samples = {}, {}
         self.passed_seconds, self.seed_seconds = 0.0, 0.0
         monkeypatch.setattr(search.time, "monotonic", lambda: clock() + self.passed_seconds)
         world = self
@@ -98,7 +100,8 @@ class World:
             def stop(self):
                 self.is_alive = False
 
-        def compare(reference, variant, *, needed, **_):
+        def compare(reference, variant, *, needed, samples, **_):
+            self.samples[str(self.names(variant.changes))] = samples
             self.needed[str(self.names(variant.changes))] = needed
             value = world.speed_of(variant.changes) / world.speed_of(reference.changes)
             return Ratio(value, value * 0.98, value * 1.02, 5)
@@ -111,8 +114,9 @@ class World:
         )
         monkeypatch.setattr(search, "are_equivalent", self.judge_seeds)
 
-    def record(self, project, changes, folder, seeds, *_):
+    def record(self, project, changes, folder, seeds, num_steps, *_):
         self.seeds.append((str(self.names(changes)), list(seeds)))
+        self.num_steps[str(self.names(changes))] = num_steps
         self.passed_seconds += self.seed_seconds * len(seeds)
         return [self.names(changes)] * len(seeds)
 
@@ -124,7 +128,8 @@ class World:
 
     @staticmethod
     def names(changes):
-        return [*changes.trainer, *changes.speedups, *changes.savings, *changes.ddp]
+        larger = [f"x{size}" for size in changes.batching.values()]
+        return [*changes.trainer, *changes.speedups, *changes.savings, *changes.ddp, *larger]
 
     def speed_of(self, changes):
         product = 1.0
@@ -144,8 +149,8 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-def run(folder, budget=600.0, identity=None, goal="speed"):
-    one = Search(Project("nobody:runs", {}), folder, budget, identity or {"of": "a test"}, goal)
+def run(folder, budget=600.0, identity=None, goal="speed", allow=()):
+    one = Search(Project("nobody:runs", {}), folder, budget, identity or {"of": "a test"}, goal, allow)
     return one.run()
 
 

@@ -1,0 +1,80 @@
+"""Changes of what a run learns, which are tried only where they are allowed by name."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+
+from lightning_accel.callbacks.batching import larger_batches, why_not_larger, why_not_scalable
+from lightning_accel.callbacks.speedups import loaders_of
+from lightning_accel.tuning.factors import Factor, Refusal
+from lightning_accel.tuning.project import Changes
+
+ALLOWABLE = ("batch_size",)
+BATCH_SIZE_FACTORS = (2, 4, 8)
+
+
+def require_known(allow: Sequence[str]) -> None:
+    """Check the names of changes that are allowed.
+
+    Raises:
+        ValueError: if one is unknown.
+    """
+    if isinstance(allow, str) or (unknown := [name for name in allow if name not in ALLOWABLE]):
+        found = repr(allow) if isinstance(allow, str) else ", ".join(unknown)
+        raise ValueError(f"allow takes a sequence of names among {', '.join(ALLOWABLE)}; got {found}")
+
+
+def learning_changes_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iterator[Factor | Refusal]:
+    """Yield the changes of what is learned that are allowed and that a run admits, and why others are not tried.
+
+    Args:
+        facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
+        allow: names among :data:`ALLOWABLE`.
+    """
+    tried: list[Factor | Refusal] = []
+    for factor in BATCH_SIZE_FACTORS:
+        name = f"batch_size x {factor}"
+        if reason := facts["larger_batches"][str(factor)]["reason"]:
+            tried.append(Refusal(name, reason))
+        else:
+            tried.append(Factor(name, "batch_size", "learned", Changes(batching={"batch_size_factor": factor})))
+    if "batch_size" in allow:
+        yield from tried
+    elif any(isinstance(one, Factor) for one in tried):
+        yield Refusal("batch_size", "it changes what is learned: allow it by name with --allow batch_size")
+
+
+def samples_per_step(facts: Mapping[str, Any], changes: Changes) -> float:
+    """Return how many times as many samples a step sees with the changes, on average over an epoch."""
+    factor = changes.batching.get("batch_size_factor", 1)
+    return 1.0 if factor == 1 else facts["larger_batches"][str(factor)]["samples"]
+
+
+def larger_batches_of(trainer: L.Trainer, loaders: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return, for each factor of the batch size, how many times as many samples a step sees, or why it cannot.
+
+    Args:
+        trainer: of a run that has begun.
+        loaders: its training loaders.
+    """
+    return {str(factor): _larger(trainer, loaders, factor) for factor in BATCH_SIZE_FACTORS}
+
+
+def _larger(trainer: L.Trainer, loaders: Sequence[Any], factor: int) -> dict[str, Any]:
+    reasons = []
+    if len(loaders) != 1 or not list(loaders_of(loaders[0])):
+        reasons.append("the training data is not in one torch DataLoader")
+    elif reason := why_not_larger(loaders[0], factor):
+        reasons.append(reason)
+    if trainer.max_steps != -1:
+        reasons.append(f"max_steps={trainer.max_steps} counts updates, so that larger ones would not shorten the run")
+    if isinstance(trainer.limit_train_batches, int):
+        reasons.append("the Trainer limits the batches of an epoch by their number")
+    reasons += filter(None, (why_not_scalable(optimizer, factor) for optimizer in trainer.optimizers))
+    if reasons:
+        return {"reason": reasons[0], "samples": 1.0}
+    before = len(loaders[0])
+    with larger_batches(loaders[0], factor):
+        # the last batch may be incomplete; where incomplete ones are dropped, every batch is larger by the factor
+        return {"reason": "", "samples": min(float(factor), before / len(loaders[0]))}
