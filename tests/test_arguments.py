@@ -10,6 +10,7 @@ import lightning_accel
 MOST = 12
 EXCEPTIONS = {
     "callbacks.early_stopping.EarlyStopping",  # deprecated
+    "callbacks.speedups.Speedups",  # settings that stand alone, and are written by tune
 }
 
 

@@ -4,12 +4,13 @@ import ctypes
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel._private.torch import allow_recompilations, wrapped_frames
@@ -20,6 +21,12 @@ from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.strategies.sharding.blocks import find_blocks
 
 CompileScope = Literal["children", "blocks"]
+AttentionBackend = Literal["math", "efficient", "cudnn"]
+_BACKENDS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 
@@ -47,6 +54,8 @@ class Speedups(L.Callback):
             sample, where the loader collates by default. Batches stay equal bit for bit.
         channels_last: store the weights of 2D convolutions with channels as the last dimension, which their inputs
             follow.
+        attention: compute scaled_dot_product_attention by this backend of torch, or by ``math`` where it cannot. On the
+            CPU, ``math`` trains sequences of up to about 128 faster in bfloat16 than torch's choice, which is flash.
         compile: compile the ``children`` of the LightningModule, or its repeated ``blocks``, with torch.compile.
         matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on the CPU).
         keep_freed_memory: keep memory that tensors on the CPU free, in place of returning it to the operating system,
@@ -69,6 +78,7 @@ class Speedups(L.Callback):
         fused_rnn: bool = False,
         batched_fetch: bool = False,
         channels_last: bool = False,
+        attention: AttentionBackend | None = None,
         compile: CompileScope | None = None,  # the name of torch.compile
         matmul_precision: Literal["high", "medium"] | None = None,
         keep_freed_memory: bool = False,
@@ -85,6 +95,9 @@ class Speedups(L.Callback):
         self.fused_rnn = fused_rnn
         self.batched_fetch = batched_fetch
         self.channels_last = channels_last
+        if attention not in (None, *_BACKENDS):
+            raise ValueError(f"attention must be one of {', '.join(_BACKENDS)}; got {attention!r}")
+        self.attention = attention
         self.compile = compile
         self.matmul_precision = matmul_precision
         self.keep_freed_memory = keep_freed_memory
@@ -92,6 +105,7 @@ class Speedups(L.Callback):
         self.measured_on = measured_on
         self._before: dict[str, Any] = {}
         self._fused: list[nn.RNNBase] = []
+        self._backends = ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.measured_on is not None and self.measured_on != (here := machine_name()):
@@ -115,6 +129,8 @@ class Speedups(L.Callback):
             keep_freed_memory()
         if self.channels_last:
             _to_channels_last(pl_module)
+        if self.attention is not None:
+            self._backends.enter_context(sdpa_kernel([_BACKENDS[self.attention], SDPBackend.MATH]))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.num_workers is not None or self.pin_memory is not None or self.batched_fetch:
@@ -141,6 +157,7 @@ class Speedups(L.Callback):
         trainer.strategy.__dict__.pop("process_dataloader", None)
         unfuse_(self._fused)
         self._fused = []
+        self._backends.close()
         self._before = {}
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -47,6 +47,7 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     """
     is_cuda = facts["device"] == "cuda"
     yield from precisions(facts, is_cuda)
+    yield from _attention(facts, is_cuda)
     yield from _loaders(facts, wait_share, is_cuda)
     if facts["world_size"] > 1:
         yield from _ddp(facts)
@@ -93,6 +94,22 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
         yield _speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
     elif facts["bfloat16_units"]:
         yield _speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
+
+
+def _attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
+    """Yield backends of attention; on the CPU with bfloat16 alone, since in float32 torch's choice is the faster."""
+    if not facts["has_attention"]:
+        yield Refusal("attention", "no layer of the model has attention in its name")
+    elif is_cuda:
+        yield _speedup("attention=cudnn", "attention", "exact", attention="cudnn")
+        yield _speedup("attention=efficient", "attention", "exact", attention="efficient")
+    elif "bf16" in facts["precision"]:
+        yield _speedup("attention=math", "attention", "exact", attention="math")
+    elif facts["precision"] == "32-true" and facts["bfloat16_units"]:
+        changes = Changes(trainer={"precision": "bf16-mixed"}, speedups={"attention": "math"})
+        yield Factor("precision=bf16-mixed with attention=math", "precision", "rounding", changes)
+    else:
+        yield Refusal("attention", "on the CPU, torch's own choice is the faster one without bfloat16")
 
 
 def compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:

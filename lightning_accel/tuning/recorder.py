@@ -136,6 +136,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
         "has_dropout": has_dropout(module),
+        "has_attention": any("attention" in type(layer).__name__.lower() for layer in module.modules()),
         "num_fusible_rnns": sum(is_fusible(layer) for layer in module.modules()),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),

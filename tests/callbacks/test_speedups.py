@@ -44,6 +44,7 @@ class Net(L.LightningModule):
             "channels_last": features.is_contiguous(memory_format=torch.channels_last),
             "fused": self.optimizers().param_groups[0]["fused"],
             "workers": self.trainer.train_dataloader.num_workers,
+            "flash": torch.backends.cuda.flash_sdp_enabled(),  # on the CPU, too
             "persistent": self.trainer.train_dataloader.persistent_workers,
         }
         return loss
@@ -73,10 +74,16 @@ def fit(loader=None, callbacks=(), checkpoint=None, kind=Net, **speedups):
 def test_settings_reach_the_steps_and_end_with_the_run():
     plain = fit()
     assert plain.met["threads"] == 1
-    module = fit(threads=2, matmul_precision="high", channels_last=True, fused_optimizer=True, keep_freed_memory=True)
+    module = fit(
+        threads=2, matmul_precision="high", channels_last=True, fused_optimizer=True, keep_freed_memory=True,
+        attention="math",
+    )  # fmt: skip
     assert module.met["threads"] == 2
     assert module.met["matmul_precision"] == "high"
     assert module.met["fused"]
+    assert not module.met["flash"]
+    assert plain.met["flash"]
+    assert torch.backends.cuda.flash_sdp_enabled()
     assert module.met["channels_last"]
     assert not plain.met["channels_last"]
     assert torch.get_num_threads() == 1
@@ -229,6 +236,7 @@ def test_another_machine_is_warned_of():
     ("options", "message"),
     [
         ({"threads": 0}, "threads must be at least 1; got 0"),
+        ({"attention": "flash"}, "attention must be one of math, efficient, cudnn; got 'flash'"),
         ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
     ],
 )

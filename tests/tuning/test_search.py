@@ -38,6 +38,7 @@ FACTS = {
     "bfloat16_units": True,
     "num_conv2d": 3,
     "has_dropout": False,
+    "has_attention": False,
     "num_fusible_rnns": 1,
     "num_children": 1,
     "num_blocks": 4,
@@ -463,6 +464,19 @@ def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
     assert found("no compiler", has_dropout=True) == [Refusal("native_dropout", "no compiler")]
     assert found("") == [Refusal("native_dropout", "the model has no dropout")]
     assert not found("", has_dropout=True, device="cuda")
+
+
+def test_backends_of_attention_are_tried_where_torch_may_not_choose_the_fastest():
+    def found(**facts):
+        return [one for one in factors_for(FACTS | {"has_attention": True} | facts, 0.2) if "attention" in one.name]
+
+    (factor,) = found()
+    assert (factor.group, factor.kind) == ("precision", "rounding")
+    assert factor.changes == Changes(trainer={"precision": "bf16-mixed"}, speedups={"attention": "math"})
+    (factor,) = found(precision="bf16-mixed")
+    assert (factor.kind, factor.changes) == ("exact", Changes(speedups={"attention": "math"}))
+    assert [one.name for one in found(device="cuda")] == ["attention=cudnn", "attention=efficient"]
+    assert all(isinstance(one, Refusal) for one in [*found(has_attention=False), *found(bfloat16_units=False)])
 
 
 @pytest.mark.parametrize(
