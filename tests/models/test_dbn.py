@@ -99,16 +99,18 @@ def check_save(rank, path):
 def test_chains_go_on_in_another_number_of_processes(run_folder):
     run_ranks(check_save, run_folder / "two.ckpt")
     saved = torch.load("two.ckpt", weights_only=True)["deep_belief_network"]
-    one, seen = model(), []
+    one, seen, seeds = model(), [], []
 
     class Seen(L.Callback):
         def on_train_start(self, trainer, pl_module):
             seen.append(pl_module.sampling[0].chains.clone())
+            seeds.extend(each.seed - torch.initial_seed() for each in pl_module.sampling)
 
     run = trainer(max_epochs=3, max_steps=-1, callbacks=[Seen()])
     with pytest.warns(UserWarning, match="chains of 2 processes, this run has 1: chains are dealt anew"):
         run.fit(one, DataLoader(rows(), batch_size=5), ckpt_path="two.ckpt")
     assert seen[0].equal(torch.cat([state["sampling"][0]["chains"] for state in saved["ranks"]]))
+    assert seeds == [*range(len(one.sampling))]  # of processes that were not there
 
 
 def test_chains_are_dealt_to_any_number_of_processes():
