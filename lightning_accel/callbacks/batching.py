@@ -1,26 +1,29 @@
-"""Larger batches for any module and DataLoader, with the learning rate that goes with them."""
+"""Other batches for any module and DataLoader: larger ones, with their learning rate, and those of similar lengths."""
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
+from torch import initial_seed
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel._private.torch import makes_own_iterators
+from lightning_accel.callbacks.length_buckets import length_buckets, why_not_bucketed
 from lightning_accel.callbacks.speedups import loaders_of
 from lightning_accel.data.samplers import ResumableLoader
 
 
 class Batching(L.Callback):
-    """Train any module on larger batches, at a learning rate that lets it learn the same from as many samples.
+    """Train any module on larger batches, at a learning rate that goes with them, or on samples of similar length.
 
-    ``lightning-accel tune --allow batch_size`` finds the factor and writes it to a config, if losses after as many
-    samples are equivalent over seeds. Batches of the training loader have ``batch_size_factor`` times as many samples,
-    and so has each update, whatever ``accumulate_grad_batches`` is. Options of optimizers change within each update
-    alone, after the gradients are computed: schedulers, logs and checkpoints see the learning rate as it was given.
+    ``lightning-accel tune --allow batch_size,length_bucketed`` finds them and writes them to a config, if losses after
+    as many samples are equivalent over seeds. Batches of the training loader have ``batch_size_factor`` times as many
+    samples, and so has each update, whatever ``accumulate_grad_batches`` is. Options of optimizers change within each
+    update alone, after the gradients are computed: schedulers, logs and checkpoints see the learning rate as it was
+    given.
 
     - SGD takes the learning rate times the factor (linear rule); momentum stays. The warm-up that the source adds for
       the first epochs is left to the run's own scheduler.
@@ -33,43 +36,50 @@ class Batching(L.Callback):
 
     Args:
         batch_size_factor: samples of a batch, as a multiple of those that the loader has; 1 for the run as it is.
+        length_bucketed: batch samples of similar length, by
+            :class:`lightning_accel.data.LengthBatchSampler` with the run's seed, where the loader's collate function
+            pads shuffled ones. The length of a sample is that of its first tensor, array or list of numbers with one
+            dimension; each process reads all samples once before training. All samples are trained on: ``drop_last``
+            is not kept.
 
     Raises:
         ValueError: if the factor is less than 1.
         TypeError: before training, if the loader is not a DataLoader of a map-style data set whose batch sampler has a
-            ``batch_size``, or if an optimizer has no rule for the factor.
+            ``batch_size``, or if an optimizer has no rule for the factor; with ``length_bucketed``, if the loader does
+            not shuffle and pad samples of several lengths.
 
     Source: linear: Goyal et al. 2017, Accurate, Large Minibatch SGD, https://arxiv.org/abs/1706.02677, section 2.1.
     Square root: Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
     https://arxiv.org/abs/2205.10287.
     """
 
-    def __init__(self, batch_size_factor: int = 1) -> None:
+    def __init__(self, batch_size_factor: int = 1, length_bucketed: bool = False) -> None:
         if batch_size_factor < 1:
             raise ValueError(f"batch_size_factor must be at least 1; got {batch_size_factor}")
         self.batch_size_factor = batch_size_factor
+        self.length_bucketed = length_bucketed
         self._changed: list[object] = []  # batch samplers
         self._undo: list[Callable[[], object]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._restore()  # of a run around this one
-        if stage == "fit" and self.batch_size_factor > 1:
+        if stage == "fit" and self._has_changes:
             self._set_up_loaders(trainer)  # configure_optimizers may ask for the number of steps
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.batch_size_factor == 1:
+        if not self._has_changes:
             return
         if not self._changed:  # another callback may have put its own in the place of ours
             self._set_up_loaders(trainer)
-        for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers if self.batch_size_factor > 1 else ():
             if reason := why_not_scalable(optimizer, self.batch_size_factor):
-                raise TypeError(f"{_name(self.batch_size_factor)}: {reason}")
+                raise TypeError(f"{self._name}: {reason}")
             self._undo.append(scale_updates(optimizer, self.batch_size_factor))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.batch_size_factor > 1 and not self._changed:
+        if self._has_changes and not self._changed:
             raise TypeError(
-                f"{_name(self.batch_size_factor)} found no DataLoader to change before its first iterator: train with "
+                f"{self._name} found no DataLoader to change before its first iterator: train with "
                 "a torch DataLoader, and put this callback behind all others"
             )
 
@@ -98,16 +108,25 @@ class Batching(L.Callback):
         self._undo.append(lambda: vars(strategy).pop("process_dataloader", None))
 
     def _change(self, loader: DataLoader[Any]) -> None:
-        if reason := why_not_larger(loader, self.batch_size_factor):
-            raise TypeError(f"{_name(self.batch_size_factor)}: {reason}")
-        change = larger_batches(loader, self.batch_size_factor)
-        change.__enter__()
-        self._undo.append(lambda: change.__exit__(None, None, None))
+        reason = why_not_larger(loader, self.batch_size_factor) if self.batch_size_factor > 1 else ""
+        if reason := reason or (why_not_bucketed(loader) if self.length_bucketed else ""):
+            raise TypeError(f"{self._name}: {reason}")
+        changes = ExitStack()
+        self._undo.append(changes.close)
+        if self.batch_size_factor > 1:
+            changes.enter_context(larger_batches(loader, self.batch_size_factor))
         self._changed.append(loader.batch_sampler)
+        if self.length_bucketed:
+            changes.enter_context(length_buckets(loader, initial_seed()))
+            self._changed.append(loader.batch_sampler)
 
+    @property
+    def _has_changes(self) -> bool:
+        return self.batch_size_factor > 1 or self.length_bucketed
 
-def _name(factor: int) -> str:
-    return f"Batching(batch_size_factor={factor})"
+    @property
+    def _name(self) -> str:
+        return f"Batching(batch_size_factor={self.batch_size_factor}, length_bucketed={self.length_bucketed})"
 
 
 @contextmanager
@@ -174,7 +193,7 @@ def scaled_options(optimizer: Optimizer, group: dict[str, Any], factor: int) -> 
     if isinstance(optimizer, _LINEAR):
         return {"lr": group["lr"] * factor}
     root = math.sqrt(factor)
-    averages = tuple(beta and max(0.0, 1 - factor * (1 - beta)) for beta in _averages(group))
+    averages = tuple(max(0.0, 1 - factor * (1 - beta)) for beta in _averages(group))
     of_averages = {"betas": averages} if "betas" in group else {"alpha": averages[0]}
     return {"lr": group["lr"] * root, "eps": group["eps"] / root} | of_averages
 

@@ -6,12 +6,15 @@ from typing import Any
 import lightning as L
 
 from lightning_accel.callbacks.batching import larger_batches, why_not_larger, why_not_scalable
+from lightning_accel.callbacks.length_buckets import why_not_bucketed
 from lightning_accel.callbacks.speedups import loaders_of
 from lightning_accel.tuning.factors import Factor, Refusal
 from lightning_accel.tuning.project import Changes
 
-ALLOWABLE = ("batch_size",)
+ALLOWABLE = ("batch_size", "length_bucketed")
+_LOOKED_AT = 64  # samples whose lengths tell whether a data set has several
 BATCH_SIZE_FACTORS = (2, 4, 8)
+_NO_LOADER = "the training data is not in one torch DataLoader"
 
 
 def require_known(allow: Sequence[str]) -> None:
@@ -42,7 +45,18 @@ def learning_changes_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iter
     if "batch_size" in allow:
         yield from tried
     elif any(isinstance(one, Factor) for one in tried):
-        yield Refusal("batch_size", "it changes what is learned: allow it by name with --allow batch_size")
+        yield _not_allowed("batch_size")
+    name = "length_bucketed"
+    if name in allow:
+        changes = Changes(batching={name: True})
+        reason = facts["not_bucketed"]
+        yield Refusal(name, reason) if reason else Factor(name, name, "learned", changes)
+    elif not facts["not_bucketed"]:
+        yield _not_allowed(name)
+
+
+def _not_allowed(name: str) -> Refusal:
+    return Refusal(name, f"it changes what is learned: allow it by name with --allow {name}")
 
 
 def samples_per_step(facts: Mapping[str, Any], changes: Changes) -> float:
@@ -61,10 +75,21 @@ def larger_batches_of(trainer: L.Trainer, loaders: Sequence[Any]) -> dict[str, d
     return {str(factor): _larger(trainer, loaders, factor) for factor in BATCH_SIZE_FACTORS}
 
 
+def why_not_bucketed_of(loaders: Sequence[Any]) -> str:
+    """Return why batches cannot be of samples of similar length, as far as some of them tell, or nothing.
+
+    Args:
+        loaders: training loaders of a run.
+    """
+    if len(loaders) != 1 or not list(loaders_of(loaders[0])):
+        return _NO_LOADER
+    return why_not_bucketed(loaders[0], _LOOKED_AT)
+
+
 def _larger(trainer: L.Trainer, loaders: Sequence[Any], factor: int) -> dict[str, Any]:
     reasons = []
     if len(loaders) != 1 or not list(loaders_of(loaders[0])):
-        reasons.append("the training data is not in one torch DataLoader")
+        reasons.append(_NO_LOADER)
     elif reason := why_not_larger(loaders[0], factor):
         reasons.append(reason)
     if trainer.max_steps != -1:

@@ -53,8 +53,9 @@ def tune(
         output: folder.
         goal: ``speed`` or ``memory``.
         allow: changes of what is learned to try as well: ``batch_size`` for batches of 2, 4 and 8 times the samples, at
-            a learning rate that goes with them (:class:`lightning_accel.callbacks.Batching`). Speed is that of samples,
-            and losses have to be equivalent over seeds after as many samples.
+            a learning rate that goes with them, and ``length_bucketed`` for batches of samples of similar length (both
+            by :class:`lightning_accel.callbacks.Batching`). Speed is that of samples, and losses have to be equivalent
+            over seeds after as many samples.
 
     Raises:
         TrialError: if the run does not work as it is.

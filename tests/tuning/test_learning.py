@@ -44,6 +44,17 @@ def test_they_are_tried_only_if_they_are_allowed(world, tmp_path):
     assert "batch_size_factor: 8  # alone 1.60 " in overlay
 
 
+def test_batches_of_similar_length_are_tried_where_samples_have_lengths(monkeypatch, tmp_path):
+    facts = FACTS | {"not_bucketed": ""}
+    world = World(monkeypatch, facts)
+    world.speed = {"xTrue": 1.7, "x2": 1.2}
+    outcome = run(tmp_path / "both", allow=("batch_size", "length_bucketed"))
+    assert outcome.changes == Changes(batching={"length_bucketed": True, "batch_size_factor": 2})
+    assert "length_bucketed" in [one.name for one in run(tmp_path / "one", allow=ALL).refused]
+    assert "length_bucketed" not in [one.name for one in learning_changes_for(FACTS, ALL)]
+    assert Refusal("length_bucketed", FACTS["not_bucketed"]) in learning_changes_for(FACTS, ("length_bucketed",))
+
+
 def test_the_fastest_whose_losses_are_equivalent_is_taken(world, tmp_path):
     world.unequal = {"x8"}
     outcome = run(tmp_path / "one", allow=ALL)

@@ -43,6 +43,7 @@ FACTS = {
     "num_children": 1,
     "num_blocks": 4,
     "larger_batches": {str(factor): {"reason": "", "samples": 0.9 * factor} for factor in (2, 4, 8)},
+    "not_bucketed": "all samples are equally long",
     "fusible_optimizers": ["Adam"],
     "fused": False,
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "by_sample": ""}],
