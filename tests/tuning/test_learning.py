@@ -175,12 +175,12 @@ def test_what_is_refused_is_named_only_where_it_is_allowed():
     assert {one.kind for one in learning_changes_for(FACTS, ALL) if isinstance(one, Factor)} == {"learned"}
 
 
-@pytest.mark.parametrize(("drop_last", "samples"), [(False, 7 / 4), (True, 2.0)])
-def test_samples_of_a_step_are_those_of_an_epoch(drop_last, samples):
-    """Twenty in batches of 3: 7 of them, or 4 of 6; where incomplete ones are dropped, 6 and 3."""
-    sampler = BatchSampler(SequentialSampler(ROWS), 3, drop_last)
+@pytest.mark.parametrize(("size", "drop_last", "samples"), [(3, False, 7 / 4), (6, True, 2.0)])
+def test_samples_of_a_step_are_those_of_an_epoch(size, drop_last, samples):
+    """Twenty in batches of 3: 7 of them, or 4 of 6; where incomplete ones are dropped, 3 of 6, or 1 of 12."""
+    sampler = BatchSampler(SequentialSampler(ROWS), size, drop_last)
     found = larger(DataLoader(ROWS, batch_sampler=sampler))
     facts = {"larger_batches": {"2": found}}
     assert samples_per_step(facts, Changes(batching={"batch_size_factor": 2})) == pytest.approx(samples)
     assert samples_per_step(facts, Changes(speedups={"threads": 1})) == 1
-    assert sampler.batch_size == 3
+    assert sampler.batch_size == size
