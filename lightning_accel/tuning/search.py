@@ -405,13 +405,15 @@ class Search:
         return samples_per_step(self._baseline["facts"], changes)
 
     def _num_steps(self, changed: Sequence[Factor], compared: Sequence[Factor]) -> int:
-        """Return the steps of each seed that a tenth of the budget allows, at least 12 and at most 60.
+        """Return the steps of each seed that a twentieth of the budget allows, at least 12 and at most 30.
 
-        Where batches are larger in what is compared, it is as many times more, and ``changed`` sees as many samples.
+        Runs from equal seeds grow apart with every step, by rounding alone, until they differ as much as seeds do; what
+        changes a run on purpose or by a mistake shows from its first steps on. Where batches are larger in what is
+        compared, it is as many times more, and ``changed`` sees as many samples.
         """
-        affordable = 0.1 * self.budget * self._baseline["rate"] / min(LOOKS)
+        affordable = 0.05 * self.budget * self._baseline["rate"] / min(LOOKS)
         times = max(BATCH_SIZE_FACTORS) if self._samples(together(compared)) > 1 else 1
-        return int(min(60 * times, max(12 * times, affordable)) / self._samples(together(changed)))
+        return int(min(30 * times, max(12 * times, affordable)) / self._samples(together(changed)))
 
     def _new_folder(self) -> Path:
         self._trials += 1

@@ -72,13 +72,14 @@ def test_what_is_dropped_is_not_added_beside_others(world, tmp_path):
 
 
 def test_losses_are_compared_after_as_many_samples(world, tmp_path):
-    """A step sees 0.9 * 8 times as many; 5 seeds have a tenth of the budget, 120 steps of 0.1 s each."""
-    run(tmp_path / "alone", allow=ALL)
+    """A step sees 0.9 * 8 times as many; 5 seeds have a twentieth of the budget, 120 steps of 0.1 s each."""
+    run(tmp_path / "alone", budget=1200.0, allow=ALL)
     assert world.num_steps["[]"] == 120
     assert world.num_steps["['x8']"] == int(120 / 7.2)
     assert world.samples["['x8']"] == pytest.approx(7.2)
     world.speed["compile"] = 1.2
-    run(tmp_path / "together", allow=ALL)
+    run(tmp_path / "together", allow=ALL)  # half the budget
+    assert world.num_steps["[]"] == 96  # at least 12 steps of the largest batches
     assert world.samples["['compile', 'x8']"] == pytest.approx(7.2)
     assert world.samples["['compile']"] == pytest.approx(1 / 7.2)  # against both
 
