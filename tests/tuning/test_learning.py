@@ -78,8 +78,7 @@ def test_losses_are_compared_after_as_many_samples(world, tmp_path):
     assert world.num_steps["['x8']"] == int(120 / 7.2)
     assert world.samples["['x8']"] == pytest.approx(7.2)
     world.speed["compile"] = 1.2
-    run(tmp_path / "together", allow=ALL)  # half the budget
-    assert world.num_steps["[]"] == 96  # at least 12 steps of the largest batches
+    run(tmp_path / "together", allow=ALL)
     assert world.samples["['compile', 'x8']"] == pytest.approx(7.2)
     assert world.samples["['compile']"] == pytest.approx(1 / 7.2)  # against both
 
