@@ -74,7 +74,7 @@ def monitor_log():
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_names_the_loader_and_the_worker(workers, monitor_log):
     rows = SleepyRows()
     handler = Released(rows)
@@ -117,7 +117,7 @@ def check_stopped_rank(rank, folder, stopped):
     return told
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_names_the_process_that_is_stopped(tmp_path, stopped):
     told = run_ranks(check_stopped_rank, tmp_path, stopped)[1 - stopped]
     stalls = rf"rank {1 - stopped} of 2 has stood still for \d+ s (.*batch 1 of epoch 0|in the backward)"
