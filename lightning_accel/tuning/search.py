@@ -20,6 +20,9 @@ from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, fork_server
 
 _EXACT_STEPS = 10
+# by rounding alone, runs from equal seeds grow apart, and after more steps may differ as much as seeds do
+_MOST_STEPS = 30
+_SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED, _UNTIL_COMPARED = 0.45, 0.6, 0.7, 0.85
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
@@ -185,11 +188,12 @@ class Search:
         """Return the changes, those of what is learned as the fastest of their groups whose losses are equivalent."""
         settled = []
         for factor in chosen:
+            if factor.kind != "learned":
+                settled.append(factor)
+                continue
             group = [one for one in self._tried if one.group == factor.group and self.outcome.alone[one.name].wins]
             group.sort(key=lambda one: -self.outcome.alone[one.name].gain)
-            candidates = group if factor.kind == "learned" else [factor]
-            kept = (one for one in candidates if one.kind != "learned" or self._agree([one], exactly=False))
-            settled += list(islice(kept, 1))
+            settled += islice((one for one in group if self._agree([one], exactly=False)), 1)
         return settled
 
     def _judge_exact(self, chosen: list[Factor]) -> list[Factor]:
@@ -405,15 +409,10 @@ class Search:
         return samples_per_step(self._baseline["facts"], changes)
 
     def _num_steps(self, changed: Sequence[Factor], compared: Sequence[Factor]) -> int:
-        """Return the steps of each seed that a twentieth of the budget allows, at least 12 and at most 30.
-
-        Runs from equal seeds grow apart with every step, by rounding alone, until they differ as much as seeds do; what
-        changes a run on purpose or by a mistake shows from its first steps on. Where batches are larger in what is
-        compared, it is as many times more, and ``changed`` sees as many samples.
-        """
-        affordable = 0.05 * self.budget * self._baseline["rate"] / min(LOOKS)
+        """Return the steps of each seed, with ``changed``, that show how what is compared learns at the beginning."""
+        affordable = _SHARE_OF_FIVE * self.budget * self._baseline["rate"] / min(LOOKS)
         times = max(BATCH_SIZE_FACTORS) if self._samples(together(compared)) > 1 else 1
-        return int(min(30 * times, max(12 * times, affordable)) / self._samples(together(changed)))
+        return int(min(_MOST_STEPS * times, max(12 * times, affordable)) / self._samples(together(changed)))
 
     def _new_folder(self) -> Path:
         self._trials += 1

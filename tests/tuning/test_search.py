@@ -231,6 +231,7 @@ def test_seeds_are_added_until_they_decide(world, tmp_path):
     assert names(run(tmp_path)) == ["compile", "precision"]
     compared = [seeds for changed, seeds in world.seeds if "precision" in changed]
     assert compared == [list(range(5)), list(range(5, 10)), list(range(10, 20))]
+    assert world.num_steps["['precision', 'compile']"] == 30
     before = len(world.seeds)
     world.deciding_seeds = 40
     journal = tmp_path / "journal.jsonl"
@@ -238,6 +239,13 @@ def test_seeds_are_added_until_they_decide(world, tmp_path):
     journal.write_text("".join(one for one in lines if '"equivalent ' not in one and "10 to 19" not in one))
     assert names(run(tmp_path)) == ["compile", "precision"]  # as if it had been killed in the last look
     assert [seeds for _, seeds in world.seeds[before:]] == [list(range(10, 20))] * 2 + [list(range(20, 40))] * 2
+
+
+@pytest.mark.parametrize(("budget", "num_steps"), [(200.0, 20), (100.0, 12)])
+def test_steps_of_five_seeds_take_a_twentieth_of_the_budget(world, tmp_path, budget, num_steps):
+    """A step takes 0.1 s; 12 are the least."""
+    run(tmp_path, budget)
+    assert world.num_steps["['precision', 'compile']"] == num_steps
 
 
 def test_seeds_end_with_the_budget(world, tmp_path):
