@@ -2,11 +2,12 @@
 
 ``program.py`` is what users call. ``search.py`` tries the ``factors.py`` that the run admits (``savings.py``, where
 memory is the goal; ``learning.py``, what has to be allowed): each alone, the winners together, each left out again, and
-beside them what did not win; ``outcome.py`` is what it finds. ``variant.py`` trains with some changes in processes of
-its own, which are frozen but for their turns (``trial.py`` is their program, ``fork_server.py`` forks them,
-``recorder.py`` is what they write); ``comparison.py`` computes a ratio of turns with its interval, ``parity.py``
-compares losses. ``project.py`` names what is tuned so that processes find it, ``journal.py`` keeps what was measured
-when a search is killed, ``writing.py`` writes the overlay of the config and the report.
+beside them what did not win; ``planned_run.py`` weighs speed against the time to start, ``outcome.py`` is what it
+finds. ``variant.py`` trains with some changes in processes of its own, which are frozen but for their turns
+(``trial.py`` is their program, ``fork_server.py`` forks them, ``recorder.py`` is what they write); ``comparison.py``
+computes a ratio of turns with its interval, ``parity.py`` compares losses. ``project.py`` names what is tuned so that
+processes find it, ``journal.py`` keeps what was measured when a search is killed, ``writing.py`` writes the overlay of
+the config and the report.
 """
 
 from lightning_accel.tuning.outcome import Outcome

@@ -17,7 +17,8 @@ class Factor:
 
     Attributes:
         name: for tables.
-        group: at most one factor of a group is chosen.
+        group: at most one factor of a group is chosen. Simpler ones come first: one that comes later is chosen only if
+            it is shown to gain more.
         kind: ``exact``: losses are equal up to rounding; ``equal``: so they are, or else it is dropped, since nothing
             can draw other random numbers; ``random``: so is their distribution, but other random numbers are drawn;
             ``rounding``: numbers have fewer digits; ``learned``: the run learns otherwise, which has to be allowed.
@@ -85,15 +86,16 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
     if facts["precision"] != "32-true":
         yield Refusal("precision", f"the run has one of its own: {facts['precision']}")
         return
+    if is_cuda:
+        yield _speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
+    elif facts["bfloat16_units"]:
+        yield _speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
     if facts["bfloat16_units"]:
         yield Factor("precision=bf16-mixed", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"}))
     else:
         yield Refusal("precision=bf16-mixed", "the processor has no bfloat16 units")
     if is_cuda:
         yield Factor("precision=16-mixed", "precision", "rounding", Changes(trainer={"precision": "16-mixed"}))
-        yield _speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
-    elif facts["bfloat16_units"]:
-        yield _speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
 
 
 def _attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:

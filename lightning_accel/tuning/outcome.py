@@ -56,6 +56,15 @@ class Measurement:
         """Return what the goal compares: how much less memory, or how much faster the planned run is."""
         return self.over_run if self.saving is None else self.saving
 
+    @property
+    def gain_interval(self) -> tuple[float, float]:
+        """Return the ends of what the gain may be: for speed by the interval of the ratio, for memory within noise."""
+        if self.saving is not None:
+            return self.saving / LEAST_SAVING**0.5, self.saving * LEAST_SAVING**0.5
+        assert self.ratio is not None
+        start = 1 / self.over_run - 1 / self.ratio.value
+        return 1 / (1 / self.ratio.low + start), 1 / (1 / self.ratio.high + start)
+
 
 @dataclass
 class Outcome:

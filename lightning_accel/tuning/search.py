@@ -1,11 +1,10 @@
 """The search for a faster variant of a run: each change alone, the winners together, each left out again, the proof."""
 
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.learning import BATCH_SIZE_FACTORS, learning_changes_for, samples_per_step
 from lightning_accel.tuning.outcome import LEAST_SPEED, Goal, Measurement, Outcome, together
 from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
+from lightning_accel.tuning.planned_run import PlannedRun
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, fork_server
@@ -110,13 +110,18 @@ class Search:
 
         self._baseline = self.journal.result("baseline", measure)
         self.outcome.facts = self._baseline["facts"]
+        self._planned = PlannedRun(
+            self._baseline["facts"]["planned_steps"],
+            self._baseline["rate"],
+            self._baseline["start_seconds"],
+            least_speed=LEAST_SPEED if self.outcome.goal == "memory" else 1.0,
+        )
         self.outcome.steps_per_second = self._baseline["rate"]
         self.outcome.peak_bytes = max(self._baseline["peaks"], default=0)
         self._turn = min(5.0, max(0.5, 5 / self._baseline["rate"]))
 
     def _try_alone(self) -> list[Factor]:
-        """Return the fastest factor of each group that is faster than the baseline, the most effective first."""
-        best: dict[str, tuple[float, Factor]] = {}
+        """Return the best factor of each group of those that are faster than the baseline, the most effective first."""
         facts = self._baseline["facts"]
         faster = chain(learning_changes_for(facts, self._allow), factors_for(facts, self._baseline["waited"]))
         for factor in savings_for(facts) if self.outcome.goal == "memory" else faster:
@@ -126,13 +131,22 @@ class Search:
             if f"alone {factor.name}" not in self.journal and self._passed() > _UNTIL_ALONE:
                 self.outcome.refused.append(Refusal(factor.name, "the budget did not suffice"))
                 continue
-            self._tried.append(factor)
             found = self._measure(f"alone {factor.name}", Changes(), factor.changes, most=8)
+            self._tried.append(factor)
             self.outcome.alone[factor.name] = found
-            if found.wins and found.gain > best.get(factor.group, (1.0,))[0]:
-                best[factor.group] = (found.gain, factor)
+            if found.wins:
                 self._best = max(self._best, found.gain)
-        return [factor for _, factor in sorted(best.values(), key=lambda pair: -pair[0])]
+        best = [self._best_of(self._winners_of(group)) for group in dict.fromkeys(one.group for one in self._tried)]
+        return sorted(filter(None, best), key=lambda one: -self.outcome.alone[one.name].gain)
+
+    def _winners_of(self, group: str) -> list[Factor]:
+        return [one for one in self._tried if one.group == group and self.outcome.alone[one.name].wins]
+
+    def _best_of(self, factors: Sequence[Factor]) -> Factor | None:
+        """Return the simplest of those that gain as much as any, as far as intervals tell; None of none."""
+        gains = [self.outcome.alone[one.name].gain_interval for one in factors]
+        least = max((low for low, _ in gains), default=0.0)
+        return next((one for one, (_, high) in zip(factors, gains, strict=True) if high >= least), None)
 
     def _try_together(self, winners: list[Factor]) -> list[Factor]:
         """Return the winners without those that the others make useless; or the best alone if they do not add up."""
@@ -185,15 +199,16 @@ class Search:
             )
 
     def _settle_learned(self, chosen: list[Factor]) -> list[Factor]:
-        """Return the changes, those of what is learned as the fastest of their groups whose losses are equivalent."""
+        """Return the changes, those of what is learned as the best of their groups whose losses are equivalent."""
         settled = []
         for factor in chosen:
             if factor.kind != "learned":
                 settled.append(factor)
                 continue
-            group = [one for one in self._tried if one.group == factor.group and self.outcome.alone[one.name].wins]
-            group.sort(key=lambda one: -self.outcome.alone[one.name].gain)
-            settled += islice((one for one in group if self._agree([one], exactly=False)), 1)
+            group = self._winners_of(factor.group)
+            while (best := self._best_of(group)) and not self._agree([best], exactly=False):
+                group.remove(best)
+            settled += [best] if best else []
         return settled
 
     def _judge_exact(self, chosen: list[Factor]) -> list[Factor]:
@@ -216,15 +231,15 @@ class Search:
         return chosen
 
     def _hand_back_best(self) -> None:
-        """Choose the change that is the fastest alone, unless all were measured together already."""
-        unproven = {factor.name for factor in self._tried if factor.kind == "learned"}
-        faster = {name: found for name, found in self.outcome.alone.items() if found.wins and name not in unproven}
+        """Choose the best change alone, unless all were measured together already."""
+        faster = [one for one in self._tried if one.kind != "learned" and self.outcome.alone[one.name].wins]
         if self.outcome.proof is not None or not faster:
             return
-        name = max(faster, key=lambda one: faster[one].gain)
-        self.outcome.chosen = [factor for factor in self._tried if factor.name == name]
-        self.outcome.proof = faster[name]
-        self.outcome.verdicts.append(Verdict(False, f"{name}: interrupted before losses were compared"))
+        fastest = max(faster, key=lambda one: self.outcome.alone[one.name].gain)
+        best = self._best_of(self._winners_of(fastest.group)) or fastest
+        self.outcome.chosen = [best]
+        self.outcome.proof = self.outcome.alone[best.name]
+        self.outcome.verdicts.append(Verdict(False, f"{best.name}: interrupted before losses were compared"))
 
     def _agree(self, factors: Sequence[Factor], exactly: bool) -> bool:
         """Return whether losses with changes are equal up to rounding, or equivalent over seeds."""
@@ -294,19 +309,20 @@ class Search:
             deadline = self._deadline(0.3 if least == 4 else 1.0)
             try:
                 reference, before = self._warm_variant(name, against, deadline)
-                pays_until = time.monotonic() + self._longest_start()
+                pays_until = time.monotonic() + self._planned.longest_start
                 variant, found.start_seconds = self._warm_variant(name, changes, min(deadline, pays_until))
                 found.ratio = compare(
                     reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline,
-                    needed=self._needed(found) if against == Changes() else 1.0,
+                    needed=self._planned.needed_speed(found.start_seconds) if against == Changes() else 1.0,
                     samples=self._samples(changes) / self._samples(against),
                 )  # fmt: skip
-                found.over_run = self._over_run(found) if against == Changes() else self._over_rest(found, before)
+                speed, starts = (1.0, None) if against == Changes() else (self._best, before)
+                found.over_run = self._planned.speed_over_run(found.ratio.value, found.start_seconds, speed, starts)
                 if self.outcome.goal == "memory":
                     found.saving = _saving(reference, variant)
                     if least > 4:
                         found.memory = self._prove_saving(changes)
-                found.reason = self._why_not(found)
+                found.reason = self._planned.why_not(found)
             except TrialError as error:
                 found.reason = str(error)
                 if isinstance(error, NotReadyError) and pays_until < deadline:
@@ -337,49 +353,6 @@ class Search:
                     variant.stop()
             savings.append(_saving(*pair))
         return ratio_of(savings)
-
-    def _training_seconds(self) -> float:
-        """Return how long the planned run trains as it is given; infinitely long if it has no end."""
-        planned = self._baseline["facts"]["planned_steps"]
-        return math.inf if planned is None else planned / self._baseline["rate"]
-
-    def _extra_seconds(self, found: Measurement) -> float:
-        return max(0.0, found.start_seconds - self._baseline["start_seconds"])
-
-    def _longest_start(self) -> float:
-        """Return the seconds of a start that no speed makes up for in the planned run."""
-        bearable = LEAST_SPEED if self.outcome.goal == "memory" else 1.0
-        return self._baseline["start_seconds"] + self._training_seconds() / bearable
-
-    def _needed(self, found: Measurement) -> float:
-        """Return how much faster a step has to be to make up for the start in the planned run."""
-        share = self._extra_seconds(found) / self._training_seconds()
-        return 1 / (1 - share) if share < 1 else math.inf
-
-    def _over_run(self, found: Measurement) -> float:
-        assert found.ratio is not None
-        return 1 / (1 / found.ratio.value + self._extra_seconds(found) / self._training_seconds())
-
-    def _over_rest(self, found: Measurement, before: float) -> float:
-        """Return how much faster the planned run is than with the best changes so far, which start in ``before`` s."""
-        assert found.ratio is not None
-        extra = max(0.0, found.start_seconds - before) / (self._training_seconds() / self._best)
-        return 1 / (1 / found.ratio.value + extra)
-
-    def _why_not(self, found: Measurement) -> str:
-        assert found.ratio is not None
-        if found.saving is not None:
-            if found.wins:
-                return ""
-            too_slow = f"{found.over_run:.2f} times as fast, less than {LEAST_SPEED}"
-            return too_slow if found.over_run < LEAST_SPEED else "saves no memory to speak of"
-        if not found.ratio.is_faster:
-            return "not faster" if found.ratio.high < 1 else "no difference that the interval shows"
-        if found.over_run > 1:
-            return ""
-        gain = (1 - 1 / found.ratio.value) / self._baseline["rate"]
-        extra = found.start_seconds - self._baseline["start_seconds"]
-        return f"pays after {math.ceil(extra / gain)} steps; the run has {self._baseline['facts']['planned_steps']}"
 
     def _warm_variant(self, name: str, changes: Changes, deadline: float) -> tuple[Variant, float]:
         """Return a frozen variant and how long it took to warm up; one that was used before, if there is one."""

@@ -169,6 +169,43 @@ def test_winners_are_joined_and_losers_are_not(world, tmp_path):
     assert outcome.alone["fused_optimizer"].reason == "no difference that the interval shows"
 
 
+@pytest.fixture
+def workers(world, monkeypatch):
+    """Return the speeds of numbers of workers, which have a world of their own."""
+    speeds = {1: 1.3, 2: 1.32}
+    monkeypatch.setattr(World, "speed_of", lambda self, one: speeds.get(one.speedups.get("num_workers"), 1.0))
+    return speeds
+
+
+def test_of_a_group_the_simplest_is_taken_that_none_is_shown_to_beat(workers, tmp_path):
+    """Intervals reach 2 % to both sides."""
+    assert run(tmp_path / "overlap").changes == Changes(speedups={"num_workers": 1})
+    workers[2] = 1.36
+    assert run(tmp_path / "apart").changes == Changes(speedups={"num_workers": 2})
+    workers[2] = 1.2
+    assert run(tmp_path / "slower").changes == Changes(speedups={"num_workers": 1})
+
+
+def test_ties_are_of_whole_runs_with_their_starts(monkeypatch, tmp_path):
+    """1000 steps take 100 s: blocks, as fast as all children within the interval, compile 10 s faster."""
+    world = World(monkeypatch, FACTS | {"planned_steps": 1000})
+    world.speed = {"children": 1.52, "blocks": 1.5}
+    world.start_seconds = {"children": 20, "blocks": 10}
+    monkeypatch.setattr(World, "names", staticmethod(lambda changes: [*changes.speedups.values()]))
+    assert run(tmp_path / "starts").changes == Changes(speedups={"compile": "blocks"})
+    world.start_seconds = {"children": 10, "blocks": 10}
+    assert run(tmp_path / "tie").changes == Changes(speedups={"compile": "children"})
+
+
+def test_an_interrupted_search_hands_back_the_simplest_of_the_fastest(world, workers, tmp_path):
+    run(tmp_path / "whole")
+    world.interrupt_at = len(world.started) + world.started.index(Changes(speedups={"num_workers": 2})) + 2
+    one = Search(Project("nobody:runs", {}), tmp_path / "parts", 600.0, {"of": "a test"})
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert one.outcome.changes == Changes(speedups={"num_workers": 1})
+
+
 def test_what_the_others_make_useless_is_left_out_again(world, tmp_path, monkeypatch):
     monkeypatch.setattr(World, "speed_of", lambda self, changes: 1.5 if self.names(changes) else 1.0)
     world.speed = {}
@@ -364,6 +401,14 @@ def test_where_memory_is_the_goal_what_saves_it_is_joined(world, tmp_path):
     assert "micro_batches: 2  # alone 2.50 times less memory, 0.90 (0.88 to 0.92) times as fast" in overlay.read_text()
     assert "**5.21 (5.21 to 5.21) times less memory, 0.90" in report.read_text()
     assert "makes the run faster" not in report.read_text()
+
+
+def test_savings_within_the_noise_of_a_process_are_a_tie(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(World, "names", staticmethod(lambda changes: [*changes.savings.values()]))
+    world.bytes = {2: 0.40, 4: 0.39, 8: 0.385}
+    assert run(tmp_path / "tie", goal="memory").changes == Changes(savings={"micro_batches": 2})
+    world.bytes[8] = 0.3
+    assert run(tmp_path / "shown", goal="memory").changes == Changes(savings={"micro_batches": 8})
 
 
 def test_memory_is_not_saved_at_any_speed(world, tmp_path):
