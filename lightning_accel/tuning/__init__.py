@@ -6,8 +6,8 @@ beside them what did not win; ``planned_run.py`` weighs speed against the time t
 finds. ``variant.py`` trains with some changes in processes of its own, which are frozen but for their turns
 (``trial.py`` is their program, ``fork_server.py`` forks them, ``recorder.py`` is what they write); ``comparison.py``
 computes a ratio of turns with its interval, ``parity.py`` compares losses. ``project.py`` names what is tuned so that
-processes find it, ``journal.py`` keeps what was measured when a search is killed, ``writing.py`` writes the overlay of
-the config and the report.
+processes find it, ``journal.py`` keeps what was measured when a search is killed, for the run that ``identity.py``
+tells from others, ``writing.py`` writes the overlay of the config and the report.
 """
 
 from lightning_accel.tuning.outcome import Outcome

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.tuning.identity import require_same
 
 
 class Journal:
@@ -14,24 +15,36 @@ class Journal:
     Args:
         path: the file; read if it exists.
         identity: what is measured, where, as plain values.
+        budget: seconds for everything; what less than these cut short is measured again.
+
+    Attributes:
+        seconds: time that all results of the file have taken when it was read.
+        num_cut: results that a smaller budget cut short.
 
     Raises:
         ValueError: if the file is about something else.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: dict[str, Any], budget: float) -> None:
         self._path = path
+        self._budget = budget
         self._results: dict[str, Any] = {}
+        self.seconds = 0.0
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
         entries = [json.loads(line) for line in whole.splitlines()]
-        if entries and entries[0] != {"identity": identity}:
-            raise ValueError(
-                f"{path.parent} holds measurements of another run, or of this one on another machine or with other "
-                "versions: remove the folder, or choose another one by --output"
-            )
+        if entries:
+            require_same(entries[0]["identity"], identity, path.parent)
+        cut = set()
         for entry in entries[1:]:
-            self._results[entry["name"]] = entry["result"]
+            name = entry["name"]
+            self.seconds += entry["result"].get("seconds", 0.0)
+            if entry["cut_at"] is None or entry["cut_at"] >= budget:
+                self._results[name] = entry["result"]
+                cut.discard(name)
+            else:
+                cut.add(name)
+        self.num_cut = len(cut)
         if whole != text:
             with write_atomically(path) as part:
                 part.write_text(whole)
@@ -42,15 +55,19 @@ class Journal:
     def __contains__(self, name: str) -> bool:
         return name in self._results
 
-    def seconds(self) -> float:
-        """Return the time that all results have taken."""
-        return sum(result.get("seconds", 0.0) for result in self._results.values())
+    def __len__(self) -> int:
+        return len(self._results)
 
-    def result(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of a name; measure and write it if there is none."""
+    def result(self, name: str, measure: Callable[[], tuple[dict[str, Any], bool]]) -> dict[str, Any]:
+        """Return the result of a name; measure and write it if there is none.
+
+        Args:
+            name: what is measured.
+            measure: returns the result, and whether the budget cut it short.
+        """
         if name not in self._results:
-            result = measure()
-            self._write({"name": name, "result": result}, mode="a")
+            result, is_cut = measure()
+            self._write({"name": name, "cut_at": self._budget if is_cut else None, "result": result}, mode="a")
             self._results[name] = result
         return self._results[name]
 

@@ -1,18 +1,13 @@
 """``lightning_accel.tune``: a faster variant of the user's own run."""
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import torch
-
-import lightning_accel
-from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.tuning.identity import files_in, identity_of
 from lightning_accel.tuning.learning import require_known
 from lightning_accel.tuning.outcome import GOALS, Goal, Outcome
 from lightning_accel.tuning.project import Project, project_of
@@ -35,7 +30,8 @@ def tune(
     them those that did not help alone. Of those that exclude each other, the simplest is taken that none is shown to
     beat. What is returned is faster with a 95 % interval above 1, and its losses are equal up to rounding, or where
     numbers are rounded or drawn otherwise, equivalent in the first 12 to 30 steps of 5 to 40 seeds: how training ends
-    is not compared. A search that was interrupted goes on from what it has measured.
+    is not compared. A search that was interrupted goes on from what it has measured, also with another budget or other
+    changes allowed, as long as configs, imported code, packages and the machine are the same; data are not looked at.
 
     Where the goal is ``memory``, the variant is looked for that needs the least of those that are at least 0.7 times as
     fast: micro-batches within a step, recomputed activations, fewer digits, compiled layers, fewer workers. Memory is
@@ -61,7 +57,7 @@ def tune(
     Raises:
         TrialError: if the run does not work as it is.
         ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
-            is unknown, or the folder holds measurements of another run.
+            is unknown, or the folder holds measurements of another run, or of this one before it was changed.
     """
     seconds = parse_budget(budget)
     if goal not in GOALS:
@@ -77,15 +73,9 @@ def tune(
     else:
         arguments = ["--config", str(config)] if isinstance(config, str | Path) else list(config)
         project = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})
-        files = [path for path in map(Path, arguments) if path.is_file()]
+        files = files_in(arguments)
         command = f"lightning-accel tune {' '.join(arguments)}"
-    identity = {
-        "goal": goal,
-        "project": project.to_dict(),
-        "files": {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
-        "machine": machine_name(),
-        "versions": {"torch": torch.__version__, "lightning": L.__version__, "own": lightning_accel.__version__},
-    }
+    identity = identity_of(project, goal, files)
     folder = Path(output)
     with progress.Progress(
         progress.TextColumn("{task.description}"),
@@ -97,6 +87,11 @@ def tune(
             project, folder, seconds, identity, goal, allow,
             lambda what, share, best: bar.update(task, description=what, completed=share, best=best),
         )  # fmt: skip
+        if len(search.journal):
+            cut = f"; {search.journal.num_cut} that a smaller budget cut short are repeated" * bool(
+                search.journal.num_cut
+            )
+            bar.print(f"{folder} holds {len(search.journal)} measurements of this run, which are used again{cut}")
         try:
             search.run()
         finally:

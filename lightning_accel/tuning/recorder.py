@@ -22,6 +22,7 @@ from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.nn.recurrent.fused import is_fusible
 from lightning_accel.strategies import AccelDDPStrategy, find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.tuning.identity import imported_code
 from lightning_accel.tuning.learning import larger_batches_of, why_not_bucketed_of
 
 
@@ -150,6 +151,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "larger_batches": larger_batches_of(trainer, sources),
         "not_bucketed": why_not_bucketed_of(sources),
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
+        "code": imported_code(),
         "loaders": [
             {
                 "num_workers": loader.num_workers,

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_per_second
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
+from lightning_accel.tuning.identity import distributions_of, require_same, state_of
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.learning import BATCH_SIZE_FACTORS, learning_changes_for, samples_per_step
 from lightning_accel.tuning.outcome import LEAST_SPEED, Goal, Measurement, Outcome, together
@@ -61,8 +62,8 @@ class Search:
         self.progress = progress
         self._allow = allow
         self.outcome = Outcome(goal=goal)
-        self.journal = Journal(folder / "journal.jsonl", identity)
-        self._begin = time.monotonic() - self.journal.seconds()
+        self.journal = Journal(folder / "journal.jsonl", identity, budget)
+        self._begin = time.monotonic() - self.journal.seconds
         self._best = 1.0
         self._trials = 0
         self._tried: list[Factor] = []
@@ -95,20 +96,25 @@ class Search:
         return self.outcome
 
     def _measure_baseline(self) -> None:
-        def measure() -> dict[str, Any]:
+        def measure() -> tuple[dict[str, Any], bool]:
             begin = time.monotonic()
             baseline, start_seconds = self._warm_variant("the run as it is", Changes(), self._deadline(1.0))
             steps = baseline.run_for(2.0, self._deadline(1.0))
+            facts = baseline.facts()
+            code = facts.pop("code")
             return {
-                "facts": baseline.facts(),
+                "facts": facts,
+                "code": state_of(code["files"], distributions_of(code["packages"])),
                 "rate": steps_per_second(steps),
                 "peaks": list(baseline.peak_bytes().values()),
                 "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
                 "start_seconds": start_seconds,
                 "seconds": time.monotonic() - begin,
-            }
+            }, False
 
         self._baseline = self.journal.result("baseline", measure)
+        code = self._baseline["code"]
+        require_same(code, state_of(*code.values()), self.folder)
         self.outcome.facts = self._baseline["facts"]
         self._planned = PlannedRun(
             self._baseline["facts"]["planned_steps"],
@@ -245,13 +251,15 @@ class Search:
         """Return whether losses with changes are equal up to rounding, or equivalent over seeds."""
         names = _names(factors)
 
-        def measure() -> dict[str, Any]:
+        def measure() -> tuple[dict[str, Any], bool]:
             try:
-                return asdict(self._compare_losses(factors) if exactly else self._compare_seeds(factors))
+                verdict = self._compare_losses(factors) if exactly else self._compare_seeds(factors)
             except TrialError as error:
-                return asdict(Verdict(False, str(error)))
+                verdict = Verdict(False, str(error))
+            return asdict(verdict), verdict.is_open or self._passed() >= 1
 
-        result = self.journal.result(f"{'equal' if exactly else 'equivalent'} {names}", measure)
+        what = "equal" if exactly else f"equivalent after {self._num_steps((), factors)} steps"
+        result = self.journal.result(f"{what} {names}", measure)
         self.outcome.verdicts.append(Verdict(result["passed"], f"{names}: {result['reason']}"))
         return self.outcome.verdicts[-1].passed
 
@@ -288,14 +296,14 @@ class Search:
         """Return losses of each seed with changes, and the seconds that they have taken."""
         names = "perturbed" if perturb else _names(factors)
 
-        def measure() -> dict[str, Any]:
+        def measure() -> tuple[dict[str, Any], bool]:
             self._say(f"losses of {names}" if names else "losses of the run as it is")
             begin = time.monotonic()
             losses = record_losses(
                 self.project, together(factors), self._new_folder(), seeds, num_steps, self._deadline(1.0), perturb,
                 self._server,
             )  # fmt: skip
-            return {"losses": losses, "seconds": time.monotonic() - begin}
+            return {"losses": losses, "seconds": time.monotonic() - begin}, False
 
         result = self.journal.result(f"losses {seeds[0]} to {seeds[-1]}, {num_steps} steps, {names}", measure)
         return result["losses"], result["seconds"]
@@ -303,7 +311,7 @@ class Search:
     def _measure(
         self, name: str, against: Changes, changes: Changes, *, most: int, least: int = 4, width: float = 0.04
     ) -> Measurement:
-        def measure() -> dict[str, Any]:
+        def measure() -> tuple[dict[str, Any], bool]:
             begin = time.monotonic()
             found = Measurement()
             deadline = self._deadline(0.3 if least == 4 else 1.0)
@@ -331,7 +339,7 @@ class Search:
             if not name.startswith("together"):
                 self._forget(changes)
             found.seconds = time.monotonic() - begin
-            return asdict(found)
+            return asdict(found), time.monotonic() + 2 * self._turn > deadline
 
         return Measurement.of(self.journal.result(name, measure))
 

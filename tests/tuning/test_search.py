@@ -22,6 +22,7 @@ from lightning_accel.tuning.writing import write_outcome
 clock = time.monotonic
 FACTS = {
     "device": "cpu",
+    "code": {"files": [], "packages": []},
     "precision": "32-true",
     "planned_steps": 10_000,
     "items_per_step": 8,
@@ -82,7 +83,8 @@ class World:
                         self.is_alive = False
                         raise TrialError(world.fails[name])
                 seconds = 5.0 + sum(world.start_seconds.get(name, 0) for name in names)
-                if seconds > deadline - time.monotonic():
+                if seconds > (waited := deadline - time.monotonic()):
+                    world.passed_seconds += waited
                     raise NotReadyError("not ready within its share of the budget")
                 return seconds
 
@@ -97,7 +99,7 @@ class World:
                 return {1: 1, 4: product, 8 if self.changes == Changes() else 2: 5e9}
 
             def facts(self):
-                return facts
+                return dict(facts)
 
             def stop(self):
                 self.is_alive = False

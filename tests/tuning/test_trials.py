@@ -55,6 +55,7 @@ def test_turns_freeze_all_processes(tmp_path, any_server):
         assert not variant.new_steps()
         assert variant.run_for(0.1, soon())
         assert variant.facts()["loaders"][0]["num_workers"] == 1
+        assert foreign_run.__file__ in variant.facts()["code"]["files"]
         assert os.getsid(variant._process.pid) == variant._process.pid  # interrupts of a terminal do not reach it
     finally:
         variant.stop()
