@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from lightning_accel import __version__
 
@@ -66,9 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lightning_accel.cli.tune import run_tune
 
         return run_tune(arguments[1:])
+    fewer_imports: AbstractContextManager[None] = nullcontext()
     if is_program:
         gc.disable()  # a million objects of imported modules, none of them garbage, would be searched again and again
-    from lightning_accel.cli import run
+        if not {"-h", "--help"}.isdisjoint(arguments):
+            from lightning_accel.cli.help_imports import imports_for_help
+
+            fewer_imports = imports_for_help()
+    with fewer_imports:
+        from lightning_accel.cli import run
 
     if is_program:
         gc.freeze()

@@ -5,24 +5,25 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import lightning as L
-import yaml
+from lightning_accel.tuning.choices import ALLOWABLE, GOALS
 
-from lightning_accel.cli.bare_run import BareRun
-from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
-from lightning_accel.tuning.learning import ALLOWABLE
-from lightning_accel.tuning.outcome import GOALS
-from lightning_accel.tuning.program import tune
-from lightning_accel.tuning.project import Changes, fit_isolated
-from lightning_accel.tuning.variant import TrialError
-from lightning_accel.tuning.writing import claim
+if TYPE_CHECKING:  # its help needs no torch
+    import lightning as L
+
+    from lightning_accel.tuning.project import Changes
 
 
 def fit_config(
-    changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, arguments: Sequence[str]
+    changes: "Changes", callbacks: "Sequence[L.Callback]", folder: Path, seed: int, arguments: Sequence[str]
 ) -> None:
     """Fit a config with changes, see :class:`lightning_accel.tuning.project.Project`."""
+    import yaml
+
+    from lightning_accel.cli.bare_run import BareRun
+    from lightning_accel.tuning.project import fit_isolated
+
     overlay = folder / "overlay.yaml"
     overlay.write_text(yaml.safe_dump(changes.config()))
     command = ["fit", *arguments, f"--config={overlay}", f"--seed_everything={seed}"]
@@ -61,6 +62,10 @@ def run_tune(arguments: Sequence[str]) -> int:
             parser.error("give the run to tune, as to fit: --config X.yaml")
     except SystemExit as stop:
         return int(stop.code or 0)
+    from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+    from lightning_accel.tuning import TrialError, tune
+    from lightning_accel.tuning.writing import claim
+
     try:
         outcome = tune(of_fit, own.budget, own.output, own.goal, [name for name in own.allow.split(",") if name])
     except (ModuleNotFoundError, NotWrittenError, TrialError, ValueError) as error:

@@ -7,11 +7,15 @@ finds. ``variant.py`` trains with some changes in processes of its own, which ar
 (``trial.py`` is their program, ``fork_server.py`` forks them, ``recorder.py`` is what they write); ``comparison.py``
 computes a ratio of turns with its interval, ``parity.py`` compares losses. ``project.py`` names what is tuned so that
 processes find it, ``journal.py`` keeps what was measured when a search is killed, for the run that ``identity.py``
-tells from others, ``writing.py`` writes the overlay of the config and the report.
+tells from others, ``writing.py`` writes the overlay of the config and the report; ``choices.py`` has the
+words of options. Names are imported on first use, since the help of the command line needs no torch.
 """
 
-from lightning_accel.tuning.outcome import Outcome
-from lightning_accel.tuning.program import tune
-from lightning_accel.tuning.variant import TrialError
+from pathlib import Path
 
-__all__ = ["Outcome", "TrialError", "tune"]
+from lightning_accel._lazy import lazy_getattr, names_in
+
+_MODULE_OF = names_in(Path(__file__).with_suffix(".pyi"))
+
+__all__ = sorted(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -8,10 +8,10 @@ import lightning as L
 from lightning_accel.callbacks.batching import larger_batches, why_not_larger, why_not_scalable
 from lightning_accel.callbacks.length_buckets import why_not_bucketed
 from lightning_accel.callbacks.speedups import loaders_of
+from lightning_accel.tuning.choices import ALLOWABLE
 from lightning_accel.tuning.factors import Factor, Refusal
 from lightning_accel.tuning.project import Changes
 
-ALLOWABLE = ("batch_size", "length_bucketed")
 _LOOKED_AT = 64  # samples whose lengths tell whether a data set has several
 BATCH_SIZE_FACTORS = (2, 4, 8)
 _NO_LOADER = "the training data is not in one torch DataLoader"

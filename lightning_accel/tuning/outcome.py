@@ -4,15 +4,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Any, Literal, get_args
+from typing import Any
 
+from lightning_accel.tuning.choices import Goal
 from lightning_accel.tuning.comparison import Ratio
 from lightning_accel.tuning.factors import Factor, Refusal
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes
 
-Goal = Literal["speed", "memory"]
-GOALS = get_args(Goal)
 LEAST_SPEED = 0.7  # where memory is the goal: to recompute all activations takes a quarter of a step's time, and more
 LEAST_SAVING = 1.05  # what counts alone, since peaks of one process vary by some percent
 

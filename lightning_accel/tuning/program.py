@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.tuning.choices import GOALS, Goal
 from lightning_accel.tuning.identity import files_in, identity_of
 from lightning_accel.tuning.learning import require_known
-from lightning_accel.tuning.outcome import GOALS, Goal, Outcome
+from lightning_accel.tuning.outcome import Outcome
 from lightning_accel.tuning.project import Project, project_of
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.writing import write_outcome

@@ -8,12 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.tuning.choices import Goal
 from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_per_second
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.identity import distributions_of, require_same, state_of
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.learning import BATCH_SIZE_FACTORS, learning_changes_for, samples_per_step
-from lightning_accel.tuning.outcome import LEAST_SPEED, Goal, Measurement, Outcome, together
+from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, Outcome, together
 from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.planned_run import PlannedRun
 from lightning_accel.tuning.project import Changes, Project

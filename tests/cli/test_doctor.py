@@ -109,10 +109,11 @@ def test_a_mistake_is_told_before_measuring(command, monkeypatch, arguments, tol
 
 
 def test_help_imports_no_torch():
-    for arguments in (["--help"], ["doctor", "--help"]):
+    for arguments in (["--help"], ["doctor", "--help"], ["tune", "--help"]):
         script = (
             "import sys; from lightning_accel.__main__ import main\n"
             f"assert main({arguments}) == 0\n"
             "assert 'torch' not in sys.modules"
         )
-        assert b"doctor" in subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
+        said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+        assert f"lightning-accel {' '.join(arguments[:-1])}" in said

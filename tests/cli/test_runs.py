@@ -4,6 +4,7 @@ import contextlib
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import lightning as L
@@ -11,9 +12,11 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from lightning_utilities.core.imports import package_available
 
 import lightning_accel
 from lightning_accel import DigitsDataModule, MoEClassifier
+from lightning_accel.cli import help_imports
 from lightning_accel.cli.command import AccelCLI, _require_long_enough
 from lightning_accel.cli.errors import UsageError
 from lightning_accel.models import Experts
@@ -355,15 +358,28 @@ def test_help_of_a_subcommand_and_of_a_class(command, arguments, said):
     assert said in result.out
 
 
+def test_packages_are_hidden_only_while_open(monkeypatch):
+    monkeypatch.setattr(help_imports, "_OPTIONAL", ("wave",))
+    with help_imports.imports_for_help():
+        assert not package_available("wave")
+        with pytest.raises(ModuleNotFoundError):
+            import_module("wave")
+    assert package_available("wave")
+    assert import_module("wave").Wave_read
+
+
 @pytest.mark.slow
-def test_help_imports_no_package_of_one_class():
+def test_help_imports_less_and_says_the_same():
+    names = ("onnx", "onnxruntime", "pandas", "sklearn", "torch_geometric", "torchao")
+    names += ("matplotlib", "scipy", "torch._dynamo", "transformers")
     script = (
         "import sys; from lightning_accel.__main__ import main; sys.argv = ['lightning-accel', 'fit', '--help']; "
-        "status = main(); names = ('onnx', 'onnxruntime', 'pandas', 'sklearn', 'torch_geometric', 'torchao'); "
-        "sys.exit(status or ' '.join(name for name in names if name in sys.modules) or None)"
+        f"status = main(); sys.exit(status or ' '.join(name for name in {names} if name in sys.modules) or None)"
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
+    plain = "from lightning_accel.cli import run; run(['fit', '--help'])"
+    assert finished.stdout == subprocess.run([sys.executable, "-c", plain], capture_output=True, text=True).stdout
     for package in (lightning_accel.data, lightning_accel.models):
         for name in package.__all__:
             value = getattr(package, name)

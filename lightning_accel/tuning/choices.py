@@ -1,0 +1,7 @@
+"""Words that options of ``tune`` take, which its help lists without importing torch."""
+
+from typing import Literal, get_args
+
+Goal = Literal["speed", "memory"]
+GOALS = get_args(Goal)
+ALLOWABLE = ("batch_size", "length_bucketed")
