@@ -290,6 +290,21 @@ def cpu_capabilities() -> Mapping[str, Any]:
     }
 
 
+def has_vnni() -> bool:
+    """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
+    found = cpu_capabilities()
+    return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
+
+
+def onednn_has_autocast_dtype() -> bool:
+    """Return whether oneDNN runs LSTMs in the dtype of CPU autocast here; else torch still asks it and fails."""
+    supports = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return bool(supports[torch.get_autocast_dtype("cpu")]())
+
+
 def allow_recompilations(number: int) -> None:
     """Let a function be compiled ``number`` times before it stays eager, if that is more than it may now."""
     import torch._dynamo.config as config  # as a whole takes a second to import, which only compiled runs need

@@ -34,7 +34,15 @@ from lightning_accel.callbacks import PredictionWriter, RunReport, StallMonitor
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
-from lightning_accel.cli.errors import UsageError, explain, is_monitor_error, require_config_files, unwrap, where_raised
+from lightning_accel.cli.errors import (
+    UsageError,
+    advice,
+    explain,
+    is_monitor_error,
+    require_config_files,
+    unwrap,
+    where_raised,
+)
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
 from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.cli.run_folder import (
@@ -408,12 +416,12 @@ def run(arguments: Sequence[str], cli: Callable[[list[str], list[L.Callback]], o
     except (ExportError, NotWrittenError) as error:
         return _fail(str(error), status=1)
     except Exception as error:
-        if progress.started and not is_monitor_error(error):
+        if progress.started and not (is_monitor_error(error) or advice(str(error))):
             raise
         cause = unwrap(error)
-        return _fail(
-            f"{str(cause) or type(cause).__name__}\n({where_raised(cause)}; --debug shows the traceback)", status=1
-        )
+        message = str(cause) or type(cause).__name__
+        where = f"({where_raised(cause)}; --debug shows the traceback)"
+        return _fail(f"{message}{advice(message)}\n{where}", status=1)
     return 0
 
 

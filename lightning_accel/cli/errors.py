@@ -329,6 +329,16 @@ def is_monitor_error(error: BaseException) -> bool:
     return bool(re.search(r"monitored key|conditioned on metric|is not logged|which .* does not log", str(error)))
 
 
+def advice(message: str) -> str:
+    """Return what to do about an error of torch that does not say it, on a line of its own, or an empty string."""
+    if "primitive descriptor for the LSTM" not in message:
+        return ""
+    return (
+        "\nThis CPU runs no nn.LSTM on float32 inputs in the lower precision of trainer.precision. Give 32-true, which "
+        "is faster without units for that precision, or the callback Speedups with fused_rnn: true"
+    )
+
+
 def where_raised(error: BaseException) -> str:
     """Return the error's type and the innermost line of the user's code that raised it."""
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")

@@ -450,3 +450,20 @@ def test_module_that_mends_old_checkpoints_is_left_to_do_so(checkpoints):
     lenient = L.LightningModule()
     lenient.strict_loading = False
     checkpoint.require_fits(lenient)
+
+
+FAILING_LSTM = """
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Recurrent(BoringModel):
+    def forward(self, x):
+        raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+"""
+
+
+def test_a_missing_kernel_is_told_with_what_to_do(command, run_folder):
+    (run_folder / "recurrent.py").write_text(FAILING_LSTM)
+    result = command("fit", *OFF, "--model=recurrent.Recurrent")
+    assert "Give 32-true" in result.err
+    assert "recurrent.py, line" in result.err

@@ -1,5 +1,6 @@
 """Private names of torch, each of which does what its function in ``_private.torch`` says in the installed version."""
 
+import contextlib
 import copy
 import pickle
 
@@ -310,6 +311,14 @@ def test_instructions_of_this_cpu():
     assert found.get("avx512_vnni", False) == torch.cpu._is_vnni_supported()
     for name in ("avx512_bf16", "amx_tile"):
         assert getattr(torch.cpu, f"_is_{name}_supported")() in (True, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lstms_fail_under_autocast_where_onednn_has_no_code_for_the_dtype(dtype):
+    with torch.autocast("cpu", dtype=dtype):
+        works = private.onednn_has_autocast_dtype()
+        with contextlib.nullcontext() if works else pytest.raises(RuntimeError, match="descriptor for the LSTM"):
+            nn.LSTM(3, 4)(torch.randn(5, 2, 3))
 
 
 @pytest.mark.slow

@@ -65,8 +65,9 @@ class Quantization(L.Callback):
     the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
-    ``begin`` on, with the grid of the later static form. No parameter is replaced, so that optimizers, checkpoints and
-    strategies see the same ones as ever; ranges are in the callback's state, and equal on all processes.
+    ``begin`` on, with the grid of the later static form on this CPU: inputs have 8 bits with VNNI, else 7. No parameter
+    is replaced, so that optimizers, checkpoints and strategies see the same ones as ever; ranges are in the callback's
+    state, and equal on all processes.
 
     Args:
         mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``; ``qat`` trains for ``static``.

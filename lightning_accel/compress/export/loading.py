@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
+from lightning_accel._private.torch import has_vnni
 from lightning_accel.compress.export.archive import METADATA, checked_archive, load_program, read_graph
 from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
 from lightning_accel.ops.extras import require_module
@@ -106,7 +107,9 @@ def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> 
 
     Args:
         path: ``.pt2`` or ``.onnx`` file.
-        compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast.
+        compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast. One
+            that was quantized on a CPU with VNNI stays uncompiled on CPUs without, with a warning: sums of its products
+            would overflow. ONNX Runtime does not check this: quantize for it on a CPU like the one that runs the file.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -151,9 +154,21 @@ def _load_program(path: Path, compiled: bool) -> Compressed:
         program, text = load_program(archive, path)
     module: Any = program.module(check_guards=False)
     about = _read_metadata(text, path)
-    if compiled:
+    if compiled and not has_vnni() and _has_inputs_of_8_bits(program):
+        warnings.warn(
+            f"{path} was quantized on a CPU with VNNI; compiled on this one, which has none, its int8 products would "
+            "overflow. It runs uncompiled, with right results but slowly; quantize the model on this CPU for speed",
+            stacklevel=3,
+        )
+    elif compiled:
         module = torch.compile(module, options={"freezing": True})
     return Compressed(path, about, lambda tensors: module(*tensors.values()))
+
+
+def _has_inputs_of_8_bits(program: torch.export.ExportedProgram) -> bool:
+    """Return whether a program rounds inputs of layers to all of uint8."""
+    rounding = (node.args[-3:] for node in program.graph.nodes if ".quantize_per_tensor" in str(node.target))
+    return (0, 255, torch.uint8) in rounding
 
 
 def onnx_session(model: Path | bytes, providers: list[str]) -> Any:

@@ -6,11 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_accel._private.torch import has_vnni
 from lightning_accel.ops.names import Exclusion, clean_name, find_excluded
 
 QUANTIZABLE = (nn.Linear, nn.Conv1d, nn.Conv2d)
 WEIGHT_LIMIT = 127  # a symmetric grid: zeros stay zeros, and folding of a batch norm keeps the integers
-INPUT_LIMIT = 255
+# Products of two uint8 and two int8 are summed in int16 without VNNI, and overflow unless inputs have 7 bits
+INPUT_LIMIT = 255 if has_vnni() else 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).eps
 
 
@@ -59,7 +61,7 @@ def weight_scale(weight: Tensor) -> Tensor:
 
 
 def input_grid(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return step and zero point of the uint8 grid from ``low`` to ``high``, extended to include zero."""
+    """Return step and zero point of the grid from ``low`` to ``high``, extended to include zero."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = ((high - low) / INPUT_LIMIT).clamp(min=_SMALLEST_SCALE)
     return scale, (-low / scale).round().clamp(0, INPUT_LIMIT).to(torch.int32)
@@ -80,6 +82,6 @@ def round_weight(weight: Tensor) -> Tensor:
 
 
 def round_input(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Round ``x`` to the uint8 grid from ``low`` to ``high``; gradients are zero outside."""
+    """Round ``x`` to the grid of inputs from ``low`` to ``high``; gradients are zero outside."""
     scale, zero = input_grid(low, high)
     return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, INPUT_LIMIT).to(x.dtype)

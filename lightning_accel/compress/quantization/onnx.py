@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_accel._private.torch import has_vnni
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.loading import onnx_session
 from lightning_accel.compress.export.onnx import translations
@@ -20,7 +21,7 @@ from lightning_accel.compress.export.structure import Flat, Structure, bind, nam
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quantization.layers import Layers
-from lightning_accel.compress.quantization.pt2e import Ranges, has_vnni
+from lightning_accel.compress.quantization.pt2e import Ranges
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.nn.moe.layer import Experts
 from lightning_accel.nn.recurrent.layer import RecurrentLayer

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_accel._private.torch import cpu_capabilities
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Structure, Unflat, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Compiled, Form, export, size_of
@@ -137,7 +136,7 @@ def _quantizer(names: Iterable[str]) -> Any:
     of_input = QuantizationSpec(
         dtype=torch.uint8,
         quant_min=0,
-        quant_max=INPUT_LIMIT if has_vnni() else INPUT_LIMIT // 2,  # else sums of two products overflow int16
+        quant_max=INPUT_LIMIT,
         qscheme=torch.per_tensor_affine,
         is_dynamic=False,
         observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=eps),
@@ -206,12 +205,6 @@ def _input_observers(graph: Any) -> Iterator[tuple[str, Any]]:
         if node.target in targets and node.args[0].op == "call_module":
             stack = list(node.meta["nn_module_stack"].values())
             yield stack[-1][0].removeprefix("module").removeprefix("."), graph.get_submodule(node.args[0].target)
-
-
-def has_vnni() -> bool:
-    """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
-    found = cpu_capabilities()
-    return bool(found.get("avx512_vnni") or found.get("avx_vnni"))
 
 
 def _import_torchao() -> Any:

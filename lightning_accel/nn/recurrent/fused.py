@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_accel._private.torch import onednn_has_autocast_dtype
 from lightning_accel.ops.recurrent_steps import recurrent_steps
 
 States = tuple[Tensor, ...]  # (L * D, B, H) each: h, and of an LSTM c
@@ -22,9 +23,9 @@ def fuse_(module: nn.Module) -> list[nn.RNNBase]:
 
     Outputs, states and gradients are equal up to rounding, and dropout draws the same numbers. Parameters, checkpoints,
     hooks and copies are as before. Torch's own execution runs where it is faster, which is an LSTM on padded tensors by
-    oneDNN; and where no gradient is needed, on other devices, in dtypes other than float32 and float64, on a single
-    sample without a batch, and in traced programs. Layers with ``proj_size``, and subclasses with a forward of their
-    own, stay unchanged.
+    oneDNN, if that has code for the dtype of autocast on this CPU; and where no gradient is needed, on other devices,
+    in dtypes other than float32 and float64, on a single sample without a batch, and in traced programs. Layers with
+    ``proj_size``, and subclasses with a forward of their own, stay unchanged.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and is_fusible(layer)]
     for layer in layers:
@@ -49,13 +50,15 @@ def is_fusible(layer: nn.Module) -> bool:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # named as in torch
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if is_traced or not torch.is_grad_enabled():
-        return type(layer).forward(layer, input, hx)
     is_packed = isinstance(input, PackedSequence)
+    takes_onednn = layer.mode == "LSTM" and _onednn_serves(layer.all_weights[0][0])
+    fails_in_torch = takes_onednn and torch.is_autocast_enabled("cpu") and not onednn_has_autocast_dtype()
+    if is_traced or not (torch.is_grad_enabled() or fails_in_torch):
+        return type(layer).forward(layer, input, hx)
     x = input.data if is_packed else input
     given = () if hx is None else tuple(hx) if isinstance(hx, list | tuple) else (hx,)
     weights: list[Tensor] = [weight for group in layer.all_weights for weight in group]
-    is_faster_in_torch = layer.mode == "LSTM" and not is_packed and _onednn_serves(weights[0])
+    is_faster_in_torch = takes_onednn and not is_packed and not fails_in_torch
     if is_faster_in_torch or not _has_served_tensors(x, given, weights) or x.dim() != (2 if is_packed else 3):
         return type(layer).forward(layer, input, hx)
     steps = x if is_packed or not layer.batch_first else x.transpose(0, 1)

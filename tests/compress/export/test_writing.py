@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, Relatio
 from lightning_accel.compress import ExportError, Probabilities, export, load_compressed
 from lightning_accel.compress import export as package_export
 from lightning_accel.compress.export import loading as compressed
+from lightning_accel.compress.quantization import pt2e
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic
@@ -131,6 +133,25 @@ def test_what_comes_before_and_after_is_in_a_quantized_onnx_file(before, after, 
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.extra["mean"], expected.extra["mean"])
     assert not torch.equal(found.logits, module(batch, *args, **kwargs).logits)  # it is the int8 one that was written
+
+
+@pytest.mark.parametrize("largest", [127, 255])
+@pytest.mark.parametrize("vnni", [False, True])
+def test_int8_programs_are_compiled_where_their_products_do_not_overflow(vnni, largest, tmp_path, monkeypatch):
+    """Sums of two products of uint8 and int8 overflow int16 in compiled kernels of CPUs without VNNI."""
+    module, x = nn.Linear(6, 4).eval(), torch.rand(5, 6)
+    monkeypatch.setattr(pt2e, "INPUT_LIMIT", largest)
+    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+    form = pt2e.pt2e_static(module, [((x,), {})], find_layers(module))
+    export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compiled.append(module) or module)
+    monkeypatch.setattr(compressed, "has_vnni", lambda: vnni)
+    overflows = largest == 255 and not vnni
+    with pytest.warns(UserWarning, match="on a CPU with VNNI") if overflows else contextlib.nullcontext():
+        loaded = load_compressed(tmp_path / "m.pt2", compiled=True)
+    assert len(compiled) == (not overflows)
+    assert (loaded(x) - module(x)).abs().max() < 0.02
 
 
 def test_a_quantized_file_may_be_off_by_what_rounding_is_off(tmp_path):

@@ -1,11 +1,14 @@
 import copy
+import importlib.util
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_accel.compress.quantization import layers
 from lightning_accel.compress.quantization.fake_quant import DECAY, attach, detach, rank_layers
 from lightning_accel.compress.quantization.layers import (
+    INPUT_LIMIT,
     find_layers,
     input_grid,
     round_input,
@@ -53,10 +56,20 @@ def test_gradient_passes_rounding_inside_the_range_alone():
 def test_inputs_lie_on_a_grid_that_holds_zero(low, high):
     x = torch.cat([3 * torch.randn(16), torch.zeros(1)])
     scale, zero = (one.item() for one in input_grid(torch.tensor(low), torch.tensor(high)))
-    assert scale == pytest.approx((max(high, 0) - min(low, 0)) / 255)
+    assert scale == pytest.approx((max(high, 0) - min(low, 0)) / INPUT_LIMIT)
     found = round_input(x, torch.tensor(low), torch.tensor(high))
-    assert found.tolist() == pytest.approx([by_hand(value, scale, zero, 0, 255) for value in x.tolist()], abs=1e-6)
+    assert found.tolist() == pytest.approx(
+        [by_hand(value, scale, zero, 0, INPUT_LIMIT) for value in x.tolist()], abs=1e-6
+    )
     assert found[16] == 0
+
+
+@pytest.mark.parametrize(("vnni", "largest"), [(False, 127), (True, 255)])
+def test_inputs_have_as_many_bits_as_products_do_not_overflow(vnni, largest, monkeypatch):
+    monkeypatch.setattr("lightning_accel._private.torch.has_vnni", lambda: vnni)
+    fresh = importlib.util.module_from_spec(layers.__spec__)
+    layers.__spec__.loader.exec_module(fresh)
+    assert largest == fresh.INPUT_LIMIT
 
 
 def train(module, attached, steps=3):

@@ -168,6 +168,7 @@ def test_layers_that_share_weights_add_their_gradients():
     assert_equal(gradients[1], gradients[0])
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cell", CELLS)
@@ -175,14 +176,29 @@ def test_under_autocast_sums_are_float32_and_outputs_have_torchs_dtype(cell, dty
     layer = cell(8, 16, 2)
     x, states = inputs(layer)
     exact = results(layer, x.to(dtype).float(), states, LENGTHS if packed else None)
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for given in (None, states):
-            mixed = results(layer, x.to(dtype), given, LENGTHS if packed else None)
+            with torch.backends.mkldnn.flags(enabled=has_bfloat16):  # where it is not supported, it fails
+                mixed = results(layer, x.to(dtype), given, LENGTHS if packed else None)
             found = results(fused_copy(layer), x.to(dtype), given, LENGTHS if packed else None)
             assert [one.dtype for one in found] == [one.dtype for one in mixed]
-    if packed or cell is nn.GRU:
+    if packed or cell is nn.GRU or not has_bfloat16:
         assert set(calls) == {torch.float32}
         assert_equal(found[:1], [exact[0].to(found[0].dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_steps_run_lstms_that_onednn_has_no_code_for(dtype, monkeypatch, calls):
+    """In evaluation too; on a CPU without bfloat16, torch itself fails under autocast."""
+    monkeypatch.setattr(fused, "onednn_has_autocast_dtype", lambda: False)
+    layer = nn.LSTM(3, 4)
+    x = torch.randn(5, 2, 3)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        with torch.autocast("cpu", dtype=dtype):
+            assert_equal([fused_copy(layer)(x)[0]], [expected])
+    assert calls == [torch.float32]
 
 
 def test_torch_runs_what_the_steps_do_not_serve(calls):
