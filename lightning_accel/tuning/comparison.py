@@ -32,6 +32,11 @@ class Ratio:
     def is_faster(self) -> bool:
         return self.low > 1
 
+    def __truediv__(self, other: "Ratio") -> "Ratio":
+        """Return how much faster a variant is than another, each of which was compared with the same baseline."""
+        turns = min(self.turns, other.turns)
+        return Ratio(self.value / other.value, self.low / other.high, self.high / other.low, turns)
+
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 

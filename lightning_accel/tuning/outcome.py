@@ -13,6 +13,7 @@ from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes
 
 LEAST_SPEED = 0.7  # where memory is the goal: to recompute all activations takes a quarter of a step's time, and more
+USELESS = 0.995  # what is at least so fast without a change as with it does not need it
 LEAST_SAVING = 1.05  # what counts alone, since peaks of one process vary by some percent
 
 
@@ -113,3 +114,16 @@ class Outcome:
 def together(factors: Iterable[Factor]) -> Changes:
     """Return the changes of all factors."""
     return reduce(or_, (factor.changes for factor in factors), Changes())
+
+
+def needed_of_two(both: Measurement, one: Measurement) -> Measurement | None:
+    """Return what one of two changes alone is against both, if intervals leave no doubt that the other one is needed.
+
+    Args:
+        both: measured against the run as it is.
+        one: measured against the same.
+    """
+    if both.saving is not None or both.ratio is None or one.ratio is None:
+        return None
+    ratio = one.ratio / both.ratio
+    return Measurement(ratio) if ratio.high <= USELESS else None

@@ -27,14 +27,15 @@ class PlannedRun:
         """Return how long the run trains as it is given; infinitely long if it has no end."""
         return math.inf if self.steps is None else self.steps / self.rate
 
-    @property
-    def longest_start(self) -> float:
-        """Return the seconds of a start that no speed makes up for."""
-        return self.start_seconds + self.training_seconds / self.least_speed
+    def longest_start(self, speed: float = 1.0, start_before: float | None = None) -> float:
+        """Return the seconds of a start that no speed makes up for, see :meth:`speed_over_run`."""
+        before = self.start_seconds if start_before is None else start_before
+        return before + self.training_seconds / (speed * self.least_speed)
 
-    def needed_speed(self, start_seconds: float) -> float:
-        """Return how much faster a step has to be to make up for a start."""
-        share = max(0.0, start_seconds - self.start_seconds) / self.training_seconds
+    def needed_speed(self, start_seconds: float, speed: float = 1.0, start_before: float | None = None) -> float:
+        """Return how much faster a step has to be to make up for a start, see :meth:`speed_over_run`."""
+        before = self.start_seconds if start_before is None else start_before
+        share = max(0.0, start_seconds - before) * speed / self.training_seconds
         return 1 / (1 - share) if share < 1 else math.inf
 
     def speed_over_run(

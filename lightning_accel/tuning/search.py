@@ -14,7 +14,7 @@ from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.identity import distributions_of, require_same, state_of
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.learning import BATCH_SIZE_FACTORS, learning_changes_for, samples_per_step
-from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, Outcome, together
+from lightning_accel.tuning.outcome import LEAST_SPEED, USELESS, Measurement, Outcome, needed_of_two, together
 from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.planned_run import PlannedRun
 from lightning_accel.tuning.project import Changes, Project
@@ -163,17 +163,18 @@ class Search:
             if found.ratio is not None and (found.saving is None or found.over_run >= LEAST_SPEED):
                 self._best = max(self._best, found.gain)
                 break
+            self._forget(together(chosen))
             chosen.pop()  # they cannot work together, or not at a bearable speed: without the least effective
         for factor in reversed(winners):
             others = [other for other in chosen if other is not factor]
             name = f"without {factor.name} of {_names(chosen)}"
             if not others or factor not in chosen or (name not in self.journal and self._passed() > _UNTIL_TOGETHER):
                 continue
-            found = self._measure(name, together(chosen), together(others), most=8)
-            self.outcome.without[factor.name] = found
-            if found.ratio is not None and (found.saving or found.ratio.value) > 0.995:
-                self._forget(together(chosen))
-                chosen = others
+            known = needed_of_two(found, self.outcome.alone[others[0].name]) if len(winners) == 2 else None
+            result = known or self._measure(name, together(chosen), together(others), most=8)
+            self.outcome.without[factor.name] = result
+            is_useless = result.ratio is not None and (result.saving or result.ratio.value) > USELESS
+            chosen = self._choose(others, chosen, is_useless)
         return chosen
 
     def _try_added(self, chosen: list[Factor]) -> list[Factor]:
@@ -188,12 +189,16 @@ class Search:
             is_affordable = name in self.journal or self._passed() < _UNTIL_ADDED
             if not chosen or factor.group in {one.group for one in chosen} or not is_affordable:
                 continue
-            found = self._measure(name, together(chosen), together([*chosen, factor]), most=8)
+            found = self._measure(name, together(chosen), together([*chosen, factor]), most=8, has_to_pay=True)
             self.outcome.added[factor.name] = found
-            if found.wins:
-                self._forget(together(chosen))
-                chosen = [*chosen, factor]
+            chosen = self._choose([*chosen, factor], chosen, found.wins)
         return chosen
+
+    def _choose(self, changed: list[Factor], chosen: list[Factor], is_better: bool) -> list[Factor]:
+        """Return the better of two sets of changes; end the other's variant, and keep this one for what follows."""
+        better, other = (changed, chosen) if is_better else (chosen, changed)
+        self._forget(together(other))
+        return better
 
     def _prove(self, chosen: list[Factor]) -> None:
         """Drop what changes losses, then measure what remains until its interval is narrow."""
@@ -310,23 +315,34 @@ class Search:
         return result["losses"], result["seconds"]
 
     def _measure(
-        self, name: str, against: Changes, changes: Changes, *, most: int, least: int = 4, width: float = 0.04
+        self,
+        name: str,
+        against: Changes,
+        changes: Changes,
+        *,
+        most: int,
+        least: int = 4,
+        width: float = 0.04,
+        has_to_pay: bool = False,
     ) -> Measurement:
+        """Measure changes against others; wait for no start that cannot pay if it has to, or against no changes."""
+
         def measure() -> tuple[dict[str, Any], bool]:
             begin = time.monotonic()
             found = Measurement()
             deadline = self._deadline(0.3 if least == 4 else 1.0)
             try:
                 reference, before = self._warm_variant(name, against, deadline)
-                pays_until = time.monotonic() + self._planned.longest_start
+                speed, start = (1.0, self._planned.start_seconds) if against == Changes() else (self._best, before)
+                paid = (speed, start) if has_to_pay or against == Changes() else ()
+                pays_until = time.monotonic() + self._planned.longest_start(*paid)
                 variant, found.start_seconds = self._warm_variant(name, changes, min(deadline, pays_until))
                 found.ratio = compare(
                     reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline,
-                    needed=self._planned.needed_speed(found.start_seconds) if against == Changes() else 1.0,
+                    needed=self._planned.needed_speed(found.start_seconds, *paid) if paid else 1.0,
                     samples=self._samples(changes) / self._samples(against),
                 )  # fmt: skip
-                speed, starts = (1.0, None) if against == Changes() else (self._best, before)
-                found.over_run = self._planned.speed_over_run(found.ratio.value, found.start_seconds, speed, starts)
+                found.over_run = self._planned.speed_over_run(found.ratio.value, found.start_seconds, speed, start)
                 if self.outcome.goal == "memory":
                     found.saving = _saving(reference, variant)
                     if least > 4:
@@ -335,9 +351,11 @@ class Search:
             except TrialError as error:
                 found.reason = str(error)
                 if isinstance(error, NotReadyError) and pays_until < deadline:
-                    found.reason = "starts for longer than the whole run trains"
+                    rest = "the whole run trains" if against == Changes() else "the run trains with the others"
+                    found.reason = f"starts for longer than {rest}"
                 self._forget_ended()
-            if not name.startswith("together"):
+                self._forget(changes)
+            if name.startswith("alone"):
                 self._forget(changes)
             found.seconds = time.monotonic() - begin
             return asdict(found), time.monotonic() + 2 * self._turn > deadline

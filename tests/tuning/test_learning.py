@@ -77,10 +77,10 @@ def test_losses_are_compared_after_as_many_samples(world, tmp_path):
     assert world.num_steps["[]"] == 120
     assert world.num_steps["['x8']"] == int(120 / 7.2)
     assert world.samples["['x8']"] == pytest.approx(7.2)
-    world.speed["compile"] = 1.2
+    world.speed |= {"compile": 1.2, "precision": 1.1}
     run(tmp_path / "together", allow=ALL)
-    assert world.samples["['compile', 'x8']"] == pytest.approx(7.2)
-    assert world.samples["['compile']"] == pytest.approx(1 / 7.2)  # against both
+    assert world.samples["['precision', 'compile', 'x8']"] == pytest.approx(7.2)
+    assert world.samples["['precision', 'compile']"] == pytest.approx(1 / 7.2)  # against all
 
 
 def test_an_interrupted_search_hands_back_nothing_that_learns_otherwise(world, tmp_path):

@@ -237,6 +237,50 @@ def test_an_added_compilation_has_to_pay_within_the_planned_run(monkeypatch, tmp
     assert outcome.added["compile=children"].over_run == pytest.approx(1 / (1 / (0.95 * 1.3) + 20 * 1.4 / 100))
 
 
+def test_both_of_two_changes_are_kept_without_another_trial_where_they_were_shown_to_be_needed(world, tmp_path):
+    outcome = run(tmp_path / "apart")
+    assert outcome.without["compile=children"].ratio.value == pytest.approx(1 / 1.5)
+    assert not [name for name in journal_of(tmp_path / "apart") if name.startswith("without")]
+    world.pairs = {frozenset({"compile", "precision"}): 1.02 / 1.4}  # compilation leaves little to fewer digits
+    outcome = run(tmp_path / "close")
+    assert journal_of(tmp_path / "close").count(
+        "without precision=bf16-mixed of compile=children, precision=bf16-mixed"
+    )
+    assert names(outcome) == ["compile", "precision"]
+
+
+def journal_of(folder):
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    return [json.loads(line)["name"] for line in lines[1:]]
+
+
+def test_variants_that_go_on_are_started_once(world, tmp_path):
+    """What remains when another change is taken out, and what is added, is what is measured next."""
+    world.speed = {"compile": 1.5, "precision": 1.4, "num_workers": 1.2, "channels_last": 0.95}
+    world.pairs = {
+        frozenset({"num_workers", "precision"}): 1 / 1.2,
+        frozenset({"channels_last", "compile"}): 1.3,
+    }
+    outcome = run(tmp_path)
+    assert names(outcome) == ["channels_last", "compile", "precision"]
+    assert world.started.count(outcome.changes) == 1
+    without_workers = Changes({"precision": "bf16-mixed"}, {"compile": "children"})
+    assert world.started.count(without_workers) == 1
+
+
+def test_a_start_that_does_not_pay_beside_the_others_is_not_waited_for(monkeypatch, tmp_path):
+    """The run trains for 100 s, with fewer digits for 25, and starts for 5: 40 more seconds never pay there."""
+    world = World(monkeypatch, FACTS | {"planned_steps": 1000})
+    world.speed, world.start_seconds = {"precision": 4.0, "compile": 0.95}, {"compile": 40}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["precision"]
+    assert outcome.alone["compile=children"].ratio
+    assert outcome.added["compile=children"].reason == "starts for longer than the run trains with the others"
+    world.start_seconds = {"compile": 15}  # 10 of 25 s remain to be made up for
+    run(tmp_path / "shorter")
+    assert world.needed["['precision', 'compile']"] == pytest.approx(1 / (1 - 15 / 25))
+
+
 def test_a_failing_change_is_a_row_and_the_rest_goes_on(world, tmp_path):
     world.fails = {"compile": "killed by SIGSEGV"}
     outcome = run(tmp_path)
