@@ -28,8 +28,8 @@ def tune(
     """Find a faster variant of a run on this machine, or one that needs less memory, as an overlay of its config.
 
     Changes are measured in turns with the run as it is: each alone, the best together, each left out again, and beside
-    them those that did not help alone. Of those that exclude each other, the simplest is taken that none is shown to
-    beat. What is returned is faster with a 95 % interval above 1, and its losses are equal up to rounding, or where
+    them those that did not help alone. Among changes that exclude each other, the simplest is taken that none is shown
+    to beat. What is returned is faster with a 95 % interval above 1, and its losses are equal up to rounding, or where
     numbers are rounded or drawn otherwise, equivalent in the first 12 to 30 steps of 5 to 40 seeds: how training ends
     is not compared. A search that was interrupted goes on from what it has measured, also with another budget or other
     changes allowed, as long as configs, imported code, packages and the machine are the same; data are not looked at.
