@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel._private.torch import allow_recompilations, wrapped_frames
+from lightning_accel._private.torch import allow_recompilations, compiled_call, wrapped_frames
 from lightning_accel.data.batched_fetch import fetch_batches
 from lightning_accel.measure.machine import describe_machine
 from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
@@ -35,6 +35,8 @@ class Speedups(L.Callback):
 
     ``lightning-accel tune`` finds the settings and writes them to a config. Each is None, and left as the run has it,
     by default. What is an argument of the Trainer, such as ``precision`` or ``benchmark``, is not repeated here.
+    ``validate``, ``test`` and ``predict`` take ``threads``, ``channels_last``, ``attention``, ``compile``,
+    ``matmul_precision`` and ``keep_freed_memory`` as ``fit`` does; the other settings are about training.
 
     Losses stay equal up to rounding, with these exceptions: compiled layers, layers whose memory has another order
     (``channels_last``), ``native_dropout``, and datasets in other workers, draw other random numbers; shuffled loaders
@@ -137,15 +139,21 @@ class Speedups(L.Callback):
             self._set_up_loaders(trainer)
         if self.fused_rnn and trainer.strategy.root_device.type == "cpu":
             self._fused = fuse_(pl_module)
-        if self.compile is not None:
-            modules = blocks_of(pl_module) if self.compile == "blocks" else called_children(pl_module)
-            if not modules:
-                warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
-            _compile(modules, draw_as_eager=self.native_dropout)
+        self._compile(pl_module)
         for optimizer in trainer.optimizers:
             if self.fused_optimizer and has_fused_step(optimizer):
                 for settings in (optimizer.defaults, *optimizer.param_groups):
                     settings.update(fused=True, foreach=False)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "validate":  # not within a fit, which has compiled already
+            self._compile(pl_module)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._compile(pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._compile(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._before:
@@ -162,6 +170,15 @@ class Speedups(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")  # which Lightning leaves out
+
+    def _compile(self, module: L.LightningModule) -> None:
+        """Compile what is not compiled yet, by this run or one before."""
+        if self.compile is None:
+            return
+        modules = blocks_of(module) if self.compile == "blocks" else called_children(module)
+        if not modules:
+            warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
+        _compile([one for one in modules if compiled_call(one) is None], draw_as_eager=self.native_dropout)
 
     def _set_up_loaders(self, trainer: L.Trainer) -> None:
         """Change each loader just before its first iterator, whoever has made it, and whatever Lightning made of it."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_accel._private.torch import dataset_of
-from lightning_accel.callbacks import ExactResume, Speedups
+from lightning_accel._private.torch import compiled_call, dataset_of, plain_call, set_compiled_call
+from lightning_accel.callbacks import ExactResume, Speedups, speedups
 from lightning_accel.callbacks.speedups import called_children
 from lightning_accel.ops.native import KERNELS
 
@@ -89,6 +89,47 @@ def test_settings_reach_the_steps_and_end_with_the_run():
     assert torch.get_num_threads() == 1
     assert torch.get_float32_matmul_precision() == "highest"
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
+
+
+class Served(Net):
+    """Record the settings that one sample meets after training."""
+
+    def validation_step(self, batch, batch_idx):
+        features = self.features(batch[0])
+        self.met = {
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "channels_last": features.is_contiguous(memory_format=torch.channels_last),
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+            "compiled": [compiled_call(block) for block in self.features],
+        }
+        return features
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_settings_reach_what_follows_training(stage, monkeypatch):
+    """Without a fit before, and what is compiled is not compiled by the next run again."""
+    kept = []
+    monkeypatch.setattr(speedups, "keep_freed_memory", lambda: kept.append(True))
+    wrap = functools.partial
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: set_compiled_call(self, wrap(plain_call(self))))
+    settings = {"channels_last": True, "attention": "math", "compile": "blocks", "keep_freed_memory": True}
+    callback = Speedups(threads=2, matmul_precision="medium", **settings)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(accelerator="cpu", callbacks=[callback], **quiet)
+    module, loader = Served(), DataLoader(TensorDataset(*samples()), batch_size=4)
+    run = getattr(trainer, stage)
+    run(module, loader)
+    compiled = module.met.pop("compiled")
+    assert module.met == {"threads": 2, "matmul_precision": "medium", "channels_last": True, "flash": False}
+    assert None not in compiled
+    run(module, loader)
+    assert module.met["compiled"] == compiled
+    assert len(kept) == 2
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (1, "highest")
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.slow
