@@ -39,8 +39,14 @@ def run_doctor(arguments: Sequence[str]) -> int:
     if reason := _reason_against(options):
         print(f"lightning-accel doctor: error: {reason}", file=sys.stderr)
         return 2
-    if rest:
-        return _examine(rest, options)
+    try:
+        return _examine(rest, options) if rest else _describe(options)
+    except OSError as error:  # such as that of a full disk; the tables are printed first
+        print(f"lightning-accel doctor: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _describe(options: argparse.Namespace) -> int:
     from lightning_accel.diagnosis import doctor
 
     found = doctor(folder=options.folder)

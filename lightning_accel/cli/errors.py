@@ -1,7 +1,9 @@
 """Error messages of the command line, each in one line that suggests the nearest valid name."""
 
 import difflib
+import errno
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -330,7 +332,12 @@ def is_monitor_error(error: BaseException) -> bool:
 
 
 def advice(message: str) -> str:
-    """Return what to do about an error of torch that does not say it, on a line of its own, or an empty string."""
+    """Return what to do about an error that does not say it, on a line of its own, or an empty string."""
+    if os.strerror(errno.ENOSPC) in message:
+        return (
+            "\nMake room on the disk of the run folder, or give another by --trainer.default_root_dir; temporary files "
+            "are in the folder that TMPDIR names"
+        )
     if "primitive descriptor for the LSTM" not in message:
         return ""
     return (

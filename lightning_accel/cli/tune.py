@@ -1,8 +1,10 @@
 """The subcommand ``lightning-accel tune``, and the fits of a config that it measures."""
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,18 +64,42 @@ def run_tune(arguments: Sequence[str]) -> int:
             parser.error("give the run to tune, as to fit: --config X.yaml")
     except SystemExit as stop:
         return int(stop.code or 0)
-    from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+    received: list[int] = []
+    try:
+        with _interrupted_once(received):
+            return _tune(own, of_fit)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {own.output}, and the same command goes on from there")
+        return 128 + (received or [signal.SIGINT])[0]
+
+
+@contextmanager
+def _interrupted_once(received: list[int]) -> Iterator[None]:
+    """Raise KeyboardInterrupt for the first SIGINT or SIGTERM alone, so that another does not end the cleaning up."""
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt
+
+    numbers = [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tune(own: argparse.Namespace, of_fit: list[str]) -> int:
     from lightning_accel.tuning import TrialError, tune
     from lightning_accel.tuning.writing import claim
 
     try:
         outcome = tune(of_fit, own.budget, own.output, own.goal, [name for name in own.allow.split(",") if name])
-    except (ModuleNotFoundError, NotWrittenError, TrialError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, TrialError, ValueError) as error:
         print(f"lightning-accel tune: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"interrupted; what was measured is in {own.output}, and the same command goes on from there")
-        return 130
     report = Path(own.output) / "report.md"
     if not outcome.is_faster:
         what = "makes this run faster" if own.goal == "speed" else "lets this run train in less memory"

@@ -55,9 +55,12 @@ class Diagnosis:
         """Write it to a JSON file.
 
         Raises:
-            OSError: if the file cannot be written.
+            NotWrittenError: if the disk is full, or may not be written.
         """
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        from lightning_accel.strategies.checkpoints.atomic import write_atomically
+
+        with write_atomically(path) as part:
+            part.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     def draw(self, folder: Path | str = ".") -> Path:
         """Draw the timeline of a step to ``figures/doctor_step.png`` in a folder, and return its path.

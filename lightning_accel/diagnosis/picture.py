@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lightning_accel.measure import PART_NAMES, PARTS, Step
 from lightning_accel.ops.extras import require_module
+from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 
 def draw_step(steps: Sequence[Step], path: Path) -> None:
@@ -16,7 +17,7 @@ def draw_step(steps: Sequence[Step], path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
-        OSError: if the file cannot be written.
+        NotWrittenError: if the disk is full, or may not be written.
     """
     figures = require_module("matplotlib.figure")
     step = sorted(steps, key=lambda each: each.wall_ns)[len(steps) // 2]
@@ -35,5 +36,5 @@ def draw_step(steps: Sequence[Step], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, step.wall_ns / 1e6)
     axes.set_xlabel(f"ms of a step (the median of {len(steps)})")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with write_atomically(path) as partial:
+        figure.savefig(partial, dpi=120, format="png")

@@ -1,5 +1,6 @@
 """Processes of trials, forked from one that has imported torch and Lightning, which takes most of a short trial."""
 
+import contextlib
 import json
 import os
 import select
@@ -55,9 +56,10 @@ class ForkServer:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
+        self._known: set[int] = set()
         self._forked: list[int] = []
         self._statuses: dict[int, int] = {}
-        self._has_ended = False
+        self.has_ended = False
 
     def fork(self, specification: Path, output: Path) -> ForkedProcess | None:
         """Return a new process, the leader of a session, that runs a trial; None if the server has ended.
@@ -81,8 +83,8 @@ class ForkServer:
             self._process.stdin.write(request.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            self._has_ended = True
-        while not self._forked and not self._has_ended:
+            self.has_ended = True
+        while not self._forked and not self.has_ended:
             self._read(wait=True)
         return ForkedProcess(self, self._forked.pop()) if self._forked else None
 
@@ -90,11 +92,12 @@ class ForkServer:
         """Return the status of a process that has ended, None for others; SIGKILL's if the server has ended."""
         if pid not in self._statuses:
             self._read(wait)
-        return self._statuses.pop(pid, -signal.SIGKILL if self._has_ended else None)
+        return self._statuses.pop(pid, -signal.SIGKILL if self.has_ended else None)
 
     def stop(self) -> None:
-        """End the server, after the processes that it has forked."""
+        """End the server, and the processes that it has forked."""
         if self._process is not None:
+            self._process.terminate()  # one that still imports; others end with their input
             self._process.communicate()
 
     def _read(self, wait: bool) -> None:
@@ -102,19 +105,29 @@ class ForkServer:
         assert self._process is not None
         assert self._process.stdout is not None
         place = self._process.stdout.fileno()
-        while not self._has_ended and select.select([place], [], [], None if wait else 0)[0]:
+        while not self.has_ended and select.select([place], [], [], None if wait else 0)[0]:
             found = os.read(place, 4096)
-            self._has_ended = not found
+            self.has_ended = not found
             *lines, self._rest = (self._rest + found).split(b"\n")
             for line in lines:
                 pid, *status = json.loads(line)
-                self._statuses.update(dict.fromkeys([pid], *status) if status else {})
-                self._forked += [] if status else [pid]
+                if pid not in self._known:
+                    self._forked.append(pid)  # with a status if it has ended before it could report
+                if status:
+                    (self._statuses[pid],) = status
+                    self._known.discard(pid)
+                else:
+                    self._known.add(pid)
             wait = False
 
 
 def serve() -> Path | None:
-    """Fork a process for each line of the standard input; return None when it ends, and in each process its file."""
+    """Fork a process for each line of the standard input; return in each process its file.
+
+    When the input ends, so do the processes and their groups, even one whose caller was killed before it knew of it;
+    then None is returned.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     replies = os.dup(1)
     os.dup2(2, 1)
     ended, wakeup = os.pipe()
@@ -123,20 +136,25 @@ def serve() -> Path | None:
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # which select would sleep through by default
     rest = b""
+    forked: set[int] = set()
     while True:
         ready, _, _ = select.select([0, ended], [], [])
         if ended in ready:
             os.read(ended, 4096)
-            _report_ended(replies)
+            forked -= _report_ended(replies)
         if 0 in ready:
             found = os.read(0, 4096)
             if not found:
+                _kill(forked)
                 return None
             *lines, rest = (rest + found).split(b"\n")
             for line in lines:
-                if os.fork() == 0:
+                if pid := os.fork():
+                    forked.add(pid)
+                else:
                     signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for number in (signal.SIGCHLD, signal.SIGTERM):
+                        signal.signal(number, signal.SIG_DFL)
                     os.close(ended)
                     os.close(wakeup)
                     specification, output = json.loads(line)
@@ -144,15 +162,26 @@ def serve() -> Path | None:
                     return Path(specification)
 
 
-def _report_ended(replies: int) -> None:
+def _report_ended(replies: int) -> set[int]:
+    """Report which processes have ended, and return them."""
+    ended: set[int] = set()
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return ended
         if pid == 0:
-            return
-        os.write(replies, json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+            return ended
+        ended.add(pid)
+        with contextlib.suppress(BrokenPipeError):  # the caller was killed
+            os.write(replies, json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+
+
+def _kill(forked: set[int]) -> None:
+    for pid in forked:
+        for kill in (os.kill, os.killpg):  # its group does not exist until it leaves that of the server
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
 
 def _begin_trial(output: str, replies: int) -> None:

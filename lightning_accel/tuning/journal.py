@@ -1,11 +1,12 @@
 """What a search has measured so far, in a file that it goes on from when it was killed."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.strategies.checkpoints.atomic import explain_disk_errors
 from lightning_accel.tuning.identity import require_same
 
 
@@ -19,21 +20,20 @@ class Journal:
 
     Attributes:
         seconds: time that all results of the file have taken when it was read.
-        num_cut: results that a smaller budget cut short.
+        num_cut: results that a smaller budget or a full disk cut short.
 
     Raises:
-        ValueError: if the file is about something else.
+        NotWrittenError: if the disk is full, or may not be written.
+        ValueError: if the file is about something else, or damaged.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], budget: float) -> None:
         self._path = path
-        self._budget = budget
         self._results: dict[str, Any] = {}
         self.seconds = 0.0
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
-        entries = [json.loads(line) for line in whole.splitlines()]
-        if entries:
+        text = path.read_bytes() if path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
+        if entries := _entries_of(whole, path):
             require_same(entries[0]["identity"], identity, path.parent)
         cut = set()
         for entry in entries[1:]:
@@ -46,11 +46,10 @@ class Journal:
                 cut.add(name)
         self.num_cut = len(cut)
         if whole != text:
-            with write_atomically(path) as part:
-                part.write_text(whole)
+            with explain_disk_errors(path):
+                os.truncate(path, len(whole))  # which a full disk allows
         if not entries:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._write({"identity": identity}, mode="w")
+            self._write({"identity": identity})
 
     def __contains__(self, name: str) -> bool:
         return name in self._results
@@ -58,19 +57,42 @@ class Journal:
     def __len__(self) -> int:
         return len(self._results)
 
-    def result(self, name: str, measure: Callable[[], tuple[dict[str, Any], bool]]) -> dict[str, Any]:
+    def result(self, name: str, measure: Callable[[], tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
         """Return the result of a name; measure and write it if there is none.
 
         Args:
             name: what is measured.
-            measure: returns the result, and whether the budget cut it short.
+            measure: returns the result and the budget that cut it short: None for none, 0 if a full disk did.
         """
         if name not in self._results:
-            result, is_cut = measure()
-            self._write({"name": name, "cut_at": self._budget if is_cut else None, "result": result}, mode="a")
+            result, cut_at = measure()
+            self._write({"name": name, "cut_at": cut_at, "result": result})
             self._results[name] = result
         return self._results[name]
 
-    def _write(self, entry: dict[str, Any], mode: str) -> None:
-        with open(self._path, mode) as file:
-            file.write(json.dumps(entry) + "\n")
+    def _write(self, entry: dict[str, Any]) -> None:
+        with explain_disk_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def _entries_of(text: bytes, path: Path) -> list[dict[str, Any]]:
+    """Return the identity and the results of a journal's whole lines.
+
+    Raises:
+        ValueError: if a line is none of a journal.
+    """
+    entries: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or entry.keys() != ({"name", "cut_at", "result"} if entries else {"identity"}):
+            raise ValueError(
+                f"{path} is damaged in line {len(entries) + 1}, or no journal of tune; remove it to measure everything "
+                "again, or choose another folder by --output"
+            )
+        entries.append(entry)
+    return entries

@@ -43,14 +43,15 @@ def record_losses(
         TrialError: if a fit fails, hangs, is too short, or has not ended at ``deadline``.
     """
     variant = Variant(project, changes, folder, server)
-    variant.start(seeds, num_steps, perturb)
     try:
+        variant.start(seeds, num_steps, perturb)
         variant.wait(deadline)
     finally:
         variant.stop()
     losses = []
     for seed in seeds:
-        lines = (folder / f"seed_{seed}" / "steps.csv").read_text().splitlines()
+        path = folder / f"seed_{seed}" / "steps.csv"
+        lines = path.read_text().splitlines() if path.exists() else []  # a run may end the process by itself
         losses.append([float(line.rpartition(",")[2]) for line in lines])
         if len(losses[-1]) < num_steps:
             raise TrialError(f"the run has {len(losses[-1])} steps, fewer than the {num_steps} that are compared")

@@ -13,7 +13,7 @@ from lightning_accel.tuning.learning import require_known
 from lightning_accel.tuning.outcome import Outcome
 from lightning_accel.tuning.project import Project, project_of
 from lightning_accel.tuning.search import Search
-from lightning_accel.tuning.writing import write_outcome
+from lightning_accel.tuning.writing import claim, overlay, write_outcome
 
 progress = import_on_use("rich.progress")
 
@@ -56,6 +56,8 @@ def tune(
             over seeds after as many samples.
 
     Raises:
+        NotWrittenError: if the disk of the folder is full, or may not be written; once there is room, the search goes
+            on from what it has measured.
         TrialError: if the run does not work as it is.
         ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
             is unknown, or the folder holds measurements of another run, or of this one before it was changed.
@@ -89,16 +91,22 @@ def tune(
             lambda what, share, best: bar.update(task, description=what, completed=share, best=best),
         )  # fmt: skip
         if len(search.journal):
-            cut = f"; {search.journal.num_cut} that a smaller budget cut short are repeated" * bool(
-                search.journal.num_cut
-            )
+            num_cut = search.journal.num_cut
+            cut = f"; {num_cut} that a smaller budget or a full disk cut short are repeated" * bool(num_cut)
             bar.print(f"{folder} holds {len(search.journal)} measurements of this run, which are used again{cut}")
+        outcome, written = search.outcome, (command, time.strftime("%Y-%m-%d"))
         try:
-            search.run()
-        finally:
-            if search.outcome.facts:
-                write_outcome(search.outcome, folder, command, time.strftime("%Y-%m-%d"))
-    return search.outcome
+            try:
+                search.run()
+            finally:
+                if outcome.facts:
+                    write_outcome(outcome, folder, *written)
+        except (KeyboardInterrupt, OSError) as error:
+            if outcome.is_faster and isinstance(error, OSError):
+                bar.print(overlay(outcome, *written), markup=False, highlight=False, soft_wrap=True)
+            bar.print(f"best so far: {claim(outcome)}" if outcome.is_faster else "nothing better was found so far")
+            raise
+    return outcome
 
 
 def parse_budget(budget: str | float) -> float:

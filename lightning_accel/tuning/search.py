@@ -1,6 +1,5 @@
 """The search for a faster variant of a run: each change alone, the winners together, each left out again, the proof."""
 
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +18,8 @@ from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are
 from lightning_accel.tuning.planned_run import PlannedRun
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.savings import savings_for
-from lightning_accel.tuning.variant import NotReadyError, TrialError, Variant, fork_server
+from lightning_accel.tuning.variant import DiskFullError, NotReadyError, TrialError, Variant
+from lightning_accel.tuning.variants import Variants
 
 _EXACT_STEPS = 10
 # by rounding alone, runs from equal seeds grow apart, and after more steps may differ as much as seeds do
@@ -66,12 +66,9 @@ class Search:
         self.journal = Journal(folder / "journal.jsonl", identity, budget)
         self._begin = time.monotonic() - self.journal.seconds
         self._best = 1.0
-        self._trials = 0
         self._tried: list[Factor] = []
         self._turn = 1.0
-        self._warm: dict[str, tuple[Variant, float]] = {}
-        self._server = fork_server()
-        shutil.rmtree(folder / "trials", ignore_errors=True)
+        self._variants = Variants(project, folder / "trials")
 
     def run(self) -> Outcome:
         """Return the outcome; whatever ends it, :attr:`outcome` holds what was found so far.
@@ -84,20 +81,16 @@ class Search:
             winners = self._try_alone()
             chosen = self._try_together(winners) if len(winners) > 1 else winners
             self._prove(self._try_added(chosen) if self.outcome.goal == "speed" else chosen)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OSError):  # such as that of a disk too full for the journal
             self._hand_back_best()
             raise
         finally:
-            for variant, _ in self._warm.values():
-                variant.stop()
-            if self._server is not None:
-                self._server.stop()
+            self._variants.stop()
             self.outcome.seconds = time.monotonic() - self._begin
-            shutil.rmtree(self.folder / "trials", ignore_errors=True)
         return self.outcome
 
     def _measure_baseline(self) -> None:
-        def measure() -> tuple[dict[str, Any], bool]:
+        def measure() -> tuple[dict[str, Any], float | None]:
             begin = time.monotonic()
             baseline, start_seconds = self._warm_variant("the run as it is", Changes(), self._deadline(1.0))
             steps = baseline.run_for(2.0, self._deadline(1.0))
@@ -111,7 +104,7 @@ class Search:
                 "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
                 "start_seconds": start_seconds,
                 "seconds": time.monotonic() - begin,
-            }, False
+            }, None
 
         self._baseline = self.journal.result("baseline", measure)
         code = self._baseline["code"]
@@ -163,7 +156,7 @@ class Search:
             if found.ratio is not None and (found.saving is None or found.over_run >= LEAST_SPEED):
                 self._best = max(self._best, found.gain)
                 break
-            self._forget(together(chosen))
+            self._variants.forget(together(chosen))
             chosen.pop()  # they cannot work together, or not at a bearable speed: without the least effective
         for factor in reversed(winners):
             others = [other for other in chosen if other is not factor]
@@ -197,7 +190,7 @@ class Search:
     def _choose(self, changed: list[Factor], chosen: list[Factor], is_better: bool) -> list[Factor]:
         """Return the better of two sets of changes; end the other's variant, and keep this one for what follows."""
         better, other = (changed, chosen) if is_better else (chosen, changed)
-        self._forget(together(other))
+        self._variants.forget(together(other))
         return better
 
     def _prove(self, chosen: list[Factor]) -> None:
@@ -257,12 +250,12 @@ class Search:
         """Return whether losses with changes are equal up to rounding, or equivalent over seeds."""
         names = _names(factors)
 
-        def measure() -> tuple[dict[str, Any], bool]:
+        def measure() -> tuple[dict[str, Any], float | None]:
             try:
                 verdict = self._compare_losses(factors) if exactly else self._compare_seeds(factors)
             except TrialError as error:
-                verdict = Verdict(False, str(error))
-            return asdict(verdict), verdict.is_open or self._passed() >= 1
+                return asdict(Verdict(False, str(error))), self._cut_at(self._passed() >= 1, error)
+            return asdict(verdict), self._cut_at(verdict.is_open or self._passed() >= 1)
 
         what = "equal" if exactly else f"equivalent after {self._num_steps((), factors)} steps"
         result = self.journal.result(f"{what} {names}", measure)
@@ -302,14 +295,19 @@ class Search:
         """Return losses of each seed with changes, and the seconds that they have taken."""
         names = "perturbed" if perturb else _names(factors)
 
-        def measure() -> tuple[dict[str, Any], bool]:
+        def measure() -> tuple[dict[str, Any], float | None]:
             self._say(f"losses of {names}" if names else "losses of the run as it is")
             begin = time.monotonic()
-            losses = record_losses(
-                self.project, together(factors), self._new_folder(), seeds, num_steps, self._deadline(1.0), perturb,
-                self._server,
-            )  # fmt: skip
-            return {"losses": losses, "seconds": time.monotonic() - begin}, False
+            try:
+                losses = record_losses(
+                    self.project, together(factors), self._variants.new_folder(), seeds, num_steps, self._deadline(1.0),
+                    perturb, self._variants.server,
+                )  # fmt: skip
+            except TrialError:
+                if not self._variants.has_lost(Changes()):
+                    raise
+                return measure()
+            return {"losses": losses, "seconds": time.monotonic() - begin}, None
 
         result = self.journal.result(f"losses {seeds[0]} to {seeds[-1]}, {num_steps} steps, {names}", measure)
         return result["losses"], result["seconds"]
@@ -327,9 +325,9 @@ class Search:
     ) -> Measurement:
         """Measure changes against others; wait for no start that cannot pay if it has to, or against no changes."""
 
-        def measure() -> tuple[dict[str, Any], bool]:
+        def measure(is_repeated: bool = False) -> tuple[dict[str, Any], float | None]:
             begin = time.monotonic()
-            found = Measurement()
+            found, failure = Measurement(), None
             deadline = self._deadline(0.3 if least == 4 else 1.0)
             try:
                 reference, before = self._warm_variant(name, against, deadline)
@@ -349,16 +347,19 @@ class Search:
                         found.memory = self._prove_saving(changes)
                 found.reason = self._planned.why_not(found)
             except TrialError as error:
+                if self._variants.has_lost(against) and not is_repeated:  # the changes have not failed
+                    return measure(is_repeated=True)
                 found.reason = str(error)
+                failure = error
                 if isinstance(error, NotReadyError) and pays_until < deadline:
                     rest = "the whole run trains" if against == Changes() else "the run trains with the others"
                     found.reason = f"starts for longer than {rest}"
-                self._forget_ended()
-                self._forget(changes)
+                self._variants.forget_ended()
+                self._variants.forget(changes)
             if name.startswith("alone"):
-                self._forget(changes)
+                self._variants.forget(changes)
             found.seconds = time.monotonic() - begin
-            return asdict(found), time.monotonic() + 2 * self._turn > deadline
+            return asdict(found), self._cut_at(time.monotonic() + 2 * self._turn > deadline, failure)
 
         return Measurement.of(self.journal.result(name, measure))
 
@@ -370,10 +371,10 @@ class Search:
         """
         savings = []
         for _ in range(_PAIRS):
-            pair = [Variant(self.project, each, self._new_folder(), self._server) for each in (Changes(), changes)]
+            pair = [self._variants.new(each) for each in (Changes(), changes)]
             for variant in pair:
-                variant.start()
                 try:
+                    variant.start()
                     variant.warm_up(self._deadline(1.0))
                     variant.run_for(self._turn, self._deadline(1.0))
                 finally:
@@ -382,28 +383,13 @@ class Search:
         return ratio_of(savings)
 
     def _warm_variant(self, name: str, changes: Changes, deadline: float) -> tuple[Variant, float]:
-        """Return a frozen variant and how long it took to warm up; one that was used before, if there is one."""
-        key = str(changes)
-        if key not in self._warm:
+        if changes not in self._variants:
             self._say(name)
-            variant = Variant(self.project, changes, self._new_folder(), self._server)
-            variant.start()
-            try:
-                self._warm[key] = (variant, variant.warm_up(deadline))
-            except BaseException:
-                variant.stop()
-                raise
-        return self._warm[key]
+        return self._variants.warm(changes, deadline)
 
-    def _forget(self, changes: Changes) -> None:
-        """End a variant, but for the baseline."""
-        if changes != Changes() and str(changes) in self._warm:
-            self._warm.pop(str(changes))[0].stop()
-
-    def _forget_ended(self) -> None:
-        for key, (variant, _) in list(self._warm.items()):
-            if not variant.is_alive:
-                self._warm.pop(key)[0].stop()
+    def _cut_at(self, is_cut: bool, error: TrialError | None = None) -> float | None:
+        """Return the budget that cut a measurement short, None for none; 0 if a full disk did, so it is repeated."""
+        return 0.0 if isinstance(error, DiskFullError) else self.budget if is_cut else None
 
     def _samples(self, changes: Changes) -> float:
         return samples_per_step(self._baseline["facts"], changes)
@@ -413,10 +399,6 @@ class Search:
         affordable = _SHARE_OF_FIVE * self.budget * self._baseline["rate"] / min(LOOKS)
         times = max(BATCH_SIZE_FACTORS) if self._samples(together(compared)) > 1 else 1
         return int(min(_MOST_STEPS * times, max(12 * times, affordable)) / self._samples(together(changed)))
-
-    def _new_folder(self) -> Path:
-        self._trials += 1
-        return self.folder / "trials" / str(self._trials)
 
     def _passed(self) -> float:
         return (time.monotonic() - self._begin) / self.budget

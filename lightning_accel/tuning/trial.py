@@ -5,6 +5,7 @@ Without a specification, it is the server that forks such processes.
 It is a module of its own so that strategies that start one process per rank start this again, not the caller's program.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel._private.torch import draw_as_eager
-from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError, is_disk_full, write_atomically
 from lightning_accel.tuning.fork_server import serve
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import StepRecorder, TrialEnd
+from lightning_accel.tuning.variant import NO_ROOM
 
 
 def run_trial(specification: dict[str, Any], folder: Path) -> None:
@@ -59,10 +61,15 @@ def main() -> int:
     try:
         run_trial(json.loads(path.read_text()), path.parent)
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the disk is full
+            traceback.print_exc()
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            with write_atomically(path.parent / "error.json") as part:
-                part.write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
+            content = {"kind": type(error).__name__, "message": str(error), "is_disk_full": is_disk_full(error)}
+            try:
+                with write_atomically(path.parent / "error.json") as part:
+                    part.write_text(json.dumps(content))
+            except NotWrittenError:
+                return NO_ROOM
         return 1
     return 0
 

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.strategies.checkpoints.atomic import explain_disk_errors
 from lightning_accel.tuning.fork_server import ForkedProcess, ForkServer, can_fork
 from lightning_accel.tuning.project import Changes, Project
 
+NO_ROOM = 74  # status of a process that found no room for its error, as sysexits.h has it
 _POLL = 0.02  # seconds
 
 
@@ -24,6 +26,10 @@ class TrialError(Exception):
 
 class NotReadyError(TrialError):
     """Say that a variant has not begun its steps in time."""
+
+
+class DiskFullError(TrialError):
+    """Say that a variant found no room on a disk."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,11 @@ class Variant:
         self._rest = ""
 
     def start(self, seeds: Sequence[int] = (0,), num_steps: int | None = None, perturb: bool = False) -> None:
-        """Start to train, from the first seed again when the run ends unless there is a number of steps."""
-        self.folder.mkdir(parents=True)
+        """Start to train, from the first seed again when the run ends unless there is a number of steps.
+
+        Raises:
+            NotWrittenError: if the disk of the folder is full, or may not be written.
+        """
         specification = {
             "project": self.project.to_dict(),
             "changes": asdict(self.changes),
@@ -79,14 +88,18 @@ class Variant:
             "perturb": perturb,
         }
         path = self.folder / "trial.json"
-        path.write_text(json.dumps(specification))
         output = self.folder / "output.txt"
+        with explain_disk_errors(path):
+            self.folder.mkdir(parents=True)
+            path.write_text(json.dumps(specification))
+            output.touch()
         self._process = (self.server and self.server.fork(path, output)) or _new_process(path, output)
         # when this process ends, however it does, the pipe closes, and nothing frozen stays behind
         guard = f"read line; kill -KILL -{self._process.pid}"
         self._guard = subprocess.Popen(["sh", "-c", guard], stdin=subprocess.PIPE, start_new_session=True)
         if sys.platform == "linux":  # out of memory, the system ends the trial and nothing of the user's
-            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
+            with contextlib.suppress(OSError):  # it has ended already
+                Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
 
     @property
     def is_alive(self) -> bool:
@@ -116,12 +129,10 @@ class Variant:
             TrialError: if it fails, hangs, or is not ready at ``deadline``, a time of ``time.monotonic``.
         """
         begin = time.monotonic()
-        self._send(signal.SIGCONT)
         steps: list[Step] = []
-        while not _is_steady(steps):
-            news = self._await_steps(begin if not steps else steps[-1].end, 10 if not steps else 1, deadline)
-            steps += news
-        self._send(signal.SIGSTOP)
+        with self._thawed():
+            while not _is_steady(steps):
+                steps += self._await_steps(begin if not steps else steps[-1].end, 10 if not steps else 1, deadline)
         return time.monotonic() - begin
 
     def run_for(self, seconds: float, deadline: float) -> list[Step]:
@@ -132,15 +143,14 @@ class Variant:
         """
         self.new_steps()
         begin = time.monotonic()
-        self._send(signal.SIGCONT)
         steps: list[Step] = []
         last = begin
-        while time.monotonic() < begin + seconds or len(steps) < 2:
-            for step in self._await_steps(last, 1, deadline):
-                last = step.end
-                if step.begin >= begin:
-                    steps.append(step)
-        self._send(signal.SIGSTOP)
+        with self._thawed():
+            while time.monotonic() < begin + seconds or len(steps) < 2:
+                for step in self._await_steps(last, 1, deadline):
+                    last = step.end
+                    if step.begin >= begin:
+                        steps.append(step)
         return steps
 
     def wait(self, deadline: float) -> None:
@@ -155,7 +165,7 @@ class Variant:
                 raise TrialError("not finished within the budget")
             time.sleep(_POLL)
         if self._process.returncode != 0:
-            raise TrialError(self._failure())
+            raise self._failure()
 
     def new_steps(self) -> list[Step]:
         """Return the steps that were written since the last call."""
@@ -173,39 +183,60 @@ class Variant:
     def stop(self) -> None:
         """End all its processes."""
         if self._process is not None:
-            self._send(signal.SIGKILL)
-            self._process.wait()
+            self._kill()
         if self._guard is not None:
             self._guard.kill()
             self._guard.communicate()
+
+    @contextlib.contextmanager
+    def _thawed(self) -> Iterator[None]:
+        self._send(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._send(signal.SIGSTOP)
 
     def _await_steps(self, since: float, patience: float, deadline: float) -> list[Step]:
         assert self._process is not None
         while not (steps := self.new_steps()):
             now = time.monotonic()
             if self._process.poll() is not None:
-                raise TrialError(self._failure())
+                raise self._failure()
             if now > since + self.stall_timeout * patience:
+                self._kill()
                 raise TrialError(f"hangs: no step for {self.stall_timeout * patience:.0f} s")
             if now > deadline:
                 raise NotReadyError("not ready within its share of the budget")
             time.sleep(_POLL)
         return steps
 
-    def _failure(self) -> str:
+    def _failure(self) -> TrialError:
         assert self._process is not None
         error = self.folder / "error.json"
         if error.exists():
             content = json.loads(error.read_text())
             message = " ".join(content["message"].split())
             kind = "out of memory" if is_out_of_memory(content) else content["kind"]
-            return f"{kind}: {message[:300]}"
+            return (DiskFullError if content["is_disk_full"] else TrialError)(f"{kind}: {message[:300]}")
         status = self._process.returncode
         assert status is not None
         if status < 0:
             name = signal.Signals(-status).name
-            return f"killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
-        return f"ended with status {status}, see {self.folder / 'output.txt'}"
+            when = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+            return TrialError(f"killed by {name}{when}")
+        if status == NO_ROOM:
+            return DiskFullError(f"no room for the files of a trial in {self.folder.parent}")
+        return TrialError(f"ended with status {status}{self._last_output()}")
+
+    def _last_output(self) -> str:
+        """Return the last line that it has written, after a colon."""
+        lines = (self.folder / "output.txt").read_text(errors="replace").split("\n")
+        return next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._send(signal.SIGKILL)
+        self._process.wait()
 
     def _send(self, number: int) -> None:
         assert self._process is not None

@@ -159,7 +159,8 @@ def _draw(outcome: Outcome, path: Path) -> None:
     axes.invert_yaxis()
     what = "times as fast as the run as it is" if outcome.goal == "speed" else "times less memory than the run as it is"
     axes.set_xlabel(f"{what} (95 % interval)")
-    figure.savefig(path, dpi=150)
+    with write_atomically(path) as part:
+        figure.savefig(part, dpi=150, format="png")
 
 
 def _bar(found: Measurement) -> tuple[float, float, float]:

@@ -1,6 +1,9 @@
+import errno
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,18 @@ def test_the_machine_is_printed_and_written(command, quick, run_folder):
     assert found["rates"]["collective"]["bytes_per_s"] == 1.5e9
     assert found["machine"]["digest"] in done.out
     assert [path.name for path in run_folder.iterdir()] == ["machine.json"]
+
+
+def test_a_full_disk_is_one_message_after_the_tables(command, quick, run_folder, monkeypatch):
+    def fill(path, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    done = command("doctor", "--json", "machine.json")
+    assert done.status == 1
+    assert "matrix products in fp32" in done.out
+    assert done.err.startswith("lightning-accel doctor: error: machine.json could not be written: the disk of ")
+    assert not list(run_folder.iterdir())
 
 
 def test_without_rich_the_tables_are_plain_text(command, quick, monkeypatch):

@@ -151,7 +151,10 @@ def test_tune_says_what_it_uses_again(monkeypatch, tmp_path, capsys):
     assert "holds" not in capsys.readouterr().out
     tune(foreign_run.works, 1200, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    assert "measurements of this run, which are used again; 2 that a smaller budget cut short are repeated" in said
+    assert (
+        "measurements of this run, which are used again; 2 that a smaller budget or a full disk cut short are repeated"
+        in said
+    )
     report = (tmp_path / "report.md").read_text()
     monkeypatch.setattr(identity, "machine_name", lambda: "another machine")
     with pytest.raises(ValueError, match=r"machine was .*, and is another machine"):

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import time
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from torch import nn
 
-from lightning_accel.tuning import factors, search
+from lightning_accel.tuning import factors, search, variants
 from lightning_accel.tuning.comparison import Ratio
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.parity import Verdict
@@ -110,7 +111,7 @@ class World:
             value = world.speed_of(variant.changes) / world.speed_of(reference.changes)
             return Ratio(value, value * 0.98, value * 1.02, 5)
 
-        monkeypatch.setattr(search, "Variant", Stub)
+        monkeypatch.setattr(variants, "Variant", Stub)
         monkeypatch.setattr(search, "compare", compare)
         monkeypatch.setattr(search, "record_losses", self.record)
         monkeypatch.setattr(
@@ -369,7 +370,7 @@ def test_nothing_is_handed_back_that_is_not_faster(world, tmp_path):
 
 
 def test_a_run_that_does_not_work_as_it_is_ends_the_search(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(search.Variant, "warm_up", lambda self, deadline: (_ for _ in ()).throw(TrialError("no data")))
+    monkeypatch.setattr(variants.Variant, "warm_up", Mock(side_effect=TrialError("no data")))
     with pytest.raises(TrialError, match="no data"):
         run(tmp_path)
 

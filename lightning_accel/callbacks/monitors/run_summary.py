@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lightning_accel.measure.step_parts import PART_NAMES
 from lightning_accel.measure.table import Table, in_bytes
 from lightning_accel.ops.extras import require_module
+from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 _LEAST_SHARE = 0.005  # of the time, for a row of the table
 _NAMES = PART_NAMES | {"callbacks": "callbacks and logging", "rest": "the Trainer's loop and start"}
@@ -106,7 +107,7 @@ class RunSummary:
 
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
-            OSError: if the file cannot be written.
+            NotWrittenError: if the disk is full, or may not be written.
         """
         parts = self.shown_parts()
         figure = require_module("matplotlib.figure").Figure(figsize=(8, 0.9 + 0.3 * len(parts)), layout="constrained")
@@ -118,7 +119,8 @@ class RunSummary:
         axes.margins(x=0.1)
         rate = "" if self.samples_per_s is None else f", {self.samples_per_s:.4g} samples a second"
         axes.set_xlabel(f"seconds of {self.seconds:.3g}{rate}")
-        figure.savefig(path, dpi=120)
+        with write_atomically(path) as part:
+            figure.savefig(part, dpi=120, format="png")
 
 
 def _finite(value: Any) -> Any:

@@ -13,6 +13,24 @@ class NotWrittenError(OSError):
 
 
 @contextmanager
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Raise errors of a full or read-only disk as one that names ``path``, what was found and what to do.
+
+    Raises:
+        NotWrittenError: if the disk is full, or may not be written.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, NotWrittenError) or (reason := _disk_info(error, path)) is None:
+            raise
+        cause = str(error).strip().splitlines()[0]
+        raise NotWrittenError(
+            f"{path} could not be written: {reason}; what was saved before stays ({cause})"
+        ) from error
+
+
+@contextmanager
 def write_atomically(
     path: str | os.PathLike[str], owner: bool = True, barrier: Callable[[], object] | None = None
 ) -> Iterator[Path]:
@@ -31,13 +49,14 @@ def write_atomically(
         barrier: waits for all processes. Called before the body, after it, and once the new version is in place.
 
     Raises:
-        NotWrittenError: if the disk is full; the message names it.
+        NotWrittenError: if the disk is full, or may not be written; the message names it.
     """
     path = Path(path)
     partial = partial_path(path)
     if owner:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)  # left behind by a process that was killed
+        with explain_disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove(partial)  # left behind by a process that was killed
     if barrier is not None:
         barrier()
     with _remove_on_failure(partial, path, owner):
@@ -54,30 +73,32 @@ def write_atomically(
 @contextmanager
 def _remove_on_failure(partial: Path, path: Path, owner: bool) -> Iterator[None]:
     try:
-        yield
-    except BaseException as error:
+        with explain_disk_errors(path):
+            yield
+    except BaseException:
         if owner:
             with suppress(OSError):  # report the first error, not one raised while cleaning up
                 _remove(partial)
-        if not _is_disk_full(error):
-            raise
-        raise NotWrittenError(
-            f"{path} could not be written: {_disk_info(path.parent)}. Make room and start again; what was saved before "
-            f"stays ({str(error).strip().splitlines()[0]})"
-        ) from error
+        raise
 
 
-def _is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Return whether ``error`` means a full disk, a quota or a size limit; torch 2.13 reports it as a byte count."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return "unexpected pos" in str(error) or "No space left" in str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return True
+    return isinstance(error, NotWrittenError) or "unexpected pos" in str(error) or "No space left" in str(error)
 
 
-def _disk_info(folder: Path) -> str:
-    free = shutil.disk_usage(folder).free
+def _disk_info(error: BaseException, path: Path) -> str | None:
+    """Return what is wrong with the disk of ``path``, and what to do; None if ``error`` has another reason."""
+    folder = next(one for one in path.absolute().parents if one.is_dir())
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{folder} is read-only for this user. Choose another folder, or have this one made writable"
+    if not is_disk_full(error):
+        return None
     return (
-        f"the disk of {folder} is full, or a quota or the limit of a file's size is reached ({free:,} bytes are free)"
+        f"the disk of {folder} is full, or a quota or the limit of a file's size is reached "
+        f"({shutil.disk_usage(folder).free:,} bytes are free). Make room and start again"
     )
 
 

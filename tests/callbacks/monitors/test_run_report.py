@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -201,3 +204,17 @@ def check_waiting(rank):
 @pytest.mark.slow
 def test_the_first_rank_reports_how_long_it_waits_for_the_other():
     run_ranks(check_waiting)
+
+
+def test_a_full_disk_leaves_a_warning_and_no_half_written_picture(tmp_path, monkeypatch):
+    def fill(figure, path, **_):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fill)
+    trainer = made(tmp_path, RunReport())
+    with pytest.warns(UserWarning, match=r"the report of the run failed: .*run_report\.png could not be written"):
+        trainer.fit(Steps(), rows(2), rows(1))
+    assert trainer.state.finished
+    assert names(tmp_path) == ["run_report.json"]
+    assert not list(tmp_path.rglob(".*png*"))

@@ -1,0 +1,74 @@
+"""The variants of a search: those that are frozen between measurements, and the server of their processes."""
+
+import shutil
+from pathlib import Path
+
+from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.variant import Variant, fork_server
+
+
+class Variants:
+    """Start variants, keep those frozen whose steps are steady, and end them.
+
+    Args:
+        project: what is fitted.
+        folder: holds the files of all processes, and is removed at the beginning and the end.
+    """
+
+    def __init__(self, project: Project, folder: Path) -> None:
+        self.project = project
+        self.folder = folder
+        self.server = fork_server()
+        self._warm: dict[str, tuple[Variant, float]] = {}
+        self._number = 0
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def __contains__(self, changes: Changes) -> bool:
+        return str(changes) in self._warm
+
+    def new_folder(self) -> Path:
+        """Return a path for the files of another variant."""
+        self._number += 1
+        return self.folder / str(self._number)
+
+    def new(self, changes: Changes) -> Variant:
+        """Return a variant that has not been started."""
+        return Variant(self.project, changes, self.new_folder(), self.server)
+
+    def warm(self, changes: Changes, deadline: float) -> tuple[Variant, float]:
+        """Return a frozen variant and how long it took to warm up; one that was used before, if there is one."""
+        if changes not in self:
+            variant = self.new(changes)
+            try:
+                variant.start()
+                self._warm[str(changes)] = (variant, variant.warm_up(deadline))
+            except BaseException:
+                variant.stop()
+                raise
+        return self._warm[str(changes)]
+
+    def forget(self, changes: Changes) -> None:
+        """End a variant, but for the run as it is."""
+        if changes != Changes() and changes in self:
+            self._warm.pop(str(changes))[0].stop()
+
+    def forget_ended(self) -> None:
+        for key, (variant, _) in list(self._warm.items()):
+            if not variant.is_alive:
+                self._warm.pop(key)[0].stop()
+
+    def has_lost(self, changes: Changes) -> bool:
+        """Return whether a frozen variant or the server has ended by itself, and go on without what has."""
+        is_lost = changes in self and not self._warm[str(changes)][0].is_alive
+        self.forget_ended()
+        if self.server is not None and self.server.has_ended:
+            self.server, is_lost = None, True
+        return is_lost
+
+    def stop(self) -> None:
+        """End everything, and remove the files."""
+        for variant, _ in self._warm.values():
+            variant.stop()
+        if self.server is not None:
+            self.server.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,303 @@
+"""Full disks, signals, and processes that end at the wrong time."""
+
+import errno
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+from lightning_accel.tuning import fork_server, parity, program, search, tune, variants
+from lightning_accel.tuning.fork_server import ForkServer
+from lightning_accel.tuning.journal import Journal
+from lightning_accel.tuning.project import Changes, Project, project_of
+from lightning_accel.tuning.search import Search
+from lightning_accel.tuning.variant import NO_ROOM, DiskFullError, TrialError, Variant
+from tests.tuning import foreign_run
+from tests.tuning.test_search import World, names, run
+
+IDENTITY = {"of": "a test"}
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+@contextmanager
+def largest_file(num_bytes):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def journal_of(folder, budget=60.0):
+    return Journal(folder / "journal.jsonl", IDENTITY, budget)
+
+
+def test_a_journal_that_was_cut_anywhere_goes_on(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    for name in "ab":
+        journal_of(tmp_path).result(name, lambda: ({"value": 1}, None))
+    whole = path.read_bytes()
+    ends = [place + 1 for place, one in enumerate(whole) if one == ord("\n")]
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        num_kept = max(0, sum(end <= length for end in ends) - 1)
+        assert len(journal_of(tmp_path)) == num_kept
+        for name in "ab":
+            journal_of(tmp_path).result(name, lambda: ({"value": 1}, None))
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("text", ['{"name": "a half', "[]", "\0\0", "\udcff", '{"name": "a"}', '{"identity": {}}'])
+def test_a_damaged_journal_is_named(tmp_path, text):
+    journal_of(tmp_path)
+    with open(tmp_path / "journal.jsonl", "ab") as file:
+        file.write(text.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl is damaged in line 2.*--output"):
+        journal_of(tmp_path)
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 5, 8])
+def test_a_search_that_a_full_disk_ends_goes_on_when_there_is_room(world, tmp_path, num_lines):
+    whole = run(tmp_path / "whole")
+    lines = (tmp_path / "whole/journal.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) > 9
+    room = sum(map(len, lines[:num_lines])) + 40
+    with largest_file(room), pytest.raises(NotWrittenError, match=r"journal\.jsonl could not be written: the disk of"):
+        run(tmp_path / "parts")
+    before = len(world.started)
+    assert run(tmp_path / "parts").changes == whole.changes
+    assert num_lines < 8 or len(world.started) - before < before - 3
+
+
+def test_what_was_found_is_printed_if_it_cannot_be_written(world, tmp_path, capsys, monkeypatch):
+    def fill(*_):
+        raise NotWrittenError("the disk is full")
+
+    monkeypatch.setattr(program, "write_outcome", fill)
+    with pytest.raises(NotWrittenError):
+        tune(foreign_run.works, 600, tmp_path)
+    out = capsys.readouterr().out
+    assert "      precision: bf16-mixed" in out or "  precision: bf16-mixed  #" in out
+    assert "best so far: 2.1" in out
+
+
+def test_a_search_that_ends_by_a_full_disk_hands_back_the_best_so_far(world, tmp_path):
+    one = Search(Project("nobody:runs", {}), tmp_path, 600.0, IDENTITY)
+    write = one.journal._write
+
+    def fill(entry):
+        if entry["name"].startswith("together"):
+            raise NotWrittenError("the disk is full")
+        write(entry)
+
+    one.journal._write = fill
+    with pytest.raises(NotWrittenError):
+        one.run()
+    assert one.outcome.is_faster
+    assert len(names(one.outcome)) == 1
+
+
+def test_a_change_that_a_full_disk_failed_is_measured_again(world, tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole")
+    warm_up = variants.Variant.warm_up
+
+    def fill(self, deadline):
+        if "compile" in world.names(self.changes):
+            raise DiskFullError("no room")
+        return warm_up(self, deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(variants.Variant, "warm_up", fill)
+        full = run(tmp_path / "parts")
+    assert full.alone["compile=children"].reason == "no room"
+    assert "compile" not in names(full)
+    assert run(tmp_path / "parts").changes == whole.changes
+
+
+def ended_once(monkeypatch, patched, name, end):
+    """Call ``end`` with the arguments of a function at its second call, which then fails."""
+    function, calls = getattr(patched, name), []
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            end(*args)
+            raise TrialError("killed by SIGKILL")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(patched, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("what", ["the run as it is", "the server"])
+def test_a_change_is_not_blamed_for_what_else_has_ended(world, tmp_path, monkeypatch, what):
+    server = SimpleNamespace(has_ended=False, stop=lambda: None)
+    monkeypatch.setattr(variants, "fork_server", lambda: server)
+
+    def end(reference, variant):
+        if what == "the server":
+            server.has_ended = True
+        else:
+            reference.is_alive = False
+
+    calls = ended_once(monkeypatch, search, "compare", end)
+    outcome = run(tmp_path)
+    assert names(outcome) == ["compile", "precision"]
+    assert calls[1][1].changes == calls[2][1].changes
+    assert not any("SIGKILL" in found.reason for found in outcome.alone.values())
+
+
+def test_losses_are_recorded_again_if_the_server_has_ended(world, tmp_path, monkeypatch):
+    server = SimpleNamespace(has_ended=False, stop=lambda: None)
+    monkeypatch.setattr(variants, "fork_server", lambda: server)
+    ended_once(monkeypatch, search, "record_losses", lambda *_: setattr(server, "has_ended", True))
+    assert names(run(tmp_path)) == ["compile", "precision"]
+
+
+class Quiet(Variant):
+    """Train nothing."""
+
+    def start(self, *_):
+        self._process = SimpleNamespace(poll=lambda: 0, returncode=0, wait=lambda: 0, pid=2**30)
+
+    def stop(self):
+        pass
+
+
+def test_a_run_that_ends_its_process_has_too_few_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "Variant", Quiet)
+    with pytest.raises(TrialError, match="the run has 0 steps, fewer than the 10 that are compared"):
+        parity.record_losses(project_of(foreign_run.works), Changes(), tmp_path, [0], 10, time.monotonic() + 9)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "reason"),
+    [
+        (3, TrialError, "^ended with status 3: the last line$"),
+        (NO_ROOM, DiskFullError, "^no room for the files of a trial in "),
+    ],
+)
+def test_a_trial_that_leaves_no_error_says_what_it_can(tmp_path, status, kind, reason):
+    variant = Quiet(project_of(foreign_run.works), Changes(), tmp_path)
+    variant.start()
+    variant._process.returncode = status
+    (tmp_path / "output.txt").write_text("a line\nthe last line\n\n")
+    with pytest.raises(kind, match=reason):
+        variant.wait(0.0)
+
+
+def test_a_variant_that_is_late_is_frozen_and_one_that_hangs_is_ended(tmp_path, monkeypatch):
+    variant, sent = Quiet(project_of(foreign_run.works), Changes(), tmp_path), []
+    variant.start()
+    variant._process.poll = lambda: None
+    monkeypatch.setattr(variant, "_send", sent.append)
+    with pytest.raises(TrialError, match="not ready"):
+        variant.run_for(1.0, deadline=0.0)
+    assert sent == [signal.SIGCONT, signal.SIGSTOP]
+    variant.stall_timeout = 0.0
+    with pytest.raises(TrialError, match="hangs"):
+        variant.run_for(1.0, deadline=time.monotonic() + 99)
+    assert signal.SIGKILL in sent
+
+
+def test_a_folder_that_may_not_be_written_is_one_message(command, run_folder, monkeypatch):
+    (run_folder / "run.yaml").write_text("model: Classifier\n")
+
+    def reject(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", reject)
+    done = command("tune", "--config", "run.yaml")
+    assert done.status == 1
+    assert "tuned/journal.jsonl could not be written: " in done.err
+    assert "is read-only for this user. Choose another folder" in done.err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_does_not_end_the_cleaning_up(command, monkeypatch, number, status):
+    cleaned, before = [], signal.getsignal(number)
+
+    def interrupted(*_):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(9)
+        finally:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            cleaned.append(True)
+
+    monkeypatch.setattr("lightning_accel.tuning.tune", interrupted)
+    done = command("tune", "--config", "run.yaml")
+    assert (done.status, cleaned) == (status, [True])
+    assert "the same command goes on from there" in done.out
+    assert signal.getsignal(number) is before
+
+
+def server_of(script):
+    return ForkServer([sys.executable, "-c", script], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+@pytest.mark.parametrize(
+    ("replies", "requests"),
+    [("[77, 3]", 1), (r"[77]\n[77, 3]", 2)],  # the system uses numbers again
+    ids=["unreported", "reused"],
+)
+def test_a_process_may_end_before_it_reports_and_its_number_be_used_again(tmp_path, replies, requests):
+    one = server_of(f"for _ in range({requests}):\n    input()\n    print('{replies}', flush=True)")
+    try:
+        for _ in range(requests):
+            assert one.fork(tmp_path / "trial.json", tmp_path / "output.txt").wait() == 3
+    finally:
+        one.stop()
+
+
+def test_a_server_that_still_imports_is_not_waited_for(tmp_path, monkeypatch):
+    one = server_of("import time; time.sleep(600)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fork_server.select, "select", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            one.fork(tmp_path / "trial.json", tmp_path / "output.txt")
+    one.stop()
+    assert one._process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_caller_that_did_not_hear_of_it(tmp_path):
+    one = server_of(
+        "import os, time\nfrom pathlib import Path\nfrom lightning_accel.tuning.fork_server import serve\n"
+        "if (path := serve()) is not None:\n"
+        "    path.with_suffix('.part').write_text(str(os.getpid()))\n"
+        "    path.with_suffix('.part').rename(path)\n"
+        "    time.sleep(600)\n"
+    )
+    path = tmp_path / "trial.json"
+    one.fork(path, tmp_path / "output.txt")
+    while not path.exists():
+        time.sleep(0.02)
+    one.stop()  # it gets no more than the end of its input, as when the caller is killed
+    end = time.monotonic() + 60
+    while is_running(path.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    """Return whether a process has not ended; one that nobody waits for remains as a zombie in a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
