@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def main() -> int:
             return 0
         sys.argv.append(str(specification))
     path = Path(sys.argv[1])
+    with contextlib.suppress(OSError):  # multiprocessing would remove it in the end, before which the process is killed
+        (path.parent / f"temporary_{os.environ.get('LOCAL_RANK', 0)}.txt").write_text(get_temp_dir())
     try:
         run_trial(json.loads(path.read_text()), path.parent)
     except BaseException as error:

@@ -225,7 +225,7 @@ class Variant:
             when = ", as the system does when memory runs out" if name == "SIGKILL" else ""
             return TrialError(f"killed by {name}{when}")
         if status == NO_ROOM:
-            return DiskFullError(f"no room for the files of a trial in {self.folder.parent}")
+            return DiskFullError(f"no room for the files of a trial in {self.folder.parent}; make room and start again")
         return TrialError(f"ended with status {status}{self._last_output()}")
 
     def _last_output(self) -> str:

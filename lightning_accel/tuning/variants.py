@@ -21,7 +21,7 @@ class Variants:
         self.server = fork_server()
         self._warm: dict[str, tuple[Variant, float]] = {}
         self._number = 0
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
     def __contains__(self, changes: Changes) -> bool:
         return str(changes) in self._warm
@@ -71,4 +71,13 @@ class Variants:
             variant.stop()
         if self.server is not None:
             self.server.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of trials, and the temporary folders that killed processes have left."""
+    for path in folder.glob("*/temporary_*.txt"):
+        temporary = Path(path.read_text())
+        if temporary.name.startswith("pymp-"):
+            shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+import resource
+import subprocess
+import sys
 import time
 
 import lightning as L
@@ -38,6 +41,11 @@ def run(at_step_6, trainer_options, num_workers=0):
     return trainer, Net(at_step_6), DataLoader(data, shuffle=True, **loaders)
 
 
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return run(None, {}, num_workers=1)[2]
+
+
 def works(**trainer_options):
     return run(None, trainer_options, num_workers=1)
 
@@ -68,6 +76,40 @@ def is_killed(**trainer_options):
 def fills_the_disk(**trainer_options):
     def fail():
         raise OSError(28, os.strerror(28))
+
+    return run(fail, trainer_options)
+
+
+def exits(**trainer_options):
+    return run(sys.exit, trainer_options)
+
+
+def leaves_without_a_word(**trainer_options):
+    return run(lambda: os._exit(0), trainer_options)
+
+
+def is_interrupted(**trainer_options):
+    def fail():
+        raise KeyboardInterrupt
+
+    return run(fail, trainer_options)
+
+
+def leaves_a_child(**trainer_options):
+    def fail():
+        subprocess.Popen(["sleep", "600"])
+        for _ in range(20_000):
+            print("a line of a trial that prints a lot")
+        sys.stdout.flush()
+        os._exit(7)
+
+    return run(fail, trainer_options)
+
+
+def takes_more_than_its_limit(**trainer_options):
+    def fail():
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+        return [bytearray(2**28) for _ in range(9)]
 
     return run(fail, trainer_options)
 

@@ -4,9 +4,10 @@ import errno
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -164,7 +165,60 @@ def test_losses_are_recorded_again_if_the_server_has_ended(world, tmp_path, monk
     server = SimpleNamespace(has_ended=False, stop=lambda: None)
     monkeypatch.setattr(variants, "fork_server", lambda: server)
     ended_once(monkeypatch, search, "record_losses", lambda *_: setattr(server, "has_ended", True))
-    assert names(run(tmp_path)) == ["compile", "precision"]
+    assert not any("SIGKILL" in verdict.reason for verdict in run(tmp_path).verdicts)
+
+
+def test_temporary_folders_of_killed_trials_are_removed(tmp_path):
+    for number, name in enumerate(("pymp-x", "other")):
+        (tmp_path / "trials" / str(number)).mkdir(parents=True)
+        (tmp_path / name).mkdir()
+        (tmp_path / "trials" / str(number) / "temporary_0.txt").write_text(str(tmp_path / name))
+    variants.Variants(project_of(foreign_run.works), tmp_path / "trials")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+CONFIG = "model: tests.tuning.foreign_run.Net\ndata: tests.tuning.foreign_run.Data\ntrainer: {accelerator: cpu}\n"
+
+
+def processes_in(folder):
+    """Return the processes whose working directory is a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += [path.name] if os.readlink(path / "cwd") == str(folder) else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "line"), [(signal.SIGKILL, "identity"), (signal.SIGTERM, "identity"), (signal.SIGINT, "baseline")]
+)
+def test_no_process_and_no_folder_stays_behind(tmp_path, number, line):
+    """A terminal sends SIGINT to all processes of the group."""
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    (folder / "run.yaml").write_text(CONFIG)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", "lightning_accel", "tune", "--config", "run.yaml"]
+    journal = folder / "tuned" / "journal.jsonl"
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        while not (journal.exists() and line in journal.read_text() and len(processes_in(folder)) > 1):
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+        os.killpg(process.pid, number)
+        out, _ = process.communicate()
+    assert process.returncode == (128 + number if number != signal.SIGKILL else -number), out
+    assert "Traceback" not in out
+    assert number == signal.SIGKILL or "the same command goes on from there" in out
+    end = time.monotonic() + 60
+    while left := processes_in(folder):
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+    assert number == signal.SIGKILL or not list(temporary.glob("pymp-*"))
 
 
 class Quiet(Variant):
@@ -265,7 +319,7 @@ def test_a_process_may_end_before_it_reports_and_its_number_be_used_again(tmp_pa
 
 
 def test_a_server_that_still_imports_is_not_waited_for(tmp_path, monkeypatch):
-    one = server_of("import time; time.sleep(600)")
+    one = server_of("import time; time.sleep(20)")
 
     with monkeypatch.context() as patched:
         patched.setattr(fork_server.select, "select", Mock(side_effect=KeyboardInterrupt))

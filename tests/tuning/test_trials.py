@@ -86,6 +86,11 @@ def group_is(variant, states, seconds=120):
         (foreign_run.is_killed, "^killed by SIGKILL, as the system does when memory runs out"),
         (foreign_run.takes_all_memory, "^out of memory: "),
         (foreign_run.fills_the_disk, "No space left on device"),
+        (foreign_run.exits, "^SystemExit"),
+        (foreign_run.leaves_without_a_word, "^ended with status 0"),
+        (foreign_run.is_interrupted, "^(SystemExit|KeyboardInterrupt)"),
+        (foreign_run.leaves_a_child, "^ended with status 7: a line of a trial that prints a lot"),
+        (foreign_run.takes_more_than_its_limit, "^out of memory: "),
         (foreign_run.hangs, "^hangs: no step for 20 s"),
         (foreign_run.returns_nothing, r"returns_nothing must return \(trainer, module, data\); got NoneType"),
     ],
@@ -100,6 +105,7 @@ def test_a_trial_that_fails_says_why(tmp_path, server, make, reason):
             variant.run_for(5, soon())
     finally:
         variant.stop()
+    assert group_is(variant, {"Z"})
 
 
 def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path, any_server):
