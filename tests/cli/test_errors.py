@@ -467,3 +467,11 @@ def test_a_missing_kernel_is_told_with_what_to_do(command, run_folder):
     result = command("fit", *OFF, "--model=recurrent.Recurrent")
     assert "Give 32-true" in result.err
     assert "recurrent.py, line" in result.err
+
+
+def test_a_full_disk_is_told_with_what_to_do(command, run_folder):
+    fails = FAILING_LSTM.partition("RuntimeError")[0] + "OSError(28, 'No space left on device')\n"
+    (run_folder / "without_room.py").write_text(fails)
+    result = command("fit", *OFF, "--model=without_room.Recurrent")
+    assert result.status == 1
+    assert "give another by --trainer.default_root_dir" in result.err
