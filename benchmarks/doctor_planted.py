@@ -1,8 +1,10 @@
 """What the doctor says of faults that are planted in a foreign project, and what they really cost.
 
-The truth is the difference of the median epochs with and without a fault, fitted in turns from equal seeds, for each
-batch; beside it is the processor time of this process, which other processes change less, but in which neither sleeps
-nor worker processes count. Run: ``OMP_NUM_THREADS=1 python benchmarks/doctor_planted.py [FAULT ...]``.
+The truth is the difference of the median epochs with and without a fault, fitted from equal seeds, for each batch. A
+round fits without the fault, with it, examines, and fits with and without it again, so that other processes slow both
+the estimate and the truth; the spread is that of the ratios of single rounds. Beside the truth is the processor time of
+this process, which other processes change less, but in which neither sleeps nor worker processes count. Run:
+``OMP_NUM_THREADS=1 python benchmarks/doctor_planted.py [FAULT ...]``.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs without an installation
@@ -182,35 +185,61 @@ class Epochs(L.Callback):
         return [[1000 * (later - sooner) / self.batches for sooner, later in zip(*pair, strict=True)] for pair in pairs]
 
 
-def truth_ms(faulty, sound, rounds):
-    """Return the median time of a step with the fault, and without, each by the clock and of the processor."""
-    times = [], []
-    for _ in range(rounds):
-        for make, found in zip((faulty, sound), times, strict=True):
-            with tempfile.TemporaryDirectory() as folder:
-                epochs = Epochs()
-                trainer, module, data = make(folder, EPOCHS + 2, [epochs])
-                trainer.fit(module, data)
-                found += epochs.times_ms()
-    return [[statistics.median(kind) for kind in zip(*found, strict=True)] for found in times]
+def epochs_ms(make):
+    """Return the times of a step in the epochs of a new fit, each by the clock and of the processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        epochs = Epochs()
+        trainer, module, data = make(folder, EPOCHS + 2, [epochs])
+        trainer.fit(module, data)
+        return epochs.times_ms()
 
 
-def found_ms(name, faulty, rates, rounds, seconds):
-    """Return the median cost of the finding with this name, and how often it was found."""
-    costs = []
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            seen = examine(*faulty(folder, 1000), seconds=seconds)
-        findings = [one for one in find_slowness(seen, describe_machine(), rates) if one.name == name]
-        costs += [sum(one.cost_ms for one in findings)] if findings else []
-    return statistics.median(costs) if costs else None, len(costs)
+def cost_ms(name, faulty, rates, seconds):
+    """Return the cost of the findings with this name, None if there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen = examine(*faulty(folder, 1000), seconds=seconds)
+    costs = [one.cost_ms for one in find_slowness(seen, describe_machine(), rates) if one.name == name]
+    return sum(costs) if costs else None
+
+
+def median_ms(epochs):
+    """Return the median time of a step by the clock, and that of the processor."""
+    return [statistics.median(kind) for kind in zip(*epochs, strict=True)]
+
+
+def measure(name, faulty, sound, rates, args):
+    """Return a cost for each round, and the times of steps with the fault and without in each."""
+    costs, slow, plain = [], [], []
+    for _ in range(args.rounds):
+        without, having = epochs_ms(sound), epochs_ms(faulty)
+        costs.append(cost_ms(name, faulty, rates, args.seconds))
+        slow.append(having + epochs_ms(faulty))
+        plain.append(without + epochs_ms(sound))
+    return costs, slow, plain
+
+
+def row(fault, name, costs, slow, plain):
+    """Return a line of the table: medians of all rounds, and the least and largest ratio of a single one."""
+    (with_it, of_processor), (step, of_sound) = (median_ms(chain.from_iterable(times)) for times in (slow, plain))
+    truth, found = with_it - step, [cost for cost in costs if cost is not None]
+    head = f"{fault:18}{name:20}{f'{len(found)}/{len(costs)}':>6}"
+    rest = f"{of_processor - of_sound:11.3f}{step:9.3f}{os.getloadavg()[0]:6.1f}"
+    if not found:
+        return f"{head}{'':9}{truth:9.3f}{'':21}{rest}"
+    rounds = [
+        cost / (median_ms(having)[0] - median_ms(without)[0])
+        for cost, having, without in zip(costs, slow, plain, strict=True)
+        if cost is not None
+    ]
+    spread = f"{min(rounds):.2f} to {max(rounds):.2f}"
+    cost = statistics.median(found)
+    return f"{head}{cost:9.3f}{truth:9.3f}{cost / truth - 1:7.0%}{spread:>14}{rest}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("faults", nargs="*", default=[], help="those to plant, all by default")
-    parser.add_argument("--rounds", type=int, default=5, help="fits with and without each fault")
-    parser.add_argument("--examinations", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="examinations, each between fits")
     parser.add_argument("--seconds", type=float, default=4.0, help="of an examination")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -218,23 +247,15 @@ def main():
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     rates: Rates = measure_rates(tempfile.gettempdir())
     print(f"lightning_accel {__version__}, torch {torch.__version__}, {CORES} cores, load {os.getloadavg()[0]:.1f}")
-    print(
-        f"{'fault':18}{'finding':20}{'found':>6}{'cost':>9}{'truth':>9}{'off':>7}{'processor':>11}{'step':>9}{'load':>6}",
-        flush=True,
-    )
+    head = f"{'fault':18}{'finding':20}{'found':>6}{'cost':>9}{'truth':>9}{'off':>7}{'of rounds':>14}"
+    print(f"{head}{'processor':>11}{'step':>9}{'load':>6}", flush=True)
     for fault, (name, faulty, sound) in FAULTS.items():
         if args.faults and fault not in args.faults:
             continue
         if fault == "not pinned" and not torch.cuda.is_available():
             print(f"{fault:18}{name:20}  needs a GPU: not measured here")
             continue
-        cost, times = found_ms(name, faulty, rates, args.examinations, args.seconds)
-        slow, plain = truth_ms(faulty, sound, args.rounds)
-        truth, of_processor = (more - less for more, less in zip(slow, plain, strict=True))
-        told = ("", "") if cost is None else (f"{cost:.3f}", f"{cost / truth - 1:+.0%}")
-        counted = f"{times}/{args.examinations}"
-        head = f"{fault:18}{name:20}{counted:>6}{told[0]:>9}{truth:9.3f}{told[1]:>7}"
-        print(f"{head}{of_processor:11.3f}{plain[0]:9.3f}{os.getloadavg()[0]:6.1f}", flush=True)
+        print(row(fault, name, *measure(name, faulty, sound, rates, args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ import gc
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,11 +15,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from lightning_accel._private.lightning import data_fetcher_of, logger_connector
-from lightning_accel._private.torch import BatchNormBase, DropoutBase, forget_workers, profile_with_stacks, tree_leaves
+from lightning_accel._private.lightning import logger_connector
+from lightning_accel._private.torch import BatchNormBase, DropoutBase, profile_with_stacks, tree_leaves
 from lightning_accel.diagnosis.call_tree import CallTree
 from lightning_accel.diagnosis.graph_breaks import Compilations, CompiledCalls, GraphBreaks, compilations_since
 from lightning_accel.diagnosis.host_syncs import HostSync, host_syncs
+from lightning_accel.diagnosis.loader_times import facts_of, loading_ms, set_workers, start_ms, use_fewer_workers
+from lightning_accel.diagnosis.thread_turns import BATCHES, ThreadTurns
 from lightning_accel.measure import (
     FlopCount,
     MemoryCount,
@@ -144,12 +144,13 @@ class _Examination(L.Callback):
 
     def __init__(self, seconds: float, max_steps: int, accumulate: int) -> None:
         self.seconds, self.max_steps = seconds, max_steps
-        self.steps = StepParts(keep=max_steps)
+        self.steps = StepParts(keep=2 * max_steps)
         self.phase = ""
         self.timed_since = 0.0
         self.phases: dict[str, list[Step]] = {}  # the first is the run as it is
-        self.planned: dict[str, Callable[[], None]] = {}
+        self.turns: ThreadTurns | None = None
         self.compiled: CompiledCalls | None = None
+        self.breaks_ms: float | None = None
         self.profile_from = accumulate + 2  # after batches that warm up, count operations and measure memory
         self.profile_until = self.profile_from + _PROFILED
         self.timed_from = self.profile_until + 1  # a batch after a profile and a collection of garbage is slower
@@ -169,6 +170,10 @@ class _Examination(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = None
         self.loaders = trainer.train_dataloader
         self.began = time.monotonic()
+        cores, threads = _cores_of_rank(trainer), torch.get_num_threads()
+        if pl_module.device.type == "cpu" and threads > cores:
+            self.turns = ThreadTurns(threads, cores)
+            self.max_steps *= 2
         self.found = Examined(
             device=pl_module.device,
             world_size=trainer.world_size,
@@ -176,8 +181,8 @@ class _Examination(L.Callback):
             batch_size=None,
             module=pl_module,
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by a connector
-            threads=torch.get_num_threads(),
-            loader_facts=[_facts_of(loader) for loader in tree_leaves(self.loaders)],
+            threads=threads,
+            loader_facts=[facts_of(loader) for loader in tree_leaves(self.loaders)],
         )
 
     def on_train_batch_start(
@@ -217,7 +222,11 @@ class _Examination(L.Callback):
             self.profiler = None
             gc.collect()  # or it would be while a step is timed
             self.began = time.monotonic()  # what reading the profile took is not the run's
+            if self.turns is not None:
+                torch.set_num_threads(self.turns.fewer)  # for one batch, in which compiled modules compile for them
         timed = self.seen - self.timed_from
+        if timed == 0:
+            self._restore()
         if timed == 1:  # the batches before it have instruments, and are complete now
             assert self.tree is not None
             self.profiled = self.steps.steps[-2 - self.tree.from_last]
@@ -225,41 +234,51 @@ class _Examination(L.Callback):
             self.timed_since = time.time()
         if timed > 0 and not self.phases:
             self.found.logged.append(logger_connector(trainer).should_update_logs)
-        is_late = time.monotonic() - self.began > self.seconds and min(timed, len(self.steps.steps)) >= _LEAST
+            if self.turns is not None:
+                self.turns.end_batch()
+        in_turns = self.turns is not None and not self.phases
+        seconds, least = (2 * self.seconds, 2 * BATCHES) if in_turns else (self.seconds, _LEAST)
+        is_late = time.monotonic() - self.began > seconds and min(timed, len(self.steps.steps)) >= least
         if timed >= self.max_steps or is_late:
             self._end_phase(trainer)
 
     def _end_phase(self, trainer: L.Trainer) -> None:
-        """Stop the fit, or if there are too many threads or workers, go on with fewer for as many batches again."""
+        """Stop the fit, or if there are too many workers, go on with fewer for as many batches again."""
         assert self.found is not None
-        cores = max(int(usable_cores()) // trainer.world_size, 1)
-        if not self.phase:
-            loaders = [each for each in tree_leaves(self.loaders) if isinstance(each, DataLoader)]
-            if self.found.device.type == "cpu" and self.found.threads > cores:
-                self.planned["threads"] = partial(torch.set_num_threads, cores)
-            # ranks that would begin anew at different batches would wait for each other for ever
-            if trainer.world_size == 1 and sum(each.num_workers for each in loaders) > cores:
-                self.planned["workers"] = partial(_use_fewer_workers, trainer, loaders, cores)
-        if not self.planned:
+        cores = _cores_of_rank(trainer)
+        loaders = [each for each in tree_leaves(self.loaders) if isinstance(each, DataLoader)]
+        # ranks that would begin anew at different batches would wait for each other for ever
+        can_restart = trainer.world_size == 1 and sum(each.num_workers for each in loaders) > cores
+        if self.phases or not can_restart:
             trainer.should_stop = True
             return
         self._keep_steps()
-        self._restore()
-        self.phase, change = self.planned.popitem()
+        self.phase = "workers"
         self.steps.steps.clear()
-        self.max_steps += len(self.phases[""])
+        self.max_steps += self.seen - self.timed_from
         self.began = time.monotonic()
-        change()
+        use_fewer_workers(trainer, loaders, cores)
 
     def _keep_steps(self) -> None:
+        steps = list(self.steps.steps)
         if self.found is not None and not self.phases:
+            self._restore()
             self.found.compilations = compilations_since(self.timed_since)
-        self.phases[self.phase] = list(self.steps.steps)
+            pairs = list(zip(steps, self.found.logged, strict=False))
+            if self.turns is not None:
+                self.found.fewer_threads_saved_ms = self.turns.saved_ms(steps)
+                pairs = [pair for pair, unchanged in zip(pairs, self.turns.unchanged(), strict=False) if unchanged]
+            steps, self.found.logged = [step for step, _ in pairs], [logged for _, logged in pairs]
+        self.phases[self.phase] = steps
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._keep_steps()
         self._restore()
         self._stop_profiler()
+        # other ranks would take part in calls of sharded modules, and not as often
+        if trainer.world_size == 1 and self.compiled is not None and self.tree is not None:
+            with trainer.precision_plugin.train_step_context():
+                self.breaks_ms = self.compiled.breaks_ms(self.seconds / 3)
 
     def _restore(self) -> None:
         if self.found is not None:
@@ -333,7 +352,6 @@ def examine(
     pairs = list(zip(steps, found.logged, strict=False))
     found.steps = timed
     found.logged = [logged for step, logged in pairs if not step.parts_ns()["validation"]]
-    found.fewer_threads_saved_ms = _saved_ms(watch, "threads")
     found.fewer_workers_saved_ms = _saved_ms(watch, "workers")
     found.graph_breaks = [] if watch.compiled is None else watch.compiled.explain()
     found.flops, found.memory = counter.flops, memory.use
@@ -341,7 +359,7 @@ def examine(
     found.training_in_validation = list(watch.training_in_validation)
     _read_tree(watch, found)
     _time_starts(watch, found, trainer.num_training_batches)
-    found.loading_ms = _time_loading(watch.loaders, seconds / 3, max_steps)
+    found.loading_ms = loading_ms(watch.loaders, seconds / 3, max_steps)
     return found
 
 
@@ -352,39 +370,15 @@ def _saved_ms(watch: _Examination, phase: str) -> float | None:
     return _median_ms(watch.phases[""]) - _median_ms(fewer) if fewer else None
 
 
-def _use_fewer_workers(trainer: L.Trainer, loaders: list[DataLoader[Any]], cores: int) -> None:
-    """Begin to iterate over the loaders anew, with one worker for each core."""
-    _set_workers(loaders, max(cores // len(loaders), 1))
-    iter(data_fetcher_of(trainer.fit_loop))
-
-
-def _set_workers(loaders: list[DataLoader[Any]], most: int) -> None:
-    for loader in loaders:
-        loader.num_workers = min(loader.num_workers, most)
-        forget_workers(loader)
-
-
 def _time_starts(watch: _Examination, found: Examined, batches: float) -> None:
     """Measure what workers that end with each epoch take for their start and end, in ms a batch."""
     loaders = [each for each in tree_leaves(watch.loaders) if isinstance(each, DataLoader)]
     starts = any(each.num_workers and not each.persistent_workers for each in loaders)
     if "workers" in watch.phases:
-        found.fewer_workers_start_ms = _start_ms(loaders) / batches if starts else None
+        found.fewer_workers_start_ms = start_ms(loaders) / batches if starts else None
         for loader, facts in zip(loaders, found.loader_facts, strict=True):
-            loader.num_workers = facts["num_workers"]
-            forget_workers(loader)
-    found.workers_start_ms = _start_ms(loaders) / batches if starts else None
-
-
-def _start_ms(loaders: list[DataLoader[Any]]) -> float:
-    """Return the median time of an epoch of one batch of each loader in ms."""
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        for loader in loaders:
-            next(iter(loader), None)
-        times.append(time.perf_counter() - begin)
-    return 1000 * median(times)
+            set_workers(loader, facts["num_workers"])
+    found.workers_start_ms = start_ms(loaders) / batches if starts else None
 
 
 def _read_tree(watch: _Examination, found: Examined) -> None:
@@ -398,7 +392,9 @@ def _read_tree(watch: _Examination, found: Examined) -> None:
     found.unused_ms = tracing.ms(watch.tree.modules(_without_gradients(found)))
     regions, *spans = watch.tree.compiled()
     breaks = sum(each.breaks for each in found.graph_breaks)
-    if regions:
+    if watch.breaks_ms is not None:
+        found.graph_breaks_ms = watch.breaks_ms
+    elif regions:
         found.graph_breaks_ms = tracing.ms(*spans) * min(breaks / regions, 1.0)
 
 
@@ -415,6 +411,10 @@ def _without_gradients(found: Examined) -> list[nn.Module]:
     return outermost
 
 
+def _cores_of_rank(trainer: L.Trainer) -> int:
+    return max(int(usable_cores()) // trainer.world_size, 1)
+
+
 def _median_ms(steps: list[Step]) -> float:
     return median(step.wall_ns for step in steps) / 1e6
 
@@ -422,27 +422,3 @@ def _median_ms(steps: list[Step]) -> float:
 def _profiler(device: torch.device) -> profile:
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return profile_with_stacks([ProfilerActivity.CPU, *gpu])
-
-
-def _facts_of(loader: Any) -> dict[str, Any]:
-    names = ("batch_size", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-    return {"class": type(loader).__name__, **{name: getattr(loader, name, None) for name in names}}
-
-
-def _time_loading(loaders: Any, seconds: float, max_batches: int) -> float | None:
-    """Return the time of a batch of all training loaders in ms, nothing else running, from the second batch on."""
-    total = 0.0
-    for loader in tree_leaves(loaders):
-        batches = iter(loader)
-        times: list[float] = []
-        if next(batches, None) is None:
-            return None
-        start = begin = time.perf_counter()
-        while len(times) < max_batches and begin - start < seconds and next(batches, None) is not None:
-            end = time.perf_counter()
-            times.append(end - begin)
-            begin = end
-        if not times:
-            return None
-        total += 1000 * sum(times) / len(times)
-    return total

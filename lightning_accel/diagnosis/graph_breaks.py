@@ -14,6 +14,7 @@ from lightning_accel._private.torch import (
     tree_map_only,
 )
 from lightning_accel.callbacks.recorded_calls import CallRecorder, Calls
+from lightning_accel.diagnosis.joined_graphs import breaks_ms
 
 
 class GraphBreaks(NamedTuple):
@@ -59,6 +60,7 @@ class CompiledCalls:
         self._recorder = CallRecorder()
         self._stack = ExitStack()
         self._calls: Calls = {}
+        self._times: dict[str, int] = {}  # of calls
 
     def start(self) -> None:
         self._recorder.watch(self.module, self.names)
@@ -68,8 +70,24 @@ class CompiledCalls:
         self._stack.close()
         self._recorder.close()
         for name, calls in self._calls.items():  # without graphs and outputs, which hold memory
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (calls[0].args, calls[0].kwargs))
+            args, kwargs = tree_map_only(Tensor, _detach, (calls[0].args, calls[0].kwargs))
+            self._times[name] = len(calls)
             self._calls[name] = [calls[0]._replace(args=args, kwargs=kwargs, output=None)]
+
+    def breaks_ms(self, seconds: float) -> float | None:
+        """Return the measured time that all graph breaks take of a batch, None where it cannot be measured.
+
+        Args:
+            seconds: how long to time calls, in all.
+        """
+        total = 0.0
+        for name, (call,) in self._calls.items():
+            module = self.module.get_submodule(name)
+            ms = breaks_ms(module, call.args, call.kwargs, seconds / len(self._calls))
+            if ms is None:
+                return None
+            total += ms * self._times[name]
+        return max(total, 0.0)
 
     def explain(self) -> list[GraphBreaks]:
         """Return the submodules with graph breaks; this compiles them anew."""
@@ -85,3 +103,7 @@ class CompiledCalls:
                 reason = next(iter(str(first.reason).strip().splitlines()), "unknown reason")
                 found.append(GraphBreaks(name, explained.graph_break_count, reason + place))
         return found
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)  # a graph of its own, for which nothing recompiles

@@ -23,6 +23,7 @@ from lightning_accel.diagnosis import (
     examination,
     examine,
     find_slowness,
+    loader_times,
 )
 from lightning_accel.diagnosis.examination import SlowLoop
 from lightning_accel.diagnosis.graph_breaks import Compilations, GraphBreaks
@@ -64,7 +65,7 @@ def clear(run_folder):
 @pytest.fixture
 def clock(monkeypatch):
     """Sleeps take no time but on a clock of their own."""
-    use_clock(monkeypatch, examination, step_parts)
+    use_clock(monkeypatch, examination, loader_times, step_parts)
 
 
 def test_a_sound_run_has_no_findings():
