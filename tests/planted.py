@@ -32,7 +32,7 @@ class Clock:
     def perf_counter(self) -> float:
         return self.perf_counter_ns() / 1e9
 
-    monotonic = perf_counter
+    monotonic = thread_time = perf_counter
 
 
 def use_clock(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Clock:

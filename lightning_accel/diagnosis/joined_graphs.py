@@ -27,6 +27,13 @@ class _GraphCall(NamedTuple):
     outputs: Values
 
 
+class _Times(NamedTuple):
+    """Hold the time of a call by the clock, and that of the processor in this thread, which runs the call."""
+
+    clock_ms: float
+    processor_ms: float
+
+
 def breaks_ms(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> float | None:
     """Return how much longer a call of a compiled module and its backward pass take for the breaks of its graph.
 
@@ -55,7 +62,7 @@ def breaks_ms(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], se
         return [each for each in tree_leaves(module(*args, **kwargs)) if _has_gradient(each)]
 
     try:
-        return _median_difference_ms(as_it_is, lambda: whole(inputs), sources, seconds)
+        return _difference_ms(as_it_is, lambda: whole(inputs), sources, seconds)
     except RuntimeError:  # of a backend, for what it compiles in pieces alone
         return None
 
@@ -109,28 +116,36 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _median_difference_ms(
+def _difference_ms(
     slow: Callable[[], list[Tensor]], fast: Callable[[], list[Tensor]], sources: Sequence[Tensor], seconds: float
 ) -> float:
-    """Return how much longer ``slow`` takes with its backward pass, timed in turns, since noise lasts."""
-    differences: list[float] = []
-    for _ in range(_WARM_UP):
-        _call_ms(slow, sources), _call_ms(fast, sources)
-    begin = time.monotonic()
-    while len(differences) < _LEAST or time.monotonic() - begin < seconds:
-        if len(differences) % 2:
-            times = _call_ms(slow, sources), _call_ms(fast, sources)
-        else:
-            times = (_call_ms(fast, sources), _call_ms(slow, sources))[::-1]
-        differences.append(times[0] - times[1])
-    return median(differences)
+    """Return how much longer ``slow`` takes with its backward pass than ``fast``.
+
+    Both are timed in turns. On a CPU, other processes make the time by the clock vary by more than the difference, but
+    not that of the processor: its difference counts, as much longer as all calls took by the clock.
+    """
+    times: dict[bool, list[_Times]] = {True: [], False: []}
+    begin = 0.0
+    while len(times[True]) < _WARM_UP + _LEAST or time.monotonic() - begin < seconds:
+        is_slow_first = len(times[True]) % 2 == 0
+        for is_slow in (is_slow_first, not is_slow_first):
+            times[is_slow].append(_timed(slow if is_slow else fast, sources))
+        if len(times[True]) == _WARM_UP:
+            begin = time.monotonic()
+    pairs = list(zip(times[True][_WARM_UP:], times[False][_WARM_UP:], strict=True))
+    if any(each.device.type == "cuda" for each in sources):
+        return median(one.clock_ms - other.clock_ms for one, other in pairs)
+    stretch = sum(each.clock_ms for pair in pairs for each in pair) / sum(
+        each.processor_ms for pair in pairs for each in pair
+    )
+    return median(one.processor_ms - other.processor_ms for one, other in pairs) * stretch
 
 
-def _call_ms(call: Callable[[], list[Tensor]], sources: Sequence[Tensor]) -> float:
-    begin = time.perf_counter()
+def _timed(call: Callable[[], list[Tensor]], sources: Sequence[Tensor]) -> _Times:
+    begin, of_thread = time.perf_counter(), time.thread_time()
     results = call()
     if results and sources:
         torch.autograd.grad(results, sources, [torch.ones_like(each) for each in results], allow_unused=True)
     if any(each.device.type == "cuda" for each in (*results, *sources)):
         torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - begin)
+    return _Times(1000 * (time.perf_counter() - begin), 1000 * (time.thread_time() - of_thread))
