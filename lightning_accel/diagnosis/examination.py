@@ -72,8 +72,8 @@ class Examined:
         log_every_n_steps: the Trainer's.
         threads: threads within an operation.
         batch_bytes: of the tensors of a batch.
-        fewer_threads_saved_ms: how much shorter a step is with one thread for each core of this process's share, None
-            if it has no more than that.
+        fewer_threads_saved_ms: how much shorter a step is with one thread for each core of this process's share, less
+            than 0 if it is longer; None if the process has no more threads than that.
         fewer_workers_saved_ms: how much shorter a step is with a worker for each core, None if there are no more.
         workers_start_ms: time to start and end workers, for each batch of an epoch; None if none start with each epoch.
         fewer_workers_start_ms: that of a worker for each core.

@@ -158,9 +158,13 @@ def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:
         return
     right = max(int(machine.cores) // seen.world_size, 1)
     what = f"{seen.world_size} processes of {seen.threads} threads" + (f" and {workers} workers" if workers else "")
+    what += f" share {machine.cores:g} cores"
     mend = f"OMP_NUM_THREADS={right}, or torch.set_num_threads({right})"
-    cost = max(seen.fewer_threads_saved_ms or 0.0, 0.0)
-    yield Finding("too many threads", f"{what} share {machine.cores:g} cores", cost, mend)
+    saved = seen.fewer_threads_saved_ms or 0.0
+    if saved < 0:  # such as beside other processes: threads that have a core each wait for each other without pause
+        what += f", and with {right} threads a step took {-saved:.3g} ms longer"
+        mend += ", where no other process uses the cores"
+    yield Finding("too many threads", what, max(saved, 0.0), mend)
 
 
 def _too_many_workers(seen: Examined, machine: Machine) -> Iterator[Finding]:

@@ -431,6 +431,16 @@ def test_costs_of_workers(costs, expected):
     assert {one.name: one.cost_ms for one in found if "workers" in one.name} == expected
 
 
+@pytest.mark.parametrize(("saved", "cost"), [(3.0, 3.0), (-2.0, 0.0), (None, 0.0)])
+def test_threads_that_cost_nothing_are_told_with_what_fewer_take(saved, cost):
+    seen = seen_without_a_run(threads=8, fewer_threads_saved_ms=saved)
+    found = find_slowness(seen, replace(describe_machine(), cores=4), RATES)
+    (one,) = [one for one in found if one.name == "too many threads"]
+    assert one.cost_ms == cost
+    assert ("with 4 threads a step took 2 ms longer" in one.what) == (cost != saved and saved is not None)
+    assert one.mend.startswith("OMP_NUM_THREADS=4")
+
+
 def test_waiting_for_ranks_is_a_finding():
     (found,) = find_slowness(seen_without_a_run(world_size=2), replace(describe_machine(), cores=4), RATES)
     assert (found.name, found.cost_ms) == ("uneven ranks", 4.0)
