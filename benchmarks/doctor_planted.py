@@ -3,7 +3,8 @@
 The truth is the difference of the median epochs with and without a fault, fitted from equal seeds, for each batch. A
 round fits without the fault, with it, examines, and fits with and without it again, so that other processes slow both
 the estimate and the truth; the spread is that of the ratios of single rounds. Beside the truth is the processor time of
-this process, which other processes change less, but in which neither sleeps nor worker processes count. Run:
+this process, which other processes change less, but in which neither sleeps nor worker processes count, and what that
+is by the clock if these stretch it as they do whole steps, with the ratio of the cost to it. Run:
 ``OMP_NUM_THREADS=1 python benchmarks/doctor_planted.py [FAULT ...]``.
 """
 
@@ -222,10 +223,12 @@ def row(fault, name, costs, slow, plain):
     """Return a line of the table: medians of all rounds, and the least and largest ratio of a single one."""
     (with_it, of_processor), (step, of_sound) = (median_ms(chain.from_iterable(times)) for times in (slow, plain))
     truth, found = with_it - step, [cost for cost in costs if cost is not None]
+    worked = of_processor - of_sound
+    stretched = worked * (with_it + step) / (of_processor + of_sound)
     head = f"{fault:18}{name:20}{f'{len(found)}/{len(costs)}':>6}"
-    rest = f"{of_processor - of_sound:11.3f}{step:9.3f}{os.getloadavg()[0]:6.1f}"
+    rest = f"{worked:11.3f}{stretched:11.3f}"
     if not found:
-        return f"{head}{'':9}{truth:9.3f}{'':21}{rest}"
+        return f"{head}{'':9}{truth:9.3f}{'':21}{rest}{'':7}{step:9.3f}{os.getloadavg()[0]:6.1f}"
     rounds = [
         cost / (median_ms(having)[0] - median_ms(without)[0])
         for cost, having, without in zip(costs, slow, plain, strict=True)
@@ -233,7 +236,7 @@ def row(fault, name, costs, slow, plain):
     ]
     spread = f"{min(rounds):.2f} to {max(rounds):.2f}"
     cost = statistics.median(found)
-    return f"{head}{cost:9.3f}{truth:9.3f}{cost / truth - 1:7.0%}{spread:>14}{rest}"
+    return f"{head}{cost:9.3f}{truth:9.3f}{cost / truth - 1:7.0%}{spread:>14}{rest}{cost / stretched - 1:7.0%}{step:9.3f}{os.getloadavg()[0]:6.1f}"
 
 
 def main():
@@ -248,7 +251,7 @@ def main():
     rates: Rates = measure_rates(tempfile.gettempdir())
     print(f"lightning_accel {__version__}, torch {torch.__version__}, {CORES} cores, load {os.getloadavg()[0]:.1f}")
     head = f"{'fault':18}{'finding':20}{'found':>6}{'cost':>9}{'truth':>9}{'off':>7}{'of rounds':>14}"
-    print(f"{head}{'processor':>11}{'step':>9}{'load':>6}", flush=True)
+    print(f"{head}{'processor':>11}{'stretched':>11}{'off':>7}{'step':>9}{'load':>6}", flush=True)
     for fault, (name, faulty, sound) in FAULTS.items():
         if args.faults and fault not in args.faults:
             continue
