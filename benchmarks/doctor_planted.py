@@ -236,7 +236,8 @@ def row(fault, name, costs, slow, plain):
     ]
     spread = f"{min(rounds):.2f} to {max(rounds):.2f}"
     cost = statistics.median(found)
-    return f"{head}{cost:9.3f}{truth:9.3f}{cost / truth - 1:7.0%}{spread:>14}{rest}{cost / stretched - 1:7.0%}{step:9.3f}{os.getloadavg()[0]:6.1f}"
+    head += f"{cost:9.3f}{truth:9.3f}{cost / truth - 1:7.0%}{spread:>14}"
+    return f"{head}{rest}{cost / stretched - 1:7.0%}{step:9.3f}{os.getloadavg()[0]:6.1f}"
 
 
 def main():
