@@ -21,7 +21,7 @@ subcommands:
                lightning-accel export --config X.yaml --ckpt_path best --format onnx --output model.onnx
 
   tune         find a faster variant of a run on this machine, proven to learn the same:
-               lightning-accel tune --config X.yaml --budget 10m
+               lightning-accel tune --config X.yaml --budget 10m, with --goal memory or latency for less of these
   doctor       describe this machine and measure what it reaches; with --config X train X for some seconds, and tell
                where its time goes and what slows it: lightning-accel doctor --help
   build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help

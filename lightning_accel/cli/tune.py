@@ -18,26 +18,33 @@ if TYPE_CHECKING:  # its help needs no torch
 
 
 def fit_config(
-    changes: "Changes", callbacks: "Sequence[L.Callback]", folder: Path, seed: int, arguments: Sequence[str]
+    changes: "Changes",
+    callbacks: "Sequence[L.Callback]",
+    folder: Path,
+    seed: int,
+    arguments: Sequence[str],
+    serves: bool = False,
 ) -> None:
-    """Fit a config with changes, see :class:`lightning_accel.tuning.project.Project`."""
+    """Fit a config with changes, or use its model, see :class:`lightning_accel.tuning.project.Project`."""
     import yaml
 
     from lightning_accel.cli.bare_run import BareRun
     from lightning_accel.tuning.project import fit_isolated
+    from lightning_accel.tuning.serving import serve_isolated
 
     overlay = folder / "overlay.yaml"
     overlay.write_text(yaml.safe_dump(changes.config()))
     command = ["fit", *arguments, f"--config={overlay}", f"--seed_everything={seed}"]
-    BareRun(command, callbacks, partial(fit_isolated, folder=folder))
+    run = serve_isolated if serves else fit_isolated
+    BareRun(command, callbacks, partial(run, folder=folder), loads_weights=serves)
 
 
 def run_tune(arguments: Sequence[str]) -> int:
     """Run ``lightning-accel tune`` with its arguments, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="lightning-accel tune",
-        description="Find changes that make a run faster on this machine, or train in less memory, and prove that it "
-        "learns the same.",
+        description="Find changes that make a run faster on this machine, train in less memory, or take less time for "
+        "one sample after training, and prove that it learns or computes the same.",
         epilog="All other arguments are those of fit: --config X.yaml, --trainer.max_epochs 3, ...",
         allow_abbrev=False,
     )
@@ -47,8 +54,9 @@ def run_tune(arguments: Sequence[str]) -> int:
         choices=GOALS,
         default="speed",
         help="speed: samples per second of training; memory: the smallest peak of what training adds to what its "
-        "processes hold when it begins (on CUDA, of what tensors take), at 0.7 times the speed or more (default: "
-        "speed)",
+        "processes hold when it begins (on CUDA, of what tensors take), at 0.7 times the speed or more; latency: the "
+        "time of one sample in predict, or in validate without data for predict, with the weights of --ckpt_path FILE "
+        "if it is given (default: speed)",
     )
     parser.add_argument(
         "--allow",
@@ -93,7 +101,7 @@ def _interrupted_once(received: list[int]) -> Iterator[None]:
 
 def _tune(own: argparse.Namespace, of_fit: list[str]) -> int:
     from lightning_accel.tuning import TrialError, tune
-    from lightning_accel.tuning.writing import claim
+    from lightning_accel.tuning.writing import AIMS, claim
 
     try:
         outcome = tune(of_fit, own.budget, own.output, own.goal, [name for name in own.allow.split(",") if name])
@@ -102,9 +110,9 @@ def _tune(own: argparse.Namespace, of_fit: list[str]) -> int:
         return 1
     report = Path(own.output) / "report.md"
     if not outcome.is_faster:
-        what = "makes this run faster" if own.goal == "speed" else "lets this run train in less memory"
-        print(f"nothing {what} by more than the interval; see {report}")
+        print(f"nothing {AIMS[own.goal]} by more than the interval; see {report}")
         return 0
-    print(f"{claim(outcome)}; see {report}. Train with")
-    print(f"  lightning-accel fit {' '.join(of_fit)} --config {Path(own.output) / 'tuned.yaml'}")
+    stage = outcome.facts.get("stage", "fit")
+    print(f"{claim(outcome)}; see {report}. {'Train' if stage == 'fit' else 'Use it'} with")
+    print(f"  lightning-accel {stage} {' '.join(of_fit)} --config {Path(own.output) / 'tuned.yaml'}")
     return 0

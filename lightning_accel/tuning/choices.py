@@ -2,6 +2,6 @@
 
 from typing import Literal, get_args
 
-Goal = Literal["speed", "memory"]
+Goal = Literal["speed", "memory", "latency"]
 GOALS = get_args(Goal)
 ALLOWABLE = ("batch_size", "length_bucketed")

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -65,6 +65,7 @@ def compare(
     deadline: float,
     needed: float = 1.0,
     samples: float = 1.0,
+    rate: Callable[[Variant, Sequence[Step]], float] = lambda _, steps: steps_per_second(steps),
 ) -> Ratio:
     """Run two variants in turns until the interval of their ratio is narrow, or below what is needed.
 
@@ -78,6 +79,7 @@ def compare(
         deadline: when to stop, a time of ``time.monotonic``.
         needed: a ratio, below which it does not matter how much the variant is faster.
         samples: of a step of the variant, as a multiple of those of the baseline's; what is compared is their rate.
+        rate: returns the rate of a turn's steps.
 
     Raises:
         TrialError: if one of them fails, or there is not the time for the least turns.
@@ -85,7 +87,7 @@ def compare(
     ratios: list[float] = []
     while True:
         pair = (baseline, variant) if len(ratios) % 2 == 0 else (variant, baseline)
-        rates = {id(one): steps_per_second(one.run_for(seconds, deadline)) for one in pair}
+        rates = {id(one): rate(one, one.run_for(seconds, deadline)) for one in pair}
         ratios.append(samples * rates[id(variant)] / rates[id(baseline)])
         if len(ratios) < least:
             continue

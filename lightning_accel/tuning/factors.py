@@ -48,37 +48,48 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     """
     is_cuda = facts["device"] == "cuda"
     yield from precisions(facts, is_cuda)
-    yield from _attention(facts, is_cuda)
+    yield from attention(facts, is_cuda)
     yield from _loaders(facts, wait_share, is_cuda)
     if facts["world_size"] > 1:
         yield from _ddp(facts)
+    yield from device_settings(facts, is_cuda)
     if not is_cuda:
-        for threads in sorted({1, max(1, facts["cores"] // facts["world_size"])} - {facts["threads"]}):
-            yield _speedup(f"threads={threads}", "threads", "exact", threads=threads)
-        if platform.libc_ver()[0] == "glibc":
-            yield _speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
-        else:
-            yield Refusal("keep_freed_memory", "the C library is not glibc")
         yield _dropout(facts)
-    else:
-        yield Factor("benchmark", "benchmark", "exact", Changes(trainer={"benchmark": True}))
     if facts["num_fusible_rnns"] and not is_cuda:
-        yield _speedup("fused_rnn", "rnn", "exact", fused_rnn=True)
+        yield speedup("fused_rnn", "rnn", "exact", fused_rnn=True)
     else:
         yield Refusal("fused_rnn", "the model trains no nn.LSTM or nn.GRU without proj_size on the CPU")
-    if facts["num_conv2d"]:
-        yield _speedup("channels_last", "channels_last", "exact", channels_last=True)
-    else:
-        yield Refusal("channels_last", "the model has no 2D convolution")
+    yield channels_last(facts)
     if facts["fusible_optimizers"] and not facts["fused"]:
-        yield _speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)
+        yield speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)
     else:
         yield Refusal("fused_optimizer", "no optimizer has a fused implementation that is not used already")
     yield from compilations(facts)
 
 
-def _speedup(name: str, group: str, kind: Kind, **arguments: Any) -> Factor:
+def speedup(name: str, group: str, kind: Kind, **arguments: Any) -> Factor:
+    """Return a change that :class:`lightning_accel.callbacks.Speedups` makes."""
     return Factor(name, group, kind, Changes(speedups=arguments))
+
+
+def device_settings(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
+    """Yield settings of the device and of its libraries."""
+    if is_cuda:
+        yield Factor("benchmark", "benchmark", "exact", Changes(trainer={"benchmark": True}))
+        return
+    for threads in sorted({1, max(1, facts["cores"] // facts["world_size"])} - {facts["threads"]}):
+        yield speedup(f"threads={threads}", "threads", "exact", threads=threads)
+    if platform.libc_ver()[0] == "glibc":
+        yield speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
+    else:
+        yield Refusal("keep_freed_memory", "the C library is not glibc")
+
+
+def channels_last(facts: Mapping[str, Any]) -> Factor | Refusal:
+    """Return the other order in memory of 2D convolutions, or why there is none."""
+    if facts["num_conv2d"]:
+        return speedup("channels_last", "channels_last", "exact", channels_last=True)
+    return Refusal("channels_last", "the model has no 2D convolution")
 
 
 def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
@@ -87,9 +98,9 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
         yield Refusal("precision", f"the run has one of its own: {facts['precision']}")
         return
     if is_cuda:
-        yield _speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
+        yield speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
     elif facts["bfloat16_units"]:
-        yield _speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
+        yield speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
     if facts["bfloat16_units"]:
         yield Factor("precision=bf16-mixed", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"}))
     else:
@@ -98,15 +109,15 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
         yield Factor("precision=16-mixed", "precision", "rounding", Changes(trainer={"precision": "16-mixed"}))
 
 
-def _attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
+def attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
     """Yield backends of attention; on the CPU with bfloat16 alone, since in float32 torch's choice is the faster."""
     if not facts["has_attention"]:
         yield Refusal("attention", "no layer of the model has attention in its name")
     elif is_cuda:
-        yield _speedup("attention=cudnn", "attention", "exact", attention="cudnn")
-        yield _speedup("attention=efficient", "attention", "exact", attention="efficient")
+        yield speedup("attention=cudnn", "attention", "exact", attention="cudnn")
+        yield speedup("attention=efficient", "attention", "exact", attention="efficient")
     elif "bf16" in facts["precision"]:
-        yield _speedup("attention=math", "attention", "exact", attention="math")
+        yield speedup("attention=math", "attention", "exact", attention="math")
     elif facts["precision"] == "32-true" and facts["bfloat16_units"]:
         changes = Changes(trainer={"precision": "bf16-mixed"}, speedups={"attention": "math"})
         yield Factor("precision=bf16-mixed with attention=math", "precision", "rounding", changes)
@@ -117,11 +128,11 @@ def _attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
 def compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
     """Yield what can be compiled."""
     if facts["num_children"]:
-        yield _speedup("compile=children", "compile", "exact", compile="children")
+        yield speedup("compile=children", "compile", "exact", compile="children")
     else:
         yield Refusal("compile=children", "the module has no submodule with parameters")
     if facts["num_blocks"] > 1:
-        yield _speedup("compile=blocks", "compile", "exact", compile="blocks")
+        yield speedup("compile=blocks", "compile", "exact", compile="blocks")
     else:
         yield Refusal("compile=blocks", "the model has no repeated blocks")
 
@@ -131,7 +142,7 @@ def _dropout(facts: Mapping[str, Any]) -> Factor | Refusal:
         return Refusal("native_dropout", "the model has no dropout")
     if reason := missing_kernel():
         return Refusal("native_dropout", reason)
-    return _speedup("native_dropout", "dropout", "random", native_dropout=True)
+    return speedup("native_dropout", "dropout", "random", native_dropout=True)
 
 
 def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iterator[Factor | Refusal]:
@@ -140,13 +151,13 @@ def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iter
         yield Refusal("num_workers", "the training data is not in a torch DataLoader")
         return
     if is_cuda and not all(loader["pin_memory"] for loader in loaders):
-        yield _speedup("pin_memory", "pin_memory", "exact", pin_memory=True)
+        yield speedup("pin_memory", "pin_memory", "exact", pin_memory=True)
     now = max(loader["num_workers"] for loader in loaders)
     never_waits = f"the run waits for data {wait_share:.1%} of a step" if now == 0 and wait_share < 0.02 else ""
     if reason := never_waits or (all(loader["by_sample"] for loader in loaders) and loaders[0]["by_sample"]):
         yield Refusal("batched_fetch", reason)
     else:
-        yield _speedup("batched_fetch", "batched_fetch", "exact", batched_fetch=True)
+        yield speedup("batched_fetch", "batched_fetch", "exact", batched_fetch=True)
     if any(loader["is_iterable"] for loader in loaders):
         yield Refusal("num_workers", "with more workers, an IterableDataset would yield each item more than once")
         return
@@ -154,7 +165,7 @@ def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iter
         yield Refusal("num_workers", never_waits)
         return
     for number in sorted({0, 1, 2, facts["cores"]} - {now}):
-        yield _speedup(f"num_workers={number}", "num_workers", "random", num_workers=number)
+        yield speedup(f"num_workers={number}", "num_workers", "random", num_workers=number)
 
 
 def _ddp(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:

@@ -59,7 +59,7 @@ def files_in(arguments: Sequence[str]) -> list[Path]:
 
 
 def _with_named(file: Path) -> Iterator[Path]:
-    """Yield a file and, if it is a config, the configs that it names, relative to itself or the working directory."""
+    """Yield a file and, if it is a config, the configs and checkpoints that it names, from its folder or this one."""
     yield file
     if file.suffix in (".yaml", ".yml"):
         try:
@@ -67,7 +67,7 @@ def _with_named(file: Path) -> Iterator[Path]:
         except (yaml.YAMLError, UnicodeDecodeError):  # which the run itself explains
             return
         for text in _strings_in(content):
-            if text.endswith((".yaml", ".yml", ".json")):
+            if text.endswith((".yaml", ".yml", ".json", ".ckpt")):
                 yield from (one for one in dict.fromkeys((file.parent / text, Path(text))) if one.is_file())
 
 

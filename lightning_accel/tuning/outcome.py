@@ -9,6 +9,7 @@ from typing import Any
 from lightning_accel.tuning.choices import Goal
 from lightning_accel.tuning.comparison import Ratio
 from lightning_accel.tuning.factors import Factor, Refusal
+from lightning_accel.tuning.latencies import Latency
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes
 
@@ -22,11 +23,14 @@ class Measurement:
     """Hold what was measured of some changes against others.
 
     Attributes:
-        ratio: how many times as many samples are trained on a second; None if the variant failed.
+        ratio: how many times as many samples are trained on a second, or where latency is the goal, how many times
+            shorter the median sample takes; None if the variant failed.
         start_seconds: from its start, which includes compilation, until its steps took equally long.
         over_run: how much faster the whole planned run is, its start included.
         saving: where memory is the goal, how many times less of it training needs, in one process of each.
         memory: the same with its interval, from several processes of each, in the proof.
+        before: where latency is the goal, that of the reference.
+        after: the same of the changes.
         reason: why it failed, or why it is not taken.
         seconds: how long the measurement took.
     """
@@ -36,13 +40,16 @@ class Measurement:
     over_run: float = 0.0
     saving: float | None = None
     memory: Ratio | None = None
+    before: Latency | None = None
+    after: Latency | None = None
     reason: str = ""
     seconds: float = 0.0
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> "Measurement":
         ratios = {name: result[name] and Ratio(**result[name]) for name in ("ratio", "memory")}
-        return cls(**result | ratios)
+        latencies = {name: result[name] and Latency(**result[name]) for name in ("before", "after") if name in result}
+        return cls(**result | ratios | latencies)
 
     @property
     def wins(self) -> bool:
@@ -81,7 +88,8 @@ class Outcome:
         verdicts: on losses.
         proof: the last measurement, of all chosen changes.
         seconds: how long everything took.
-        goal: ``speed`` or ``memory``.
+        goal: ``speed``, ``memory`` or ``latency``.
+        latency: of one sample as the model was given, where that is the goal.
         peak_bytes: memory that training needs as it was given, in all its processes.
     """
 
@@ -96,6 +104,7 @@ class Outcome:
     proof: Measurement | None = None
     seconds: float = 0.0
     goal: Goal = "speed"
+    latency: Latency | None = None
     peak_bytes: int = 0
 
     @property
@@ -108,7 +117,9 @@ class Outcome:
         return together(self.chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return plain values, without those of training where latency is the goal."""
+        of_training = ("steps_per_second", "peak_bytes") if self.latency else ()
+        return {name: value for name, value in asdict(self).items() if name not in of_training}
 
 
 def together(factors: Iterable[Factor]) -> Changes:

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def tune(
     goal: Goal = "speed",
     allow: Sequence[str] = (),
 ) -> Outcome:
-    """Find a faster variant of a run on this machine, or one that needs less memory, as an overlay of its config.
+    """Find a faster variant of a run on this machine, or one with less memory or latency, as an overlay of its config.
 
     Changes are measured in turns with the run as it is: each alone, the best together, each left out again, and beside
     them those that did not help alone. Among changes that exclude each other, the simplest is taken that none is shown
@@ -40,16 +41,27 @@ def tune(
     what workers hold alone), or on CUDA the peak of what tensors take; weights and libraries are left out on the CPU.
     It is proven by several processes of each, with a 95 % interval.
 
-    ``output`` receives ``tuned.yaml`` (for ``fit --config X.yaml --config tuned/tuned.yaml``), ``report.md``,
-    ``report.json`` and ``report.png``. Nothing else is written: checkpoints and loggers of the run are left out.
+    Where the goal is ``latency``, it is the time that one sample takes through the model after training: through
+    ``predict`` where the data (or the module) has a ``predict_dataloader``, otherwise through ``validate``. Batches are
+    cut to one sample, 16 samples go through again and again, and medians of turns are compared; loading and copies to
+    the device are left out. Weights are those of the module as it is made, or of ``--ckpt_path FILE``. Threads, fewer
+    digits, backends of attention, channels_last, memory kept and compiled layers are tried; their start is reported,
+    and need not be made up for. Outputs of the samples (what the step returns, and what validation logs) have to be
+    equal up to rounding; where numbers are rounded, each may deviate by a root mean square of 2 % of its standard
+    deviation over samples, and 99 % of integers have to be equal. Before training, outputs hardly depend on the sample,
+    and fewer digits may not be shown to be enough.
+
+    ``output`` receives ``tuned.yaml`` (for ``fit --config X.yaml --config tuned/tuned.yaml``, or ``predict`` and
+    ``validate`` where latency is the goal), ``report.md``, ``report.json`` and ``report.png``. Nothing else is written:
+    checkpoints and loggers of the run are left out.
 
     Args:
         config: a config file, arguments of ``lightning-accel fit``, or a function at the top level of a file that
             returns (trainer, module, data), with options for the Trainer as keyword arguments: ``def
-            make(**trainer_options)``. Data is a LightningDataModule, a DataLoader, or None.
+            make(**trainer_options)``. Data is a LightningDataModule, a DataLoader of training data, or None.
         budget: seconds for everything, or minutes as in ``10m``.
         output: folder.
-        goal: ``speed`` or ``memory``.
+        goal: ``speed``, ``memory`` or ``latency``.
         allow: changes of what is learned to try as well: ``batch_size`` for batches of 2, 4 and 8 times the samples, at
             a learning rate that goes with them, and ``length_bucketed`` for batches of samples of similar length (both
             by :class:`lightning_accel.callbacks.Batching`). Speed is that of samples, and losses have to be equivalent
@@ -58,7 +70,7 @@ def tune(
     Raises:
         NotWrittenError: if the disk of the folder is full, or may not be written; once there is room, the search goes
             on from what it has measured.
-        TrialError: if the run does not work as it is.
+        TrialError: if the run does not work as it is, or has no data for its goal.
         ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
             is unknown, or the folder holds measurements of another run, or of this one before it was changed.
     """
@@ -78,6 +90,8 @@ def tune(
         project = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})
         files = files_in(arguments)
         command = f"lightning-accel tune {' '.join(arguments)}"
+    if goal == "latency":
+        project = replace(project, arguments=project.arguments | {"serves": True})
     identity = identity_of(project, goal, files)
     folder = Path(output)
     with progress.Progress(

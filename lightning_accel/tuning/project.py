@@ -18,6 +18,7 @@ from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.measure import isolate
+from lightning_accel.tuning.serving import serve_isolated
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ class Changes:
 
 @dataclass(frozen=True)
 class Project:
-    """Name a function that fits something, and its arguments.
+    """Name a function that fits something, or uses it, and its arguments.
 
     Attributes:
         runner: ``package.module:function``; called as ``function(changes, callbacks, folder, seed, **arguments)``, it
             fits with the changes and callbacks, and writes only into the folder.
-        arguments: further arguments, of plain values.
+        arguments: further arguments, of plain values; with ``serves``, samples go through the model one by one in place
+            of a fit.
     """
 
     runner: str
@@ -84,6 +86,10 @@ class Project:
 
     def fit(self, changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int) -> None:
         find_function(self.runner)(changes, callbacks, folder, seed, **self.arguments)
+
+    @property
+    def serves(self) -> bool:
+        return bool(self.arguments.get("serves"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,8 +110,10 @@ def project_of(make: Callable[..., Any]) -> Project:
     return Project("lightning_accel.tuning.project:fit_made", {"make": f"{Path(file).resolve()}:{make.__qualname__}"})
 
 
-def fit_made(changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, make: str) -> None:
-    """Fit what a function of the user returns.
+def fit_made(
+    changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, make: str, serves: bool = False
+) -> None:
+    """Fit what a function of the user returns, or use it on single samples.
 
     Raises:
         TypeError: if it does not return a Trainer, a LightningModule and data.
@@ -116,7 +124,7 @@ def fit_made(changes: Changes, callbacks: Sequence[L.Callback], folder: Path, se
         raise TypeError(f"{make.rpartition(':')[2]} must return (trainer, module, data); got {type(made).__name__}")
     trainer, module, data = made
     trainer.callbacks = [*trainer.callbacks, *changes.callbacks(), *callbacks]
-    fit_isolated(trainer, module, data, folder)
+    (serve_isolated if serves else fit_isolated)(trainer, module, data, folder)
 
 
 def fit_isolated(trainer: L.Trainer, module: L.LightningModule, data: Any, folder: Path) -> None:

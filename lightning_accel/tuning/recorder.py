@@ -65,11 +65,7 @@ class StepRecorder(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._memory = PeakMemory(trainer.strategy.root_device)
         if self.perturb:
-            generator = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for parameter in pl_module.parameters():
-                    sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                    parameter.mul_(1 + sign.to(parameter) * torch.finfo(parameter.dtype).eps)
+            perturb_(pl_module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -117,30 +113,45 @@ class StepRecorder(L.Callback):
         return sum(logged) if logged else float("nan")
 
 
-def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[str, Any]:
-    """Return what decides which changes can be tried on a run, as plain values."""
+def perturb_(module: nn.Module) -> None:
+    """Move each weight by one rounding."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + sign.to(parameter) * torch.finfo(parameter.dtype).eps)
+
+
+def model_facts_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+    """Return facts about the model and the machine that hold for any run of it, as plain values."""
     machine = describe_machine()
-    parameters = list(module.parameters())
-    sources = _flatten(trainer.train_dataloader)
-    loaders = [loader for one in sources for loader in loaders_of(one)]
-    planned = trainer.estimated_stepping_batches
     return {
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
         "precision": str(trainer.precision),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "planned_steps": None if planned == float("inf") else planned * trainer.accumulate_grad_batches,
-        "items_per_step": (batch_size_of(batch) or 1) * trainer.world_size,
         "threads": torch.get_num_threads(),
         "cores": max(1, int(machine.cores)),
         "bfloat16_units": _has_bfloat16_units(machine, trainer.strategy.root_device),
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
-        "has_dropout": has_dropout(module),
         "has_attention": any("attention" in type(layer).__name__.lower() for layer in module.modules()),
-        "num_fusible_rnns": sum(is_fusible(layer) for layer in module.modules()),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),
+        "code": imported_code(),
+    }
+
+
+def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[str, Any]:
+    """Return what decides which changes can be tried on a fit, as plain values."""
+    sources = _flatten(trainer.train_dataloader)
+    loaders = [loader for one in sources for loader in loaders_of(one)]
+    planned = trainer.estimated_stepping_batches
+    return model_facts_of(trainer, module) | {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "planned_steps": None if planned == float("inf") else planned * trainer.accumulate_grad_batches,
+        "items_per_step": (batch_size_of(batch) or 1) * trainer.world_size,
+        "has_dropout": has_dropout(module),
+        "num_fusible_rnns": sum(is_fusible(layer) for layer in module.modules()),
         "num_repeated": len(find_blocks(module)),
         "has_batch_norms": has_batch_norms(module),
         "batch_norms_in_blocks": has_batch_norms(*find_blocks(module)),
@@ -151,7 +162,6 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "larger_batches": larger_batches_of(trainer, sources),
         "not_bucketed": why_not_bucketed_of(sources),
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
-        "code": imported_code(),
         "loaders": [
             {
                 "num_workers": loader.num_workers,

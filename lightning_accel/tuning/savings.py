@@ -1,10 +1,14 @@
 """Changes that may make a run need less memory, as far as facts about the run admit them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from lightning_accel.tuning.comparison import Ratio, ratio_of
 from lightning_accel.tuning.factors import Factor, Kind, Refusal, compilations, precisions
 from lightning_accel.tuning.project import Changes
+from lightning_accel.tuning.variant import Variant
+
+_PAIRS = 4  # of processes, which prove that memory is saved
 
 
 def savings_for(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
@@ -53,3 +57,36 @@ def _checkpointing(facts: Mapping[str, Any]) -> Factor | Refusal:
     if facts["batch_norms_in_blocks"]:
         return Refusal(name, "the batch norms in the blocks would run twice, and have other running statistics")
     return Factor(name, name, "exact", Changes(savings={name: True}))
+
+
+def saving_of(reference: Variant, variant: Variant) -> float:
+    """Return how many times less memory ``variant`` has needed, after as many steps of each."""
+    before, after = reference.peak_bytes(), variant.peak_bytes()
+    num_steps = max(before.keys() & after.keys())
+    return before[num_steps] / max(1, after[num_steps])
+
+
+def prove_saving(new_variant: Callable[[Changes], Variant], changes: Changes, seconds: float, deadline: float) -> Ratio:
+    """Return how many times less memory training needs, from fresh processes of the baseline and the changes.
+
+    Args:
+        new_variant: makes a variant that has not started.
+        changes: the changes.
+        seconds: that each trains for after it has warmed up.
+        deadline: when to stop, a time of ``time.monotonic``.
+
+    Raises:
+        TrialError: if one fails, or there is not the time.
+    """
+    savings = []
+    for _ in range(_PAIRS):
+        pair = [new_variant(each) for each in (Changes(), changes)]
+        for variant in pair:
+            try:
+                variant.start()
+                variant.warm_up(deadline)
+                variant.run_for(seconds, deadline)
+            finally:
+                variant.stop()
+        savings.append(saving_of(*pair))
+    return ratio_of(savings)

@@ -1,23 +1,26 @@
 """The search for a faster variant of a run: each change alone, the winners together, each left out again, the proof."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from lightning_accel.tuning.choices import Goal
-from lightning_accel.tuning.comparison import Ratio, compare, ratio_of, steps_per_second
+from lightning_accel.tuning.comparison import compare, steps_per_second
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for
 from lightning_accel.tuning.identity import distributions_of, require_same, state_of
 from lightning_accel.tuning.journal import Journal
+from lightning_accel.tuning.latencies import Latency, LatencyRate, latency_factors_for
 from lightning_accel.tuning.learning import BATCH_SIZE_FACTORS, learning_changes_for, samples_per_step
 from lightning_accel.tuning.outcome import LEAST_SPEED, USELESS, Measurement, Outcome, needed_of_two, together
+from lightning_accel.tuning.outputs import OutputComparison, Outputs, record_outputs
 from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.planned_run import PlannedRun
 from lightning_accel.tuning.project import Changes, Project
-from lightning_accel.tuning.savings import savings_for
+from lightning_accel.tuning.savings import prove_saving, saving_of, savings_for
+from lightning_accel.tuning.serving import NUM_SAMPLES
 from lightning_accel.tuning.variant import DiskFullError, NotReadyError, TrialError, Variant
 from lightning_accel.tuning.variants import Variants
 
@@ -28,7 +31,6 @@ _SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED, _UNTIL_COMPARED = 0.45, 0.6, 0.7, 0.85
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
-_PAIRS = 4  # of processes, which prove that memory is saved
 
 
 class Search:
@@ -39,7 +41,8 @@ class Search:
         folder: where measurements and the files of trials are written; a search that was killed goes on from there.
         budget: seconds for everything.
         identity: plain values that tell this project on this machine from others.
-        goal: ``speed``, or ``memory``: the least whose run takes at most 1 / ``LEAST_SPEED`` times as long.
+        goal: ``speed``; ``memory``: the least whose run takes at most 1 / ``LEAST_SPEED`` times as long; or ``latency``
+            of a project that serves.
         allow: names of changes of what is learned, which are tried as well.
         progress: called with what is being done, the share of the budget that has passed, and the best factor so far.
 
@@ -68,6 +71,7 @@ class Search:
         self._best = 1.0
         self._tried: list[Factor] = []
         self._turn = 1.0
+        self._outputs = OutputComparison(self._record_outputs)
         self._variants = Variants(project, folder / "trials")
 
     def run(self) -> Outcome:
@@ -80,7 +84,7 @@ class Search:
             self._measure_baseline()
             winners = self._try_alone()
             chosen = self._try_together(winners) if len(winners) > 1 else winners
-            self._prove(self._try_added(chosen) if self.outcome.goal == "speed" else chosen)
+            self._prove(chosen if self.outcome.goal == "memory" else self._try_added(chosen))
         except (KeyboardInterrupt, OSError):  # such as that of a disk too full for the journal
             self._hand_back_best()
             raise
@@ -100,6 +104,7 @@ class Search:
                 "facts": facts,
                 "code": state_of(code["files"], distributions_of(code["packages"])),
                 "rate": steps_per_second(steps),
+                "latency": asdict(Latency.of(steps)) if self.project.serves else None,
                 "peaks": list(baseline.peak_bytes().values()),
                 "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
                 "start_seconds": start_seconds,
@@ -118,13 +123,13 @@ class Search:
         )
         self.outcome.steps_per_second = self._baseline["rate"]
         self.outcome.peak_bytes = max(self._baseline["peaks"], default=0)
-        self._turn = min(5.0, max(0.5, 5 / self._baseline["rate"]))
+        if self.project.serves:
+            self.outcome.latency = Latency(**self._baseline["latency"])
+        self._turn = min(5.0, max(0.5, (NUM_SAMPLES if self.project.serves else 5) / self._baseline["rate"]))
 
     def _try_alone(self) -> list[Factor]:
         """Return the best factor of each group of those that are faster than the baseline, the most effective first."""
-        facts = self._baseline["facts"]
-        faster = chain(learning_changes_for(facts, self._allow), factors_for(facts, self._baseline["waited"]))
-        for factor in savings_for(facts) if self.outcome.goal == "memory" else faster:
+        for factor in _candidates(self.outcome.goal, self._baseline, self._allow):
             if isinstance(factor, Refusal):
                 self.outcome.refused.append(factor)
                 continue
@@ -221,9 +226,11 @@ class Search:
         exact = [factor for factor in chosen if factor.kind in ("equal", "exact")]
         if not exact or self._agree(exact, exactly=True):
             return chosen
-        deviating = exact if len(exact) == 1 else [one for one in exact if not self._agree([one], exactly=True)]
+        alone = exact if len(exact) == 1 else [one for one in exact if not self._agree([one], exactly=True)]
+        deviating = alone or exact[-1:]  # the least effective, if they deviate together alone
         chosen = [one for one in chosen if one not in deviating or one.kind == "exact"]
-        return [replace(one, kind="random") if one in deviating else one for one in chosen]
+        chosen = [replace(one, kind="random") if one in deviating else one for one in chosen]
+        return chosen if alone else self._judge_exact(chosen)
 
     def _drop_changed(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes without those that make a run learn otherwise, together or alone."""
@@ -244,7 +251,7 @@ class Search:
         best = self._best_of(self._winners_of(fastest.group)) or fastest
         self.outcome.chosen = [best]
         self.outcome.proof = self.outcome.alone[best.name]
-        self.outcome.verdicts.append(Verdict(False, f"{best.name}: interrupted before losses were compared"))
+        self.outcome.verdicts.append(Verdict(False, f"{best.name}: interrupted before what it computes was compared"))
 
     def _agree(self, factors: Sequence[Factor], exactly: bool) -> bool:
         """Return whether losses with changes are equal up to rounding, or equivalent over seeds."""
@@ -252,7 +259,10 @@ class Search:
 
         def measure() -> tuple[dict[str, Any], float | None]:
             try:
-                verdict = self._compare_losses(factors) if exactly else self._compare_seeds(factors)
+                if self.project.serves:
+                    verdict = self._outputs.judge(together(factors), exactly)
+                else:
+                    verdict = self._compare_losses(factors) if exactly else self._compare_seeds(factors)
             except TrialError as error:
                 return asdict(Verdict(False, str(error))), self._cut_at(self._passed() >= 1, error)
             return asdict(verdict), self._cut_at(verdict.is_open or self._passed() >= 1)
@@ -288,6 +298,16 @@ class Search:
                 taken += seconds
             verdict = are_equivalent(base, other)
         return verdict
+
+    def _record_outputs(self, changes: Changes, perturb: bool) -> Outputs:
+        self._say("outputs")
+        folder, server = self._variants.new_folder(), self._variants.server
+        try:
+            return record_outputs(self.project, changes, folder, self._deadline(1.0), perturb, server)
+        except TrialError:
+            if not self._variants.has_lost(Changes()):
+                raise
+            return self._record_outputs(changes, perturb)
 
     def _losses(
         self, factors: Sequence[Factor], seeds: Sequence[int], num_steps: int, perturb: bool = False
@@ -335,16 +355,21 @@ class Search:
                 paid = (speed, start) if has_to_pay or against == Changes() else ()
                 pays_until = time.monotonic() + self._planned.longest_start(*paid)
                 variant, found.start_seconds = self._warm_variant(name, changes, min(deadline, pays_until))
+                rate = LatencyRate()
                 found.ratio = compare(
-                    reference, variant, width=width, least=least, most=most, seconds=self._turn, deadline=deadline,
+                    reference, variant, width=width, least=least, seconds=self._turn, deadline=deadline,
+                    most=2 * most if self.project.serves else most,  # samples are short, and so are turns
                     needed=self._planned.needed_speed(found.start_seconds, *paid) if paid else 1.0,
                     samples=self._samples(changes) / self._samples(against),
+                    **({"rate": rate} if self.project.serves else {}),
                 )  # fmt: skip
+                if self.project.serves:
+                    found.before, found.after = rate.latency_of(reference), rate.latency_of(variant)
                 found.over_run = self._planned.speed_over_run(found.ratio.value, found.start_seconds, speed, start)
                 if self.outcome.goal == "memory":
-                    found.saving = _saving(reference, variant)
+                    found.saving = saving_of(reference, variant)
                     if least > 4:
-                        found.memory = self._prove_saving(changes)
+                        found.memory = prove_saving(self._variants.new, changes, self._turn, self._deadline(1.0))
                 found.reason = self._planned.why_not(found)
             except TrialError as error:
                 if self._variants.has_lost(against) and not is_repeated:  # the changes have not failed
@@ -362,25 +387,6 @@ class Search:
             return asdict(found), self._cut_at(time.monotonic() + 2 * self._turn > deadline, failure)
 
         return Measurement.of(self.journal.result(name, measure))
-
-    def _prove_saving(self, changes: Changes) -> Ratio:
-        """Return how many times less memory training needs, from fresh processes of the baseline and the changes.
-
-        Raises:
-            TrialError: if one fails, or there is not the time.
-        """
-        savings = []
-        for _ in range(_PAIRS):
-            pair = [self._variants.new(each) for each in (Changes(), changes)]
-            for variant in pair:
-                try:
-                    variant.start()
-                    variant.warm_up(self._deadline(1.0))
-                    variant.run_for(self._turn, self._deadline(1.0))
-                finally:
-                    variant.stop()
-            savings.append(_saving(*pair))
-        return ratio_of(savings)
 
     def _warm_variant(self, name: str, changes: Changes, deadline: float) -> tuple[Variant, float]:
         if changes not in self._variants:
@@ -411,11 +417,13 @@ class Search:
         self.progress(what, min(1.0, self._passed()), self._best)
 
 
-def _saving(reference: Variant, variant: Variant) -> float:
-    """Return how many times less memory ``variant`` has needed, after as many steps of each."""
-    before, after = reference.peak_bytes(), variant.peak_bytes()
-    num_steps = max(before.keys() & after.keys())
-    return before[num_steps] / max(1, after[num_steps])
+def _candidates(goal: Goal, baseline: Mapping[str, Any], allow: Sequence[str]) -> Iterable[Factor | Refusal]:
+    facts = baseline["facts"]
+    if goal == "memory":
+        return savings_for(facts)
+    if goal == "latency":
+        return latency_factors_for(facts)
+    return chain(learning_changes_for(facts, allow), factors_for(facts, baseline["waited"]))
 
 
 def _names(factors: Iterable[Factor]) -> str:

@@ -18,13 +18,14 @@ from typing import Any
 from lightning_accel._private.torch import draw_as_eager
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError, is_disk_full, write_atomically
 from lightning_accel.tuning.fork_server import serve
+from lightning_accel.tuning.latency_recorder import LatencyRecorder
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import StepRecorder, TrialEnd
 from lightning_accel.tuning.variant import NO_ROOM
 
 
 def run_trial(specification: dict[str, Any], folder: Path) -> None:
-    """Fit with the changes of the specification, again and again if there is no number of steps.
+    """Fit with the changes of the specification, or use the model, again and again if there is no number of steps.
 
     Args:
         specification: ``project`` and ``changes`` as dicts; ``seeds``; ``num_steps``, for each of them, or None to go
@@ -41,7 +42,11 @@ def run_trial(specification: dict[str, Any], folder: Path) -> None:
         for seed in specification["seeds"]:
             place = folder if num_steps is None else folder / f"seed_{seed}"
             place.mkdir(exist_ok=True)
-            recorder = StepRecorder(place, num_steps, num_steps is not None, specification["perturb"])
+            recorder: LatencyRecorder | StepRecorder
+            if project.serves:
+                recorder = LatencyRecorder(place, num_steps is not None, specification["perturb"])
+            else:
+                recorder = StepRecorder(place, num_steps, num_steps is not None, specification["perturb"])
             try:
                 project.fit(changes, [recorder], place, seed)
             except TrialEnd:

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_accel.strategies.checkpoints.atomic import explain_disk_errors
 from lightning_accel.tuning.fork_server import ForkedProcess, ForkServer, can_fork
 from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.serving import NUM_SAMPLES
 
 NO_ROOM = 74  # status of a process that found no room for its error, as sysexits.h has it
 _POLL = 0.02  # seconds
@@ -43,7 +44,7 @@ class Step:
 
 
 class Variant:
-    """Train with some changes in a group of processes that is frozen but for its turns.
+    """Train, or use a model, with some changes in a group of processes that is frozen but for its turns.
 
     A frozen group takes no time from others, and neither its loader's workers nor its ranks go on, so that its queues
     are as full as they were when its turn ended.
@@ -130,8 +131,9 @@ class Variant:
         """
         begin = time.monotonic()
         steps: list[Step] = []
+        least = NUM_SAMPLES + 4 if self.project.serves else 4  # each sample may have a shape to compile for
         with self._thawed():
-            while not _is_steady(steps):
+            while len(steps) < least or not _is_steady(steps):
                 steps += self._await_steps(begin if not steps else steps[-1].end, 10 if not steps else 1, deadline)
         return time.monotonic() - begin
 
@@ -281,8 +283,6 @@ def is_out_of_memory(error: Mapping[str, str]) -> bool:
 
 
 def _is_steady(steps: Sequence[Step]) -> bool:
-    """Return whether the last steps took about as long as the few before, and compilation is over."""
-    if len(steps) < 4:
-        return False
+    """Return whether the last of four steps or more took about as long as those before, and compilation is over."""
     *_, first, second, third = (step.end - step.begin for step in steps)
     return max(first, second, third) < 1.5 * min(first, second, third) or len(steps) >= 20

@@ -10,6 +10,13 @@ from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.ops.extras import require_module
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, Outcome
+from lightning_accel.tuning.outputs import LEAST_EQUAL, MOST_DEVIATION
+
+AIMS = {
+    "speed": "makes this run faster",
+    "memory": "lets this run train in less memory",
+    "latency": "lowers the latency of this model",
+}
 
 
 def write_outcome(outcome: Outcome, folder: Path, command: str, date: str) -> list[Path]:
@@ -62,12 +69,10 @@ def overlay(outcome: Outcome, command: str, date: str) -> str:
 
 
 def _report(outcome: Outcome, command: str, date: str) -> str:
-    rate, items = outcome.steps_per_second, outcome.facts["items_per_step"]
     lines = [
         f"# {command}",
         "",
-        f"{date}, {machine_name()}, {outcome.seconds:.0f} s. As it is, the run takes {rate:.3g} steps"
-        f" ({rate * items:.4g} samples) per second.",
+        f"{date}, {machine_name()}, {outcome.seconds:.0f} s. As it is, {_as_it_is(outcome)}.",
         "",
         "## Result",
         "",
@@ -76,33 +81,28 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
     if outcome.is_faster and proof is not None and proof.ratio is not None:
         names = ", ".join(f"`{factor.name}`" for factor in outcome.chosen)
         turns = f"{proof.ratio.turns} turns" if proof.memory is None else f"{proof.memory.turns} processes of each"
-        lines += [
-            f"**{claim(outcome)}** (95 % interval, {turns}; {proof.over_run:.2f} times as fast over the whole run, its"
-            f" start included) by {names}.",
-        ]
+        whole = f"{proof.over_run:.2f} times as fast over the whole run, its start included"
+        if outcome.latency is not None:
+            whole = f"it starts in {proof.start_seconds:.0f} s, as measured"
+        lines += [f"**{claim(outcome)}** (95 % interval, {turns}; {whole}) by {names}."]
     else:
-        what = "makes the run faster" if outcome.goal == "speed" else "lets the run train in less memory"
-        lines += [f"Nothing was found that {what} by more than the interval, so that nothing is changed."]
+        aim = AIMS[outcome.goal]
+        lines += [f"Nothing was found that {aim} by more than the interval, so that nothing is changed."]
         if proof is not None:
             lines += ["", f"Together, the best changes gave {proof.memory or proof.ratio or proof.reason}."]
-    if outcome.goal == "memory":
-        lines += [
-            "",
-            f"As it is, training needs {outcome.peak_bytes / 2**20:.0f} MiB: on the CPU, what it adds to what its"
-            " processes hold when it begins (gradients, states of optimizers, activations, batches, what workers hold"
-            " alone; not weights and libraries), on CUDA the peak of what tensors take. Changes may make it slower,"
-            f" down to {LEAST_SPEED} times the speed, for to recompute all activations takes a quarter of a step's time"
-            " or more.",
-        ]
+    lines += _notes(outcome)
     lines += ["", *[f"- {'equal' if v.passed else 'not shown to be equal'}: {v.reason}" for v in outcome.verdicts]]
-    saved = " times less memory |" if outcome.goal == "memory" else ""
-    lines += ["", "## Each change alone", ""]
-    lines += [f"| change |{saved} times as fast (95 %) | over the run | start, s | note |"]
-    lines += ["| --- " * (6 if saved else 5) + "|"]
+    lines += [
+        "",
+        "## Each change alone",
+        "",
+        _HEADS[outcome.goal],
+        "| --- " * (_HEADS[outcome.goal].count("|") - 1) + "|",
+    ]
     for name, found in outcome.alone.items():
         lines.append(f"| {name} | {_cells(outcome, found)} | {found.reason} |")
     if outcome.without:
-        what = "times as fast as with it (95 %)" if outcome.goal == "speed" else "times less memory than with it"
+        what = "times less memory than with it" if outcome.goal == "memory" else "times as fast as with it (95 %)"
         lines += ["", "## Without each change", "", f"| without | {what} |", "| --- | --- |"]
         lines += [f"| {name} | {_gain(found)} |" for name, found in outcome.without.items()]
     if outcome.added:
@@ -120,6 +120,8 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
 
 
 def _cells(outcome: Outcome, found: Measurement) -> str:
+    if outcome.goal == "latency":
+        return f"{found.ratio} | {found.after} | {found.start_seconds:.0f}" if found.ratio else "| | "
     saved = "" if outcome.goal == "speed" else f"{found.saving:.2f} | " if found.saving else " | "
     if found.ratio is None:
         return f"{saved}| | "
@@ -129,6 +131,9 @@ def _cells(outcome: Outcome, found: Measurement) -> str:
 def claim(outcome: Outcome) -> str:
     """Return what the chosen changes achieve, for a reader."""
     assert outcome.proof is not None
+    if outcome.goal == "latency":
+        before, after = outcome.proof.before, outcome.proof.after
+        return f"{outcome.proof.ratio} times as fast: one sample takes {after} instead of {before}"
     if outcome.goal == "speed":
         return f"{outcome.proof.ratio} times as fast"
     if outcome.proof.memory is None:
@@ -141,6 +146,44 @@ def _gain(found: Measurement) -> str:
         return found.reason
     speed = str(found.ratio)
     return speed if found.saving is None else f"{found.saving:.2f} times less memory, {speed} times as fast"
+
+
+_HEADS = {
+    "speed": "| change | times as fast (95 %) | over the run | start, s | note |",
+    "memory": "| change | times less memory | times as fast (95 %) | over the run | start, s | note |",
+    "latency": "| change | times as fast (95 %) | one sample | start, s | note |",
+}
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    """Return what a reader has to know of how memory or latency are measured."""
+    if outcome.goal == "memory":
+        return [
+            "",
+            f"As it is, training needs {outcome.peak_bytes / 2**20:.0f} MiB: on the CPU, what it adds to what its"
+            " processes hold when it begins (gradients, states of optimizers, activations, batches, what workers hold"
+            " alone; not weights and libraries), on CUDA the peak of what tensors take. Changes may make it slower,"
+            f" down to {LEAST_SPEED} times the speed, for to recompute all activations takes a quarter of a step's time"
+            " or more.",
+        ]
+    if outcome.goal == "latency":
+        return [
+            "",
+            "Times are medians of single samples, with the middle half in brackets: from the batch of one sample on"
+            " the device to the end of its step. A start is that of a process, with data, compilation and the first"
+            " samples; it is not charged against the gain. Outputs of the same samples with the same weights are"
+            " compared: exact changes may move them ten times as far as one rounding of the weights does, fewer digits"
+            f" by a root mean square of {MOST_DEVIATION:.0%} of their standard deviation over samples (of integers,"
+            f" {LEAST_EQUAL:.0%} are equal).",
+        ]
+    return []
+
+
+def _as_it_is(outcome: Outcome) -> str:
+    if outcome.latency is not None:
+        return f"one sample takes {outcome.latency} in `{outcome.facts['stage']}`"
+    rate, items = outcome.steps_per_second, outcome.facts["items_per_step"]
+    return f"the run takes {rate:.3g} steps ({rate * items:.4g} samples) per second"
 
 
 def _draw(outcome: Outcome, path: Path) -> None:
@@ -157,7 +200,9 @@ def _draw(outcome: Outcome, path: Path) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.invert_yaxis()
-    what = "times as fast as the run as it is" if outcome.goal == "speed" else "times less memory than the run as it is"
+    what = {"speed": "times as fast as the run as it is", "memory": "times less memory than the run as it is"}.get(
+        outcome.goal, "times as fast for one sample as the model as it is"
+    )
     axes.set_xlabel(f"{what} (95 % interval)")
     with write_atomically(path) as part:
         figure.savefig(part, dpi=150, format="png")

@@ -136,3 +136,19 @@ def holds_activations(**trainer_options):
 
 def two_ranks(**trainer_options):
     return run(None, {"strategy": "ddp", "devices": 2} | trainer_options)
+
+
+class Served(Net):
+    def predict_step(self, batch, batch_idx):
+        time.sleep(0.002)
+        return self.net(batch[0])
+
+
+class Samples(L.LightningDataModule):
+    def predict_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(TensorDataset(torch.randn(60, 5, generator=generator)), batch_size=8)
+
+
+def serves(**trainer_options):
+    return L.Trainer(**{"accelerator": "cpu"} | trainer_options), Served(), Samples()
