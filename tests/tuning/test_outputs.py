@@ -77,6 +77,8 @@ def test_what_is_not_finite_has_to_be_so_in_both():
             other[3][0][1] = value
             assert "nan or infinite in other places" in outputs_agree(base, base, other, exactly).reason
         other[3][0][1] = -math.inf
+        elsewhere = [[one.flip(0)] for (one,) in base]
+        assert "nan or infinite in other places" in outputs_agree(base, base, elsewhere, exactly).reason
     nothing = [[torch.full((2,), math.nan)] for _ in range(3)]
     assert outputs_agree(nothing, nothing, nothing, exactly=True).reason == "all outputs are nan or infinite"
 

@@ -72,9 +72,11 @@ class Used(L.LightningModule):
         self.setups += 1
 
     def forward(self, batch):
-        x = batch.pop("x")  # a step may take its batch apart
-        self.met.add((tuple(x.shape), self.training, torch.is_grad_enabled()))
-        return self.net(x)
+        x = batch.pop("x")
+        self.met.add((tuple(x.shape), x.count_nonzero().item(), self.training, torch.is_grad_enabled()))
+        y = self.net(x)
+        x.zero_()  # a step may change its batch
+        return y
 
     def validation_step(self, batch, batch_idx):
         y = batch["y"]
@@ -153,7 +155,7 @@ def test_single_samples_go_through_the_stage_that_has_data(tmp_path, data, stage
     assert len(lines) >= rounds * NUM_SAMPLES - 1
     times = [float(value) for line in lines for value in line.split(",")[:2]]
     assert times == sorted(times)
-    assert module.met == {((1, 3), False, False)}
+    assert module.met == {((1, 3), 3, False, False)}
     assert (module.setups, data.setups) == (1, 1)
     if stage == "validate":
         assert module.epochs == 2  # what a module collects is freed
