@@ -55,4 +55,9 @@ REPLACED = {
         "state_dict": "a process that was spawned returns what the whole module has",
     },
     "strategies/sync_batchnorm.py": {"__class__": "another layer would lose its hooks and its place"},
+    "tuning/latency_recorder.py": {"log": "means over an epoch are not in the Trainer's metrics in its steps"},
+    "tuning/serving.py": {
+        **dict.fromkeys(("predict_dataloader", "val_dataloader"), "batches are cut to single samples"),
+        **dict.fromkeys(("prepare_data", "setup", "teardown"), "samples go round and round without these"),
+    },
 }

@@ -67,7 +67,8 @@ def serve_isolated(trainer: L.Trainer, module: L.LightningModule, data: Any, fol
     source = datamodule if datamodule is not None and is_overridden(_LOADERS_OF[stage], datamodule) else module
     loaders = _cut_loaders(source, _LOADERS_OF[stage])
     owners = [one for one in (module, datamodule) if one is not None]
-    _leave_out(owners, "teardown")
+    for one in owners:
+        one.teardown = _nothing  # type: ignore[method-assign]
 
     def run(**more: Any) -> None:
         if stage == "predict":
@@ -82,7 +83,8 @@ def serve_isolated(trainer: L.Trainer, module: L.LightningModule, data: Any, fol
             raise
         raise ServingError(f"{stage} fails on its first sample: {type(error).__name__}: {error}") from error
     assert served.has_any
-    _leave_out(owners, "prepare_data", "setup")  # which may take seconds, and make other layers
+    for one in owners:  # which may take seconds, and make other layers
+        one.prepare_data = one.setup = _nothing  # type: ignore[method-assign]
     if len(loaders) == 1:
         loaders[0].rounds = _ROUNDS
     while True:
@@ -131,7 +133,10 @@ def _cut_loaders(source: Any, name: str) -> list[_OneByOne]:
         combined[0].flattened = list(loaders)
         return combined[0]
 
-    setattr(source, name, made)
+    if name == "predict_dataloader":
+        source.predict_dataloader = made
+    else:
+        source.val_dataloader = made
     return loaders
 
 
@@ -161,7 +166,5 @@ def one_by_one(loader: Any, number: int = NUM_SAMPLES) -> list[Any]:
     return found[:number]
 
 
-def _leave_out(owners: list[Any], *hooks: str) -> None:
-    for one in owners:
-        for hook in hooks:
-            setattr(one, hook, lambda *_, **__: None)
+def _nothing(*_: Any, **__: Any) -> None:
+    """Take the place of a hook that has done what it is for."""
