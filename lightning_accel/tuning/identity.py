@@ -49,8 +49,13 @@ def identity_of(project: Project, goal: str, files: Iterable[Path]) -> dict[str,
             "lightning": L.__version__,
             "lightning_accel": lightning_accel.__version__,
         },
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _decides_speed(name)},
     }
+
+
+def _decides_speed(variable: str) -> bool:
+    """Return whether a variable may; places of caches, which torch sets to a folder in that of TMPDIR, do not."""
+    return variable.startswith(_PREFIXES) and not variable.endswith(("_CACHE_DIR", "_CACHE_PATH"))
 
 
 def files_in(arguments: Sequence[str]) -> list[Path]:

@@ -48,6 +48,7 @@ def test_what_differs_is_named(config, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setenv("HISTFILE", "nobody measures this")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "a folder of this job")
     monkeypatch.setattr(identity.torch, "__version__", "9.9")
     monkeypatch.setattr(identity, "machine_name", lambda: "another machine")
     now = identity_of(PROJECT, "memory", [])
@@ -57,6 +58,7 @@ def test_what_differs_is_named(config, monkeypatch):
     assert "; torch was " in message
     assert "; OMP_NUM_THREADS was 2, and is not given; ONEDNN_MAX_CPU_ISA was not given, and is AVX2" in message
     assert "HISTFILE" not in message
+    assert "CACHE_DIR" not in message
 
 
 def test_code_of_the_run_belongs_to_it_wherever_it_stands(monkeypatch, tmp_path):
