@@ -59,7 +59,7 @@ class ForkServer:
         self._known: set[int] = set()
         self._forked: list[int] = []
         self._statuses: dict[int, int] = {}
-        self.has_ended = False
+        self.has_ended = self.has_forked = False
 
     def fork(self, specification: Path, output: Path) -> ForkedProcess | None:
         """Return a new process, the leader of a session, that runs a trial; None if the server has ended.
@@ -111,6 +111,7 @@ class ForkServer:
             *lines, self._rest = (self._rest + found).split(b"\n")
             for line in lines:
                 pid, *status = json.loads(line)
+                self.has_forked = True
                 if pid not in self._known:
                     self._forked.append(pid)  # with a status if it has ended before it could report
                 if status:

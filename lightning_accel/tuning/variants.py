@@ -62,7 +62,9 @@ class Variants:
         is_lost = changes in self and not self._warm[str(changes)][0].is_alive
         self.forget_ended()
         if self.server is not None and self.server.has_ended:
-            self.server, is_lost = None, True
+            self.server.stop()
+            # one that never forked would end again
+            self.server, is_lost = fork_server() if self.server.has_forked else None, True
         return is_lost
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -145,8 +146,9 @@ def ended_once(monkeypatch, patched, name, end):
 
 @pytest.mark.parametrize("what", ["the run as it is", "the server"])
 def test_a_change_is_not_blamed_for_what_else_has_ended(world, tmp_path, monkeypatch, what):
-    server = SimpleNamespace(has_ended=False, stop=lambda: None)
-    monkeypatch.setattr(variants, "fork_server", lambda: server)
+    server = SimpleNamespace(has_ended=False, has_forked=True, stop=lambda: None)
+    servers = [server, copy(server)]
+    monkeypatch.setattr(variants, "fork_server", lambda: servers.pop(0))
 
     def end(reference, variant):
         if what == "the server":
@@ -159,11 +161,12 @@ def test_a_change_is_not_blamed_for_what_else_has_ended(world, tmp_path, monkeyp
     assert names(outcome) == ["compile", "precision"]
     assert calls[1][1].changes == calls[2][1].changes
     assert not any("SIGKILL" in found.reason for found in outcome.alone.values())
+    assert len(servers) == (what != "the server")
 
 
 def test_losses_are_recorded_again_if_the_server_has_ended(world, tmp_path, monkeypatch):
-    server = SimpleNamespace(has_ended=False, stop=lambda: None)
-    monkeypatch.setattr(variants, "fork_server", lambda: server)
+    server = SimpleNamespace(has_ended=False, has_forked=True, stop=lambda: None)
+    monkeypatch.setattr(variants, "fork_server", Mock(side_effect=[server, copy(server)]))
     ended_once(monkeypatch, search, "record_losses", lambda *_: setattr(server, "has_ended", True))
     assert not any("SIGKILL" in verdict.reason for verdict in run(tmp_path).verdicts)
 
